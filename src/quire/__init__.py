@@ -1,0 +1,28 @@
+"""Quire: an LLM inference engine and server.
+
+>>> from quire import LLM, SamplingParams
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from quire.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.frontend import AsyncLLM
+    from quire.engine.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "quire.engine.llm", "AsyncLLM": "quire.engine.frontend"}
+
+
+def __getattr__(name: str) -> Any:
+    """Heavy names load on first use, so that `import quire` stays quick."""
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")

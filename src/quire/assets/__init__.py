@@ -1,0 +1,19 @@
+"""Finding, fetching and reading model files: names → files on disk → checked headers and mapped bytes.
+
+Knows: types, disks, pip, hubs. Refuses to know: torch, tokens, what any tensor is for.
+"""
+
+from quire.assets.local import LocalModel, ModelInfo, describe
+from quire.assets.store import cache_dir, known_models, list_models, pull, remove, resolve
+
+__all__ = [
+    "LocalModel",
+    "ModelInfo",
+    "cache_dir",
+    "describe",
+    "known_models",
+    "list_models",
+    "pull",
+    "remove",
+    "resolve",
+]

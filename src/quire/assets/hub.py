@@ -1,0 +1,108 @@
+"""Models on a hub: `org/name`, optionally `:file.gguf` and `@revision`. The hub is the one HF_ENDPOINT names.
+
+huggingface_hub does the fetching (progress, resume after a dropped connection, its cache layout); it is imported
+only here and only when something must be fetched. Knows: which files of a repository are a model. Refuses to
+know: what is inside them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from quire.types.errors import ConfigError, ModelNotFoundError
+
+if TYPE_CHECKING:
+    from huggingface_hub.utils import tqdm
+
+_PART = r"[A-Za-z0-9][\w.-]*"
+_REFERENCE = re.compile(rf"({_PART}/{_PART})(?::((?:{_PART}/)*{_PART}\.gguf))?(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+
+WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", "*.safetensors*"]
+IGNORED = ["*/*", "consolidated*"]  # copies in other formats, and the same weights a second time
+
+
+@dataclass(frozen=True)
+class HubReference:
+    repository: str
+    file: str | None = None
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubReference | None:
+        match = _REFERENCE.fullmatch(text)
+        if match is None or ".." in text:
+            return None
+        return cls(match[1], match[2], match[3])
+
+    @property
+    def folder(self) -> str:
+        """The repository's folder in the cache."""
+        return "models--" + self.repository.replace("/", "--")
+
+
+def fetch(reference: HubReference, cache: Path, progress: bool) -> Path:
+    """Fetch what is missing and return the GGUF file or the directory of the snapshot."""
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+        from huggingface_hub.utils import tqdm
+    except ImportError as error:
+        raise ConfigError("fetching from a hub needs huggingface_hub: pip install huggingface_hub") from error
+    common: dict[str, Any] = {
+        "repo_id": reference.repository,
+        "revision": reference.revision,
+        "cache_dir": cache,
+        "endpoint": os.environ.get("HF_ENDPOINT") or None,
+        "library_name": "quire",
+        "tqdm_class": tqdm if progress else _quiet(tqdm),
+    }
+    try:
+        if reference.file:
+            return Path(hub.hf_hub_download(filename=reference.file, **common))
+        path = Path(hub.snapshot_download(allow_patterns=WANTED, ignore_patterns=IGNORED, **common))
+        if not (path / "config.json").exists():
+            _refuse_unreadable(reference, hub.HfApi(endpoint=common["endpoint"]))
+        return path
+    except ModelNotFoundError:
+        raise
+    except Exception as error:  # a third party's network stack: anything may come out
+        raise ModelNotFoundError(_explain(error, reference, errors)) from error
+
+
+def _explain(error: Exception, reference: HubReference, errors: ModuleType) -> str:
+    name = reference.repository
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: accept its terms on the hub, then set HF_TOKEN to your token"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"the hub has no model {name!r} (or it is private: then set HF_TOKEN)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name} has no revision {reference.revision!r}"
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return f"{name} has no file {reference.file!r}"
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (
+        f"cannot fetch {name}: {cause} Check the network (and HF_ENDPOINT, if it is set) and try again; "
+        "files that are complete are kept"
+    )
+
+
+def _quiet(base: type[tqdm]) -> type[tqdm]:
+    class Quiet(base):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+    return Quiet
+
+
+def _refuse_unreadable(reference: HubReference, api: Any) -> None:
+    """A repository without config.json: say which of its files could be used."""
+    files = [f for f in api.list_repo_files(reference.repository, revision=reference.revision) if f.endswith(".gguf")]
+    if files:
+        choices = ", ".join(f"{reference.repository}:{file}" for file in sorted(files)[:12])
+        raise ModelNotFoundError(f"{reference.repository} holds GGUF files; name one of them: {choices}")
+    raise ModelNotFoundError(f"{reference.repository} holds no model that can be read here: no config.json, no .gguf")

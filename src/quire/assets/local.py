@@ -1,0 +1,112 @@
+"""A model on this disk: where it is, how to open it, what its headers say about it.
+
+Knows: directories of safetensors, GGUF files. Refuses to know: how a model came to be here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.assets.gguf import GGUFFile
+from quire.assets.safetensors import SafetensorsModel
+from quire.types.errors import ModelFileError, ModelNotFoundError, QuireError
+from quire.types.seams import WeightSource
+
+Kind = Literal["gguf", "safetensors"]
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """`path` is the file of a GGUF, the directory of anything else."""
+
+    name: str
+    path: Path
+    kind: Kind
+
+    def open(self) -> WeightSource:
+        """Read and check the headers; raises ModelFileError on the first thing that is wrong."""
+        return GGUFFile(self.path) if self.kind == "gguf" else SafetensorsModel(self.path)
+
+    def file(self, name: str) -> Path | None:
+        """A file that accompanies the weights, such as tokenizer.json; a GGUF has none."""
+        if self.kind == "gguf":
+            return None
+        path = self.path / Path(name).name
+        return path if path.is_file() else None
+
+    def size(self) -> int:
+        """Bytes on disk."""
+        files = [self.path] if self.kind == "gguf" else [p for p in self.path.iterdir() if p.is_file()]
+        return sum(p.stat().st_size for p in files)
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What a model's headers say, for people. None: the files do not tell."""
+
+    name: str
+    path: Path
+    kind: Kind
+    size: int
+    architecture: str | None = None
+    parameters: int | None = None
+    context_length: int | None = None
+    quantisation: str | None = None
+    problem: str = ""  # why the files cannot be read, if they cannot
+
+
+def at_path(path: Path) -> LocalModel:
+    """The model in a directory or GGUF file that exists."""
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelFileError(
+                f"{path} is not a GGUF file; give a .gguf file, or the directory of a safetensors model"
+            )
+        return LocalModel(path.stem, path, "gguf")
+    if (path / "config.json").is_file():
+        return LocalModel(path.resolve().name, path, "safetensors")
+    files = sorted(path.glob("*.gguf"))
+    if len(files) == 1:
+        return LocalModel(files[0].stem, files[0], "gguf")
+    if files:
+        raise ModelNotFoundError(f"{path} holds several models; choose one: {', '.join(str(f) for f in files[:8])}")
+    raise ModelNotFoundError(f"{path} holds no model: neither a config.json nor a .gguf file")
+
+
+def describe(model: LocalModel) -> ModelInfo:
+    """Read the headers of one model; a broken model is described as broken, not raised."""
+    size = model.size()
+    try:
+        source = model.open()
+    except QuireError as error:
+        return ModelInfo(model.name, model.path, model.kind, size, problem=str(error))
+    meta, tensors = source.metadata(), source.tensors().values()
+    architecture, context = _from_gguf(meta) if model.kind == "gguf" else _from_config(meta)
+    weight: Counter[str] = Counter()
+    for info in tensors:
+        weight[info.kind] += info.nbytes
+    return ModelInfo(
+        name=model.name,
+        path=model.path,
+        kind=model.kind,
+        size=size,
+        architecture=architecture,
+        parameters=sum(math.prod(info.shape) for info in tensors) or None,
+        context_length=context if isinstance(context, int) else None,
+        quantisation=weight.most_common(1)[0][0] if weight else None,
+    )
+
+
+def _from_gguf(meta: dict[str, Any]) -> tuple[str | None, Any]:
+    architecture = meta.get("general.architecture")
+    return architecture, meta.get(f"{architecture}.context_length")
+
+
+def _from_config(config: dict[str, Any]) -> tuple[str | None, Any]:
+    names = config.get("architectures") or [config.get("model_type")]
+    context = next((config[key] for key in ("max_position_embeddings", "n_positions", "n_ctx") if key in config), None)
+    return names[0] if isinstance(names, list) else None, context

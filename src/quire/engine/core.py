@@ -1,0 +1,80 @@
+"""The step loop. It fits on one screen and stays so.
+
+    plan ──► submit ──► (device works; the next plan is made) ──► result ──► commit ──► events
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from quire.scheduling import Scheduler
+from quire.types.config import EngineOptions
+from quire.types.errors import EngineDeadError
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.plan import StepPlan
+from quire.types.request import Request
+from quire.types.seams import Executor, Ticket
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # failed steps in a row before the engine gives up
+
+
+class EngineCore:
+    def __init__(self, options: EngineOptions, executor: Executor):
+        self.executor = executor
+        self.capacity = executor.start()
+        self.scheduler = Scheduler(
+            options.scheduler, executor.layout, self.capacity, prefix_cache=options.cache.prefix_cache
+        )
+        self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
+        self._failures = 0
+
+    def submit(self, request: Request) -> None:
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        return self.scheduler.abort(request_id)
+
+    def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
+        return self.scheduler.finish_at(request_id, branch, tokens)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or bool(self._tickets)
+
+    def step(self) -> list[TokenEvent]:
+        """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
+        try:
+            plan = self.scheduler.plan(time.monotonic())
+            if plan is not None:
+                self._tickets.append((plan, self.executor.submit(plan)))
+            if self._tickets and (plan is None or len(self._tickets) >= self.capacity.depth):
+                done, ticket = self._tickets.popleft()
+                events = self.scheduler.commit(done, ticket.result())
+                self._failures = 0
+                return events
+            return []
+        except Exception as error:
+            return self._recover(error)
+
+    def _recover(self, error: Exception) -> list[TokenEvent]:
+        """End all requests with an error and start clean; give up when that does not help."""
+        self._failures += 1
+        log.exception("step failed (%d in a row)", self._failures)
+        self._tickets.clear()
+        if self._failures >= MAX_FAILURES:
+            raise EngineDeadError(f"{MAX_FAILURES} steps failed in a row; the last: {error}") from error
+        return self.scheduler.fail(f"the step failed: {type(error).__name__}: {error}")
+
+    def reset(self) -> None:
+        self.scheduler.reset()
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.snapshot()
+
+    def close(self) -> None:
+        self._tickets.clear()
+        self.executor.close()

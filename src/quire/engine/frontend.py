@@ -1,0 +1,90 @@
+"""Text in, text out, over any EngineClient: what servers and async callers use. Also `AsyncLLM`, its short form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.assets import resolve
+from quire.engine.client import AsyncClient
+from quire.engine.inputs import Prompt, prepare
+from quire.engine.outputs import RequestText
+from quire.engine.results import Collector
+from quire.text import TextModel
+from quire.types.config import EngineOptions
+from quire.types.outputs import Delta, RequestOutput
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
+from quire.types.seams import EngineClient
+
+
+class Frontend:
+    def __init__(self, client: EngineClient, text: TextModel, model_name: str):
+        self.client = client
+        self.text = text
+        self.model_name = model_name
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Request:
+        """Tokenise and check; raises InputError for anything the engine would refuse."""
+        return prepare(
+            prompt, params, text=self.text, info=self.client.info, request_id=request_id, priority=priority, salt=salt
+        )
+
+    async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
+        """Deltas of all branches as they come; closing the iterator aborts the request."""
+        view = RequestText(request, self.text)
+        events = self.client.submit(request)
+        try:
+            async for batch in events:
+                deltas = []
+                for event in batch:
+                    delta, end = view.take(event)
+                    if end is not None:
+                        self.client.finish_at(request.id, event.branch, end)
+                    if delta is not None:
+                        deltas.append(delta)
+                if deltas:
+                    yield deltas
+                if view.done:
+                    return
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+
+
+class AsyncLLM(Frontend):
+    """`async with await AsyncLLM.open("smollm2-135m") as llm: ...`"""
+
+    @classmethod
+    async def open(cls, model: str = "smollm2-135m", *, process: bool = False, **options: Any) -> AsyncLLM:
+        local = resolve(model)
+        client = await AsyncClient.open(EngineOptions.of(model=model, **options), process=process)
+        return cls(client, TextModel.load(local), local.name)
+
+    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
+        """The whole answer."""
+        request = self.prepare(prompt, params or SamplingParams())
+        collector = Collector(request, prompt if isinstance(prompt, str) else None)
+        async for deltas in self.stream(request):
+            for delta in deltas:
+                collector.add(delta)
+        return collector.output
+
+    async def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        return await self.generate(self.text.encode_chat(messages), params)
+
+    async def close(self) -> None:
+        await self.client.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()

@@ -1,0 +1,74 @@
+"""The door: text or token ids and parameters in, a checked Request out. Everything wrong is refused here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.text import TextModel
+from quire.types.errors import ContextLengthError, InputError
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import EngineInfo
+
+Prompt = str | Sequence[int]
+
+
+def prepare(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    text: TextModel,
+    info: EngineInfo,
+    request_id: str | None = None,
+    priority: int = 0,
+    salt: str = "",
+) -> Request:
+    """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
+    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    check_tokens(tokens, info)
+    room = info.max_model_len - len(tokens)
+    params.check_vocabulary(info.vocab_size)
+    if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
+        raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
+    params = msgspec.structs.replace(
+        params,
+        seed=secrets.randbits(62) if params.seed is None else params.seed,
+        bad_token_ids=[*params.bad_token_ids, *_bad_words(params.bad_words, text)],
+    )
+    return Request(
+        id=request_id or secrets.token_hex(12),
+        prompt=tokens,
+        params=params,
+        arrival=time.monotonic(),
+        priority=priority,
+        salt=salt,
+        eos_token_ids=sorted(text.tokenizer.eos_ids),
+    )
+
+
+def check_tokens(tokens: list[int], info: EngineInfo) -> None:
+    if not tokens:
+        raise InputError("the prompt is empty; send at least one token", param="prompt")
+    if len(tokens) >= info.max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {len(tokens)} tokens but the context holds {info.max_model_len}, one of them for the "
+            "answer; shorten the prompt or serve with a larger max_model_len"
+        )
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < info.vocab_size:
+            raise InputError(f"token id {token!r} is outside the vocabulary of {info.vocab_size}", param="prompt")
+
+
+def _bad_words(words: list[str], text: TextModel) -> list[list[int]]:
+    """Each word as it may appear: at the start of text and after a space."""
+    spellings = []
+    for word in words:
+        for form in dict.fromkeys((word, " " + word.lstrip())):
+            ids = text.tokenizer.encode(form, add_special=False)
+            if ids and ids not in spellings:
+                spellings.append(ids)
+    return spellings

@@ -1,0 +1,136 @@
+"""`LLM`: the engine as a Python object. Prompts in, results out; everything in this process unless asked otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from quire.assets import resolve
+from quire.engine.inputs import Prompt, prepare
+from quire.engine.link import open_link
+from quire.engine.outputs import RequestText
+from quire.engine.results import Collector
+from quire.text import TextModel
+from quire.types.config import EngineOptions
+from quire.types.errors import InputError, QuireError
+from quire.types.events import EngineStats
+from quire.types.outputs import Delta, RequestOutput
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import Abort, Events, FinishAt, GetStats, Reset, Stats, Submit, ToClient
+
+
+class LLM:
+    """A model ready to generate.
+
+    >>> llm = LLM("smollm2-135m")
+    >>> llm.generate("The capital of France is", SamplingParams(temperature=0))[0].outputs[0].text
+
+    Options are those of `quire serve`, by the same names (`page_size=`, `dtype=`, `scheduler=`, ...).
+    `process=True` runs the engine in a process of its own.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", *, process: bool = False, progress: bool = False, **options: Any):
+        self.options = EngineOptions.of(model=model, **options)
+        local = resolve(model, progress=progress)
+        self.text = TextModel.load(local)
+        self._link = open_link(self.options, process=process, progress=progress)
+        self.info = self._link.info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priorities: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all."""
+        many = _as_list(prompts)
+        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(many):
+            raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
+        ranks = list(priorities or [0] * len(many))
+        requests = [self._prepare(p, s, r) for p, s, r in zip(many, each, ranks, strict=True)]
+        collectors = {
+            r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, many, strict=True)
+        }
+        for request, delta in self._run(requests):
+            collectors[request.id].add(delta)
+        return [collectors[r.id].output for r in requests]
+
+    def chat(
+        self,
+        conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        params: SamplingParams | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """One conversation (a list of messages) or several."""
+        many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
+        return self.generate([self.text.encode_chat(c, **template) for c in many], params)  # type: ignore[arg-type]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; leaving the loop early aborts it."""
+        for _, delta in self._run([self._prepare(prompt, params or SamplingParams(), 0)]):
+            yield delta
+
+    def stats(self) -> EngineStats:
+        """Counters since start, or since the last reset()."""
+        self._link.send(GetStats())
+        while True:
+            for message in self._link.receive(None):
+                if isinstance(message, Stats):
+                    return message.stats
+
+    def reset(self) -> None:
+        """Forget cached prefixes and counters."""
+        self._link.send(Reset())
+
+    def close(self) -> None:
+        self._link.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        return prepare(prompt, params, text=self.text, info=self.info, priority=priority)
+
+    def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:
+        views = {r.id: RequestText(r, self.text) for r in requests}
+        for request in requests:
+            self._link.send(Submit(request))
+        try:
+            while views:
+                for message in self._link.receive(None):
+                    yield from self._take(message, views)
+        finally:
+            for request_id in views:
+                self._link.send(Abort(request_id))
+
+    def _take(self, message: ToClient, views: dict[str, RequestText]) -> Iterator[tuple[Request, Delta]]:
+        if not isinstance(message, Events):
+            return
+        for event in message.events:
+            view = views.get(event.request)
+            if view is None:
+                continue
+            try:
+                delta, end = view.take(event)
+            except QuireError:
+                del views[event.request]
+                raise
+            if end is not None:
+                self._link.send(FinishAt(event.request, event.branch, end))
+            if view.done:
+                del views[event.request]
+            if delta is not None:
+                yield view.request, delta
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt (text, or a list of token ids) or several → several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Tokens to text: per branch an incremental detokenizer and a stop matcher.
+
+Stop strings are found here, where text is made; the engine is then told where the branch ended.
+"""
+
+from __future__ import annotations
+
+from quire.text import IncrementalDetokenizer, StopMatcher, TextModel
+from quire.types.errors import from_wire
+from quire.types.events import TokenEvent
+from quire.types.outputs import Delta
+from quire.types.request import FinishReason, Request
+
+
+class _Branch:
+    def __init__(self, request: Request, text: TextModel):
+        params = request.params
+        self.received = 0
+        self.done = False
+        self.include_stop = params.include_stop
+        self.stop_ids = set(params.stop_token_ids)
+        self.decoder = IncrementalDetokenizer(text.tokenizer, request.prompt, params.skip_special_tokens)
+        self.stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
+
+
+class RequestText:
+    """The text side of one request. `take` turns an engine event into what the caller sees."""
+
+    def __init__(self, request: Request, text: TextModel):
+        self.request = request
+        self._branches = [_Branch(request, text) for _ in range(request.params.n)]
+        self._open = request.params.n
+
+    @property
+    def done(self) -> bool:
+        return self._open == 0
+
+    def take(self, event: TokenEvent) -> tuple[Delta | None, int | None]:
+        """(what to hand on, where to end the branch if a stop string matched); events after the end are dropped."""
+        branch = self._branches[event.branch]
+        if branch.done:
+            return None, None
+        if event.finish is FinishReason.ERROR:
+            raise from_wire(event.error, event.message)
+        fresh = max(0, branch.received - event.index)  # a repeat of tokens we have
+        tokens, logprobs = event.tokens[fresh:], event.logprobs
+        matched = None
+        pieces: list[str] = []
+        used = 0
+        silent = event.finish is FinishReason.STOP and not branch.include_stop  # ended by a token that is no text
+        for token in tokens:
+            used += 1
+            piece = "" if silent and used == len(tokens) else branch.decoder.push([token])
+            if branch.stops is not None:
+                piece, matched = branch.stops.push(piece)
+            pieces.append(piece)
+            if matched is not None:
+                break
+        branch.received += used
+        finish = FinishReason.STOP if matched is not None else event.finish
+        if finish and matched is None:
+            pieces.append(self._flush(branch))
+        stop_reason: str | int | None = matched
+        if finish and matched is None and tokens and tokens[-1] in branch.stop_ids:
+            stop_reason = tokens[-1]
+        if finish:
+            branch.done = True
+            self._open -= 1
+        delta = Delta(
+            branch=event.branch,
+            text="".join(pieces),
+            token_ids=tokens[:used],
+            logprobs=logprobs[fresh : fresh + used] if logprobs else None,
+            prompt_logprobs=event.prompt_logprobs,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            cached_tokens=event.cached,
+        )
+        return delta, branch.received if matched is not None and event.finish is None else None
+
+    def _flush(self, branch: _Branch) -> str:
+        rest = branch.decoder.flush()
+        if branch.stops is None:
+            return rest
+        emitted, _ = branch.stops.push(rest)
+        return emitted + branch.stops.flush()

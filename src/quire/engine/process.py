@@ -1,0 +1,94 @@
+"""The engine process: `python -m quire.engine.process ADDRESS OPTIONS-JSON`, started by ProcessLink.
+
+One frame a step goes out; client messages are taken in between steps. It ends when told to, or when its parent
+is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+
+import msgspec
+import zmq
+
+from quire.engine.core import EngineCore
+from quire.engine.link import handle
+from quire.types.config import EngineOptions
+from quire.types.errors import QuireError
+from quire.types.events import TokenEvent
+from quire.types.wire import MAX_FRAME, Events, Failed, Ready, Shutdown, ToClient, ToEngine
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 1000
+
+
+class EngineProcess:
+    def __init__(self, address: str):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._parent = os.getppid()
+
+    def send(self, message: ToClient) -> None:
+        self._socket.send(self._encoder.encode(message))
+
+    def serve(self, core: EngineCore) -> None:
+        """Step while there is work, listen always."""
+        while os.getppid() == self._parent:
+            if not core.busy:
+                core.scheduler.check()
+                self._socket.poll(IDLE_POLL_MS)
+            events: list[TokenEvent] = []
+            while self._socket.poll(0):
+                message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                if isinstance(message, Shutdown):
+                    return
+                for reply in handle(core, message):
+                    if isinstance(reply, Events):
+                        events += reply.events
+                    else:
+                        self.send(reply)
+            if core.busy:
+                events += core.step()
+            if events:
+                self.send(Events(events))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def main(address: str, options: str) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+    process = EngineProcess(address)
+    try:
+        from quire.engine.build import build_engine
+
+        core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
+        process.send(Ready(info))
+        process.serve(core)
+        core.close()
+        return 0
+    except QuireError as error:
+        process.send(Failed(type(error).__name__, str(error)))
+        return 1
+    except Exception as error:
+        log.exception("the engine died")
+        process.send(Failed("EngineDeadError", f"the engine died: {type(error).__name__}: {error}"))
+        return 1
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

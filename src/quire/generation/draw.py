@@ -1,0 +1,80 @@
+"""Drawing one token per row: argmax of logits + temperature * noise over the tokens that truncation keeps.
+
+That is the Gumbel-max form of sampling from softmax(logits / temperature). Truncation is min-p, then top-k, then
+top-p over what those left. In the order of likelihood each keeps a prefix:
+
+    token      t0    t1    t2    t3    t4    t5  ...
+    min-p      keep  keep  keep  keep  keep  -        p >= min_p * p(t0)
+    top-k 4    keep  keep  keep  keep  -     -
+    top-p      keep  keep  -     -     -     -        until the share of the mass above reaches top_p
+
+so a draw that needs the order at all looks at as short a prefix of it as it can, and noise is made for no more.
+
+Refuses to know: slots, requests, what was done to the logits before.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire.generation.noise import gumbel
+from quire.generation.order import best, leading, ranked
+from quire.generation.slots import Params
+
+_NUCLEUS_GUESS = 256  # tokens that usually hold top_p of the mass
+_NEVER = float("-inf")
+
+
+def draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_p: bool) -> torch.Tensor:
+    """From the whole vocabulary, or what min-p leaves of it: no order needed. [m, vocab] → int64 [m]"""
+    if min_p:
+        unlikely = _relative(logits, logits.amax(-1, keepdim=True), params) < params.log_min_p
+        logits = logits.masked_fill(unlikely, _NEVER)
+    noise = gumbel(keys, torch.arange(logits.shape[-1], device=logits.device))
+    return best(noise.mul_(params.temperature).add_(logits))
+
+
+def draw_leading(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, width: int) -> torch.Tensor:
+    """From the top-k tokens, each row's k being at most `width`. [m, vocab] → int64 [m]"""
+    return _draw_prefix(*leading(logits, width), keys, params)[0]
+
+
+def draw_nucleus(logits: torch.Tensor, keys: torch.Tensor, params: Params) -> torch.Tensor:
+    """From the top-p tokens of the whole vocabulary. [m, vocab] → int64 [m]"""
+    if logits.is_cuda or logits.shape[-1] <= _NUCLEUS_GUESS:
+        return _draw_prefix(*ranked(logits), keys, params)[0]
+    # On a CPU looking at values costs no wait: try the likeliest few, and order all only for rows that need more.
+    relative = _relative(logits, logits.amax(-1, keepdim=True), params)
+    shares = relative.masked_fill_(relative < params.log_min_p, _NEVER).softmax(-1)
+    mass = shares.amax(-1, keepdim=True).reciprocal_()  # the top token weighs one, so its share is one over the mass
+    drawn, covered = _draw_prefix(*leading(logits, _NUCLEUS_GUESS), keys, params, mass)
+    rest = (~covered).nonzero().squeeze(-1)
+    if len(rest):
+        drawn[rest] = _draw_prefix(*ranked(logits[rest]), keys[rest], params.select(rest))[0]
+    return drawn
+
+
+def _draw_prefix(
+    logits: torch.Tensor,  # [m, width], in order
+    ids: torch.Tensor,  # [m, width]
+    keys: torch.Tensor,
+    params: Params,
+    mass: torch.Tensor | None = None,  # [m, 1]: weight of all that min-p and top-k leave, if more than is given here
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [m], and whether the prefix given held all that top-p keeps, bool [m]."""
+    relative = _relative(logits, logits[:, :1], params)
+    allowed = (torch.arange(logits.shape[-1], device=logits.device) < params.top_k) & (relative >= params.log_min_p)
+    # Double precision, summed from the top: neither a row's neighbours nor zeros at the end change the sums.
+    upto = relative.exp_().mul_(allowed).cumsum(-1, dtype=torch.float64)
+    limit = params.top_p * (upto[:, -1:] if mass is None else mass)
+    keep = allowed & (F.pad(upto[:, :-1], (1, 0)) < limit)
+    keep[:, 0] = True
+    scores = gumbel(keys, ids).mul_(params.temperature).add_(logits).masked_fill_(~keep, _NEVER)
+    drawn = ids.gather(-1, scores.argmax(-1, keepdim=True))
+    return drawn.squeeze(-1), (upto[:, -1:] >= limit).squeeze(-1)
+
+
+def _relative(logits: torch.Tensor, top: torch.Tensor, params: Params) -> torch.Tensor:
+    """Log-weights: zero for the most likely token. [m, k], [m, 1] → [m, k]"""
+    return (logits - top).div_(params.temperature)

@@ -1,0 +1,126 @@
+"""The sampler: logits of many slots to one token each, all rows at once.
+
+Which passes run is decided on the host from what the slots asked for at admission; values stay on the device and are
+never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens every
+time and never kept, so forks, preemption and rolled-back drafts need no care here.
+
+Refuses to know: the model, pages, requests, where a row's logits came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.generation import edits
+from quire.generation.draw import draw_leading, draw_nucleus, draw_plain
+from quire.generation.logprobs import LogprobTensors, score_rows
+from quire.generation.noise import row_keys
+from quire.generation.order import best
+from quire.generation.slots import DRAWS, EDITS, Ints, Need, SlotTable, ship
+from quire.types.plan import Admit
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_ids: torch.Tensor  # int64 [n], on the device
+    logprobs: LogprobTensors | None = None  # if any row wants them
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a batch that one pass concerns: m of n, on the device and as the host knows them."""
+
+    index: torch.Tensor  # int64 [m], into the batch
+    slots: torch.Tensor  # int64 [m]
+    positions: torch.Tensor  # int64 [m]
+    host_needs: Ints
+    host_slots: Ints
+    host_positions: Ints
+    every: bool  # m == n
+
+    def any(self, need: Need) -> bool:
+        return bool((self.host_needs & int(need)).any())
+
+    def of(self, batch: torch.Tensor) -> torch.Tensor:
+        """[n, ...] → [m, ...]"""
+        return batch if self.every else batch.index_select(0, self.index)
+
+
+class Sampler:
+    def __init__(self, *, slots: int, vocab_size: int, device: torch.device):
+        self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
+
+    def admit(self, admit: Admit) -> None:
+        """Take a slot's parameters; they reach the device with the next `sample`."""
+        self._table.admit(admit)
+
+    def sample(
+        self,
+        logits: torch.Tensor,  # float32 [n, vocab]; left as it is
+        slots: list[int],
+        positions: list[int],  # index in its slot of each token to draw: as many tokens are known before it
+        tokens: torch.Tensor,  # int32 [slots, max_len]
+    ) -> Sampled:
+        table = self._table
+        table.flush()
+        host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
+        needs = table.needs(host_slots, host_positions)
+        wanted = Need(int(np.bitwise_or.reduce(needs)))
+        if wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
+            return Sampled(best(logits))
+        passes = self._passes(wanted, needs, host_slots, host_positions)
+        edited = self._edit(logits.clone(), passes, tokens) if wanted & EDITS else logits
+        drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+        for need in DRAWS & wanted:
+            rows = passes[need]
+            drawn.index_copy_(0, rows.index, self._draw(need, rows, rows.of(edited)))
+        if Need.LOGPROBS not in wanted:
+            return Sampled(drawn)
+        rows = passes[Need.LOGPROBS]
+        tops = [None if top < 0 else top for top in table.logprobs[host_slots].tolist()]
+        return Sampled(drawn, score_rows(rows.of(logits), rows.of(drawn), tops))
+
+    def _passes(self, wanted: Need, needs: Ints, slots: Ints, positions: Ints) -> dict[Need, Rows]:
+        """The rows of every pass, sent to the device in one copy."""
+        picked = [np.flatnonzero(needs & int(need)) for need in wanted]
+        flat = np.concatenate(picked)
+        sent = ship(np.stack([flat, slots[flat], positions[flat]]), self._table.device)
+        parts = sent.split([len(rows) for rows in picked], 1)
+        return {
+            need: Rows(*part.unbind(), needs[rows], slots[rows], positions[rows], len(rows) == len(slots))
+            for need, rows, part in zip(wanted, picked, parts, strict=True)
+        }
+
+    def _edit(self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor) -> torch.Tensor:
+        """Logit bias, bad words, minimum length, penalties, in this order and in place."""
+        table = self._table
+        if rows := passes.get(Need.BIAS):
+            ids, values = table.bias_ids.read(rows.slots), table.bias_values.read(rows.slots)
+            edits.add_bias(logits, rows.index, ids, values)
+        if rows := passes.get(Need.BAD_WORDS):
+            starts, ends = table.word_starts.read(rows.slots), table.word_ends.read(rows.slots)
+            tails = edits.tail(tokens, rows.slots, rows.positions, starts.shape[-1])
+            edits.forbid_words(logits, rows.index, starts, ends, tails)
+        if rows := passes.get(Need.MIN_TOKENS):
+            edits.forbid(logits, rows.index, table.stop_ids.read(rows.slots))
+        if rows := passes.get(Need.PENALTIES):
+            known = tokens[:, : rows.host_positions.max()].index_select(0, rows.slots)
+            params = table.params(rows.slots)
+            edits.penalise(logits, rows.index, params, known, rows.positions, counts=rows.any(Need.COUNTS))
+        return logits
+
+    def _draw(self, need: Need, rows: Rows, logits: torch.Tensor) -> torch.Tensor:
+        """[m, vocab] → int64 [m]"""
+        if need is Need.GREEDY:
+            return best(logits)
+        table = self._table
+        params = table.params(rows.slots)
+        keys = row_keys(params.stream.squeeze(-1), rows.positions)
+        if need is Need.PLAIN:
+            return draw_plain(logits, keys, params, min_p=rows.any(Need.MIN_P))
+        if need is Need.NUCLEUS:
+            return draw_nucleus(logits, keys, params)
+        return draw_leading(logits, keys, params, width=int(table.top_k[rows.host_slots].max()))

@@ -1,0 +1,81 @@
+"""The attention seam: a ragged batch over paged KV, and what a backend must do with it.
+
+A step is a batch of rows; row r owns query tokens query_start[r] .. query_start[r+1] of the flat token axis.
+Its keys and values lie in pages; query i of a row attends KV positions 0 .. positions[i] (or the last `window`
+of them). All K/V of the step are written to their pages before any row attends, so rows may read pages that
+another row of the same step fills.
+
+    page table row:  [ 7 | 3 | 9 | 0 ]      KV position p lives in page table[p // T], offset p % T
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention as data."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None  # tokens a query sees, itself included
+
+
+@dataclass
+class GroupBatch:
+    """The part of a batch that differs by KV group."""
+
+    tokens_per_page: int
+    page_table: torch.Tensor  # [rows, pages] int32; entries past a row's need are the null page
+    kv_slots: torch.Tensor  # [tokens] int64: page * tokens_per_page + offset, where each token's K/V goes
+
+
+@dataclass
+class Batch:
+    """One step's rows, on the device. Host lists are upper bounds of the device's values (equal unless drafts
+    are in flight)."""
+
+    positions: torch.Tensor  # [tokens] int64
+    query_start: torch.Tensor  # [rows + 1] int32
+    kv_len: torch.Tensor  # [rows] int32: KV length of the row once this step's tokens are written
+    counts: list[int]  # query tokens per row
+    kv_lens: list[int]  # host's view of kv_len
+    groups: tuple[GroupBatch, ...]
+
+    @property
+    def rows(self) -> int:
+        return len(self.counts)
+
+    @property
+    def tokens(self) -> int:
+        return self.positions.shape[0]
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        """None if it can run this layer here, else the reason it cannot."""
+        ...
+
+    def plan(self, batch: Batch, group: GroupBatch, spec: AttentionSpec) -> Any:
+        """Work shared by all layers of a KV group in one step (host-side choices, work lists)."""
+        ...
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,  # [tokens, heads, head_dim]
+        k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, head_dim], strided view
+        v_pages: torch.Tensor,  # the same
+        batch: Batch,
+        group: GroupBatch,
+        plan: Any,
+    ) -> torch.Tensor:  # [tokens, heads, head_dim]
+        ...

@@ -1,0 +1,41 @@
+"""The page pool as a tensor, and each layer's K and V in it as views that copy nothing.
+
+    pool [pages, page_elements];  page of group g:  [layer in g][K, V][token in page][kv head][head dim]
+
+Knows the layout's arithmetic. Refuses to know who owns which page.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quire.types.kv import KVLayout
+
+
+class LayerKV(NamedTuple):
+    k_pages: torch.Tensor  # [pages, tokens_per_page, kv_heads, head_dim], strided
+    v_pages: torch.Tensor
+    group: int
+
+
+def allocate_kv(layout: KVLayout, pages: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+    """Zeroed, so that pages nobody has written (the null page above all) hold finite numbers."""
+    return torch.zeros(pages, layout.page_elements, device=device, dtype=dtype)
+
+
+class KVViews:
+    """`layers[l]` is where layer l keeps its K and V."""
+
+    def __init__(self, pool: torch.Tensor, layout: KVLayout):
+        self.pool = pool
+        self.layout = layout
+        views: dict[int, LayerKV] = {}
+        for index, group in enumerate(layout.groups):
+            used = group.tokens_per_page * group.token_elements()
+            shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, group.head_dim)
+            by_layer = pool[:, :used].unflatten(1, shape)
+            for place, layer in enumerate(group.layers):
+                views[layer] = LayerKV(by_layer[:, place, 0], by_layer[:, place, 1], index)
+        self.layers = tuple(views[layer] for layer in range(len(views)))

@@ -1,0 +1,262 @@
+"""Page tables of sequences over one pool, in every KV group of the model.
+
+A table maps KV positions to pages, one list per group:
+
+    tokens      0 ........ 15 | 16 ....... 31 | 32 .. 40
+    group 0   [    page 7     |    page 3     |  page 9 ]     full pages may be shared and named by content
+                                                 └ partly filled: written only while referenced once
+
+`extend` makes positions writable and reports what changed, so that a plan can carry deltas only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quire.memory.pool import ContiguousPool, PagePool
+from quire.memory.prefix import Key, PrefixIndex
+from quire.types.hashing import PageHasher, new_key
+from quire.types.kv import NULL_PAGE, KVLayout
+
+
+class PageTable:
+    """The pages of one sequence; `hashes` names its full pages as far as they have been computed."""
+
+    __slots__ = ("hashes", "pages", "promises", "published")
+
+    def __init__(self, groups: int):
+        self.pages: list[list[int]] = [[] for _ in range(groups)]
+        self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
+        self.published = [0] * groups  # pages of each group entered into the index by this sequence
+        self.promises: list[Key] = []
+
+
+class Hit:
+    """A prefix found in the index: `tokens` of it, in these pages; `waits` if more is being computed."""
+
+    __slots__ = ("idle", "pages", "tokens", "waits")
+
+    def __init__(self, tokens: int, pages: list[list[int]], idle: int, waits: bool):
+        self.tokens = tokens
+        self.pages = pages
+        self.idle = idle  # pages of it that are unreferenced now: reviving them uses up availability
+        self.waits = waits
+
+
+class Change:
+    """What `extend` did to one table."""
+
+    __slots__ = ("copies", "deltas")
+
+    def __init__(self) -> None:
+        self.deltas: list[tuple[int, int, list[int]]] = []  # (group, index, pages)
+        self.copies: list[tuple[int, int]] = []
+
+
+class KVManager:
+    def __init__(self, layout: KVLayout, pages: int, *, prefix_cache: bool = True, contiguous: bool = False):
+        self.layout = layout
+        self.prefix_cache = prefix_cache
+        self.index = PrefixIndex()
+        self.pool = (ContiguousPool if contiguous else PagePool)(pages, self.index)
+        self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled
+        self.slots_filled = 0
+        self._sizes = [g.tokens_per_page for g in layout.groups]
+        key = new_key()
+        self._hashers = [PageHasher(key, size) for size in self._sizes]
+
+    # ---- prefixes -------------------------------------------------------------------------------------------
+
+    def hash_pages(self, table: PageTable, tokens: Sequence[int], salt: str) -> None:
+        """Name all full pages of `tokens`, continuing from those already named."""
+        if not self.prefix_cache:
+            return
+        for group, hasher in enumerate(self._hashers):
+            hashes = table.hashes[group]
+            parent = hashes[-1] if hashes else hasher.root(salt)
+            hashes.extend(hasher.chain(parent, tokens, first=len(hashes)))
+
+    def lookup(self, table: PageTable, limit: int) -> Hit:
+        """The longest prefix of fewer than `limit` tokens that every group can serve.
+
+        A full group needs every page of it; a window group only those its window still reaches.
+        """
+        miss = Hit(0, [[] for _ in self._sizes], 0, False)
+        if not self.prefix_cache:
+            return miss
+        step = self.layout.alignment
+        tokens = (limit - 1) // step * step
+        for group, spec in enumerate(self.layout.groups):
+            if spec.window is None:
+                tokens = min(tokens, self._run(group, table, tokens) // step * step)
+        while tokens > 0:
+            pages = [self._pages_behind(group, table, tokens) for group in range(len(self._sizes))]
+            if all(found is not None for found in pages):
+                break
+            tokens -= step
+        waits = self._promised_after(table, tokens, limit)
+        if tokens <= 0:
+            miss.waits = waits
+            return miss
+        found_pages = [p for p in pages if p is not None]
+        idle = sum(p != NULL_PAGE and not self.pool.refs(p) for found in found_pages for p in found)
+        return Hit(tokens, found_pages, idle, waits)
+
+    def _run(self, group: int, table: PageTable, limit: int) -> int:
+        """Tokens covered by consecutive indexed pages from the start."""
+        count = 0
+        for name in table.hashes[group][: limit // self._sizes[group]]:
+            if self.index.find((group, name)) is None:
+                break
+            count += 1
+        return count * self._sizes[group]
+
+    def _pages_behind(self, group: int, table: PageTable, tokens: int) -> list[int] | None:
+        """Pages of the prefix as the next token sees them, or None if one it needs is missing."""
+        size, window = self._sizes[group], self.layout.groups[group].window
+        first = 0 if window is None else max(0, tokens - window + 1) // size
+        pages = [NULL_PAGE] * first
+        for name in table.hashes[group][first : tokens // size]:
+            page = self.index.find((group, name))
+            if page is None:
+                return None
+            pages.append(page)
+        return pages
+
+    def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
+        """Whether somebody is about to compute the page that follows a hit of `tokens`."""
+        for group, size in enumerate(self._sizes):
+            after = tokens // size
+            if after < len(table.hashes[group]) and (after + 1) * size < limit:
+                key = (group, table.hashes[group][after])
+                if self.index.promiser(key) is not None:
+                    return True
+        return False
+
+    def promise(self, table: PageTable, upto: int) -> None:
+        """Say that the holder of `table` will compute the full pages of its first `upto` tokens."""
+        keys = (
+            (group, name)
+            for group, size in enumerate(self._sizes)
+            for name in table.hashes[group][len(table.pages[group]) : upto // size]
+        )
+        table.promises = self.index.promise(keys, table)
+
+    def publish(self, table: PageTable, upto: int) -> None:
+        """The first `upto` tokens are (or will be, before anyone attends) computed: enter their full pages."""
+        if not self.prefix_cache:
+            return
+        for group, size in enumerate(self._sizes):
+            last = min(upto // size, len(table.hashes[group]))
+            for i in range(table.published[group], last):
+                page = table.pages[group][i]
+                if page != NULL_PAGE:
+                    self.index.publish((group, table.hashes[group][i]), page)
+            table.published[group] = max(table.published[group], last)
+
+    # ---- pages ----------------------------------------------------------------------------------------------
+
+    def fits(self, tokens: int, hit: Hit, spare: int) -> bool:
+        """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free."""
+        held = sum(len(pages) for pages in hit.pages)
+        return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available
+
+    def adopt(self, table: PageTable, hit: Hit) -> Change:
+        """Start a table with the pages of a hit."""
+        change = Change()
+        for group, pages in enumerate(hit.pages):
+            for page in pages:
+                if page != NULL_PAGE:
+                    self.pool.share(page)
+            table.pages[group] = list(pages)
+            table.published[group] = len(pages)
+            if pages:
+                change.deltas.append((group, 0, list(pages)))
+        return change
+
+    def extend(self, table: PageTable, start: int, end: int) -> Change | None:
+        """Make positions start .. end - 1 writable; None (and no change) if pages are lacking."""
+        need = 0
+        shared: list[int] = []  # groups whose partly filled page must be copied first
+        for group, size in enumerate(self._sizes):
+            pages = table.pages[group]
+            need += max(0, -(-end // size) - len(pages))
+            if start % size and start // size < len(pages) and self.pool.refs(pages[start // size]) > 1:
+                shared.append(group)
+        fresh = self.pool.take(need + len(shared)) if need or shared else []
+        if fresh is None:
+            return None
+        change = Change()
+        for group in shared:
+            at = start // self._sizes[group]
+            old, new = table.pages[group][at], fresh.pop()
+            table.pages[group][at] = new
+            self.pool.release(old)
+            change.copies.append((old, new))
+            change.deltas.append((group, at, [new]))
+        for group, size in enumerate(self._sizes):
+            pages = table.pages[group]
+            more = max(0, -(-end // size) - len(pages))
+            if more:
+                added, fresh = fresh[:more], fresh[more:]
+                change.deltas.append((group, len(pages), added))
+                pages.extend(added)
+            self._slide(table, group, start)
+        return change
+
+    def _slide(self, table: PageTable, group: int, start: int) -> None:
+        """Give back pages that no query from `start` on can see."""
+        window = self.layout.groups[group].window
+        if window is None:
+            return
+        size, pages = self._sizes[group], table.pages[group]
+        for i in range(max(0, start - window + 1) // size - 1, -1, -1):
+            if pages[i] == NULL_PAGE:
+                break
+            self._give_back(pages[i], size, size)
+            pages[i] = NULL_PAGE
+
+    def fork(self, table: PageTable) -> PageTable:
+        """A second table over the same pages; whoever writes first copies."""
+        child = PageTable(len(self._sizes))
+        for group, pages in enumerate(table.pages):
+            for page in pages:
+                if page != NULL_PAGE:
+                    self.pool.share(page)
+            child.pages[group] = list(pages)
+            child.hashes[group] = list(table.hashes[group])
+            child.published[group] = table.published[group]
+        return child
+
+    def release(self, table: PageTable, filled: int) -> None:
+        """Give all pages back; `filled` tokens had been computed. The deepest pages become evictable first."""
+        self.break_promises(table)
+        for group, pages in enumerate(table.pages):
+            size = self._sizes[group]
+            for i in range(len(pages) - 1, -1, -1):
+                if pages[i] != NULL_PAGE:
+                    self._give_back(pages[i], size, min(size, max(0, filled - i * size)))
+            table.pages[group] = []
+            table.published[group] = 0
+
+    def break_promises(self, table: PageTable) -> None:
+        self.index.withdraw(table.promises, table)
+        table.promises = []
+
+    def _give_back(self, page: int, size: int, filled: int) -> None:
+        if self.pool.release(page):
+            self.slots_allocated += size
+            self.slots_filled += filled
+
+    def check(self, tables: Sequence[PageTable]) -> None:
+        """Every reference is held by exactly one table entry."""
+        self.pool.check()
+        held: dict[int, int] = {}
+        for table in tables:
+            for pages in table.pages:
+                for page in pages:
+                    if page != NULL_PAGE:
+                        held[page] = held.get(page, 0) + 1
+        assert sum(held.values()) == sum(self.pool.refs(p) for p in range(self.pool.total + 1)), "leaked references"
+        for page, count in held.items():
+            assert self.pool.refs(page) == count, f"page {page}: {self.pool.refs(page)} references, {count} holders"

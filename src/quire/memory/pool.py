@@ -1,0 +1,115 @@
+"""Pages with reference counts.
+
+A page is in exactly one of three places:
+
+    blank    unreferenced, content worthless        taken first, last returned first
+    idle     unreferenced, content in the index     taken least recently used first, then forgotten
+    in use   one or more references
+
+`PagePool` hands out any pages; `ContiguousPool` has the same face but hands out one unbroken run per call, as
+engines without paging do (the measured baseline).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from quire.memory.prefix import PrefixIndex
+from quire.types.kv import NULL_PAGE
+
+
+class PagePool:
+    def __init__(self, pages: int, index: PrefixIndex):
+        """`pages` counts the null page, which is never handed out."""
+        self.total = pages - 1
+        self.index = index
+        self.peak = 0
+        self._refs = [0] * pages
+        self._blank = list(range(pages - 1, NULL_PAGE, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def available(self) -> int:
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.available
+
+    @property
+    def cached(self) -> int:
+        return len(self._idle)
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` pages with one reference each, or None (and nothing changes) if there are not so many."""
+        if count > self.available:
+            return None
+        pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
+        for page in pages:
+            self._refs[page] = 1
+        self.peak = max(self.peak, self.used)
+        return pages
+
+    def share(self, page: int) -> None:
+        """One more reference; revives an idle page."""
+        if self._refs[page] == 0:
+            del self._idle[page]
+            self.peak = max(self.peak, self.used)
+        self._refs[page] += 1
+
+    def release(self, page: int) -> bool:
+        """One reference less; True if it was the last."""
+        assert self._refs[page] > 0, f"page {page} released more often than taken"
+        self._refs[page] -= 1
+        if self._refs[page]:
+            return False
+        if self.index.key_of(page) is None:
+            self._blank.append(page)
+        else:
+            self._idle[page] = None
+        return True
+
+    def forget_idle(self) -> None:
+        """Drop all cached content; pages in use stay valid for their holders."""
+        self._blank.extend(self._idle)
+        self._idle.clear()
+        self.index.clear()
+
+    def _evict(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        self.index.forget(page)
+        return page
+
+    def check(self) -> None:
+        self.index.check()
+        free = {*self._blank, *self._idle}
+        assert len(free) == self.available, "a page is free twice"
+        assert NULL_PAGE not in free and self._refs[NULL_PAGE] == 0, "the null page was handed out"
+        for page in range(1, self.total + 1):
+            assert (page in free) == (self._refs[page] == 0), f"page {page}: {self._refs[page]} references"
+        assert all(self.index.key_of(p) is None for p in self._blank), "a blank page is in the index"
+        assert all(self.index.key_of(p) is not None for p in self._idle), "an idle page has no content"
+
+
+class ContiguousPool(PagePool):
+    """First-fit runs of adjacent pages."""
+
+    def take(self, count: int) -> list[int] | None:
+        free = sorted(self._blank)
+        run: list[int] = []
+        for page in free:
+            run = [*run, page] if run and page == run[-1] + 1 else [page]
+            if len(run) == count:
+                break
+        else:
+            if len(run) != count:
+                return None
+        taken = set(run)
+        self._blank = [p for p in self._blank if p not in taken]
+        for page in run:
+            self._refs[page] = 1
+        self.peak = max(self.peak, self.used)
+        return run

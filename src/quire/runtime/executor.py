@@ -1,0 +1,115 @@
+"""The local executor: one device in this process.
+
+A GPU works asynchronously by itself: `submit` launches and returns. A CPU computes inside `submit` when one
+step is in flight, and in a thread of its own when several are.
+"""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from quire.model import load_model
+from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
+from quire.runtime.runner import ModelRunner, PendingStep
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
+from quire.types.kv import KVLayout, layout_for
+from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.seams import Ticket, WeightSource
+
+
+class LocalExecutor:
+    def __init__(self, options: EngineOptions, source: WeightSource, *, progress: bool = False):
+        hardware = probe(options.device.device)
+        resolved = resolve(options, hardware)
+        if hardware.device == "cpu":
+            torch.set_num_threads(resolved.threads)
+        self.device = torch.device(resolved.device)
+        self.dtype = DTYPES[resolved.dtype]
+        self._model = load_model(
+            source,
+            device=self.device,
+            dtype=self.dtype,
+            random_weights=options.model.random_weights,
+            progress=progress,
+        )
+        spec = self._model.spec
+        self.layout: KVLayout = layout_for(
+            list(spec.windows),
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            page_size=options.cache.page_size,
+            dtype=resolved.dtype,
+            itemsize=self.dtype.itemsize,
+        )
+        self._capacity, why = capacity_for(options, resolved, hardware, self.layout, spec.max_position)
+        self.reasons = [*resolved.reasons, *self._model.reasons, why]
+        self.vocab_size = spec.vocab_size
+        self._threaded = self.device.type == "cpu" and resolved.depth > 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
+        self._runner: ModelRunner | None = None
+
+    def start(self) -> Capacity:
+        self._runner = ModelRunner(self._model, self.layout, self._capacity, self.device, self.dtype)
+        gc.collect()
+        gc.freeze()  # weights and modules live as long as the process: never scan them again
+        return self._capacity
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        assert self._runner is not None, "start() comes first"
+        if self._thread is None:
+            return self._runner.run(plan)
+        return _ThreadTicket(self._thread.submit(self._runner.run, plan))
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._runner = None
+
+
+class _ThreadTicket:
+    def __init__(self, future: Future[PendingStep]):
+        self._future = future
+
+    def result(self) -> StepResult:
+        return self._future.result().result()
+
+
+def capacity_for(
+    options: EngineOptions, resolved: Resolved, hardware: Hardware, layout: KVLayout, trained_len: int
+) -> tuple[Capacity, str]:
+    """How many pages and which longest context; says why."""
+    if options.cache.kv_pages:
+        pages, why = options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
+    else:
+        fresh = probe(hardware.device)  # what is left now that the weights are in
+        size, why = kv_budget(options, fresh)
+        pages = size // layout.page_bytes
+    longest = options.model.max_model_len or trained_len
+    if longest < 2:
+        raise ConfigError(f"max_model_len must be at least 2, got {longest}")
+    per_group = [(pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups]
+    fits = min(per_group)
+    if fits < 2:
+        raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
+    if fits < longest:
+        if options.model.max_model_len:
+            raise ConfigError(
+                f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
+                "raise kv_memory or lower max_model_len"
+            )
+        why += f"; context cut from {longest} to the {fits} tokens that fit"
+        longest = fits
+    capacity = Capacity(
+        pages=pages,
+        slots=resolved.max_seqs,
+        max_model_len=longest,
+        max_batch_tokens=resolved.max_batch_tokens,
+        depth=resolved.depth,
+    )
+    return capacity, why
+
+

@@ -1,0 +1,109 @@
+"""What this machine has, and what an engine on it should therefore be: facts, then decisions with reasons."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from quire.types.config import EngineOptions, parse_size
+from quire.types.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Facts about the machine."""
+
+    device: str  # cpu or cuda:N
+    name: str
+    memory: int  # bytes free for weights and KV when asked
+    cores: int
+
+    @property
+    def gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Decisions; `reasons` says why, a line each."""
+
+    device: str
+    dtype: str
+    threads: int
+    depth: int
+    max_seqs: int
+    max_batch_tokens: int
+    reasons: tuple[str, ...]
+
+
+def probe(device: str) -> Hardware:
+    """Look at the machine. `auto` takes a GPU if there is one."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device == "cpu":
+        return Hardware("cpu", _cpu_name(), _available_memory(), cores)
+    if not device.startswith("cuda"):
+        raise ConfigError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N")
+    if not torch.cuda.is_available():
+        raise ConfigError("no CUDA device is visible to torch; use --device cpu or install a CUDA build of torch")
+    index = int(device.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"there is no {device}; this machine has {torch.cuda.device_count()} CUDA device(s)")
+    free, _ = torch.cuda.mem_get_info(index)
+    return Hardware(f"cuda:{index}", torch.cuda.get_device_name(index), free, cores)
+
+
+def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
+    """Options and facts → decisions. Pure."""
+    gpu, scheduler = hardware.gpu, options.scheduler
+    reasons = [f"device {hardware.device}: {hardware.name}, {hardware.memory / 2**30:.1f} GiB free"]
+    dtype = options.model.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if gpu else "float32"
+        reasons.append(f"dtype {dtype}: " + ("tensor cores" if gpu else "exact, and as fast as half types on most CPUs"))
+    elif dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
+    depth = options.device.depth or (2 if gpu else 1)
+    reasons.append(f"depth {depth}: " + ("host work overlaps the device" if depth > 1 else "host and compute share cores"))
+    for name, value in (("depth", depth), ("page_size", options.cache.page_size)):
+        if not 1 <= value <= 1024:
+            raise ConfigError(f"{name} must be between 1 and 1024, got {value}")
+    seqs = scheduler.max_seqs or (256 if gpu else 64)
+    tokens = scheduler.max_batch_tokens or (8192 if gpu else 512)
+    if seqs < 1 or tokens < 1:
+        raise ConfigError("max_seqs and max_batch_tokens must be positive")
+    threads = options.device.threads or hardware.cores
+    return Resolved(hardware.device, dtype, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
+
+
+def kv_budget(options: EngineOptions, hardware: Hardware) -> tuple[int, str]:
+    """Bytes for KV pages once weights are loaded, and why so many."""
+    if options.cache.kv_memory:
+        size = parse_size(options.cache.kv_memory)
+        return size, f"KV memory {size / 2**30:.2f} GiB: as asked"
+    if hardware.gpu:
+        size = int(hardware.memory * 0.92)
+        return size, f"KV memory {size / 2**30:.1f} GiB: 92% of what is free on the GPU"
+    size = min(hardware.memory // 4, 4 << 30)
+    return size, f"KV memory {size / 2**30:.2f} GiB: a quarter of free memory, at most 4 GiB"
+
+
+def _available_memory() -> int:
+    with open("/proc/meminfo") as info:
+        for line in info:
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    return 8 << 30
+
+
+def _cpu_name() -> str:
+    with open("/proc/cpuinfo") as info:
+        for line in info:
+            if line.startswith(("model name", "CPU part")):
+                return f"CPU ({line.partition(':')[2].strip()})"
+    return "CPU"

@@ -1,0 +1,10 @@
+"""Who computes what in the next step: plan and commit, in plain Python over counts and pages.
+
+Knows: types, memory. Refuses to know: tensors, text, processes, clocks (the caller says what time it is).
+"""
+
+from quire.scheduling.policies import POLICIES, make_policy
+from quire.scheduling.scheduler import Scheduler
+from quire.scheduling.sequence import Sequence
+
+__all__ = ["POLICIES", "Scheduler", "Sequence", "make_policy"]

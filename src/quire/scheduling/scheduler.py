@@ -1,0 +1,423 @@
+"""The scheduler: `plan` decides the next step, `commit` takes in what came of it.
+
+Every sequence has tokens it knows and KV it has computed; a plan lets some of them catch up. Rows that need
+little go first (they are the ones somebody is waiting on), then those far behind, then newcomers:
+
+    plan:    catch up running (preempting when pages lack) ─► admit waiting ─► StepPlan
+    commit:  append drawn tokens, name finished pages, end what is over ─► TokenEvents
+
+Several plans may be in flight. Plans are made from counts alone; values arrive at commit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from quire.memory.manager import Change, Hit, KVManager, PageTable
+from quire.scheduling.policies import make_policy
+from quire.scheduling.sequence import Sequence
+from quire.types.config import SchedulerOptions
+from quire.types.errors import ContextLengthError, InputError, OverloadedError
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.kv import KVLayout
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult
+from quire.types.request import FinishReason, Request, Status
+
+
+class _Flight:
+    """A submitted plan and, beside its rows and samples, whose they are and in which epoch."""
+
+    __slots__ = ("plan", "rows", "samples")
+
+    def __init__(self, plan: StepPlan):
+        self.plan = plan
+        self.rows: list[tuple[Sequence, int]] = []
+        self.samples: list[tuple[Sequence, int]] = []
+
+    def members(self) -> dict[Sequence, None]:
+        """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
+        return {seq: None for seq, _ in (*self.rows, *self.samples)}
+
+
+class Scheduler:
+    def __init__(self, options: SchedulerOptions, layout: KVLayout, capacity: Capacity, *, prefix_cache: bool = True):
+        self.capacity = capacity
+        self.policy = make_policy(options)
+        shared = prefix_cache and not self.policy.contiguous
+        self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
+        self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self._max_waiting = options.max_waiting
+        self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
+        self._watermark = max(1, capacity.pages // 100)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[Sequence, None] = {}  # insertion-ordered set
+        self._slots = list(range(capacity.slots - 1, -1, -1))
+        self._freed: list[int] = []  # slots to be named in the next plan
+        self._flights: deque[_Flight] = deque()
+        self._order = 0
+        self._step = 0
+
+    # ---- requests in and out --------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Refuses, with a reason, what could never run."""
+        if request.id in self._requests:
+            raise InputError(f"request id {request.id!r} is already in use", param="request_id")
+        if len(self._waiting) >= self._max_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests are already waiting; retry shortly")
+        length, longest = len(request.prompt), self.capacity.max_model_len
+        if length == 0:
+            raise InputError("the prompt is empty; send at least one token", param="prompt")
+        if length >= longest:
+            raise ContextLengthError(
+                f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
+                "shorten the prompt or raise max_model_len"
+            )
+        limit = min(longest, length + (request.params.max_tokens or longest))
+        if self.memory.layout.pages_for(limit) > self.memory.pool.total:
+            raise ContextLengthError(
+                f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
+                f"({self.memory.pool.total} pages); lower max_tokens or raise kv_memory"
+            )
+        branches = [self._sequence(request, branch, limit) for branch in range(request.params.n)]
+        self._requests[request.id] = branches
+        if self.policy.contiguous:
+            self._waiting.extend(branches)
+        else:
+            branches[0].children = branches[1:]
+            self._waiting.append(branches[0])
+        self.stats.prompt_tokens += length
+
+    def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
+        self._order += 1
+        table = PageTable(len(self.memory.layout.groups))
+        return Sequence(request, branch, order=self._order, limit=limit, table=table)
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """End all branches now; unknown ids are ignored (the request may just have finished)."""
+        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
+        return [self._finish(seq, FinishReason.ABORT) for seq in live]
+
+    def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
+        """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
+        for seq in self._requests.get(request_id, ()):
+            if seq.branch == branch and seq.status is not Status.FINISHED:
+                self.stats.rows_wasted += max(0, seq.outputs - tokens)
+                del seq.tokens[seq.prompt_len + tokens :]
+                return [self._finish(seq, FinishReason.STOP)]
+        return []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    # ---- plan -----------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before a step in flight commits."""
+        self._step += 1
+        flight = _Flight(StepPlan(step=self._step))
+        budget = self._catch_up(flight, now)
+        self._admit(flight, budget, now)
+        if not flight.rows:
+            return None
+        flight.plan.frees, self._freed = self._freed, []
+        for seq in flight.members():
+            seq.inflight += 1
+        self._flights.append(flight)
+        return flight.plan
+
+    def _catch_up(self, flight: _Flight, now: float) -> int:
+        """Rows for running sequences; returns the token budget left."""
+        budget = self.capacity.max_batch_tokens
+        behind = [s for s in self._running if s.computed < s.known < s.limit]
+        behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
+        chosen: list[tuple[Sequence, int, Change]] = []
+        for seq in behind:
+            if seq.status is not Status.RUNNING:
+                continue  # preempted for somebody before it
+            count = min(seq.known - seq.computed, self._chunk, budget)
+            if count <= 0:
+                break
+            change = self._extend_or_preempt(seq, count, now)
+            if change is not None:
+                chosen.append((seq, count, change))
+                budget -= count
+        budget = self.capacity.max_batch_tokens
+        for seq, count, change in chosen:
+            if seq.status is Status.RUNNING:
+                self._apply(flight, seq, change)
+                self._add_row(flight, seq, count)
+                budget -= count
+        return budget
+
+    def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
+        """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
+        while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
+            if self._pages_returning():
+                return None
+            victim = self.policy.victim(list(self._running), now)
+            self.preempt(victim)
+            if victim is seq:
+                return None
+        return change
+
+    def _pages_returning(self) -> bool:
+        """Whether pages come back by themselves when a step in flight commits."""
+        return any(seq.status is not Status.RUNNING for flight in self._flights for seq in flight.members())
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's pages and slot; it keeps its tokens and will catch up later."""
+        seq.move(Status.PREEMPTED)
+        del self._running[seq]
+        seq.epoch += 1
+        seq.pending = 0
+        if not seq.outputs:
+            seq.scores = []
+        self.stats.preemptions += 1
+        self.stats.rows_wasted += seq.computed - seq.hit
+        self._waiting.appendleft(seq)
+        if not seq.inflight:
+            self._release(seq)
+
+    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
+        """Let waiting sequences start, best first, while budget, slots and pages last."""
+        if not (self._waiting and self._slots and budget > 0 and self.policy.admits(len(self._running))):
+            return
+        order = list(self.policy.order(self._waiting, now))
+        reserve = self.policy.reserve(order[: len(self._slots)])
+        admitted: set[Sequence] = set()
+        for seq in order:
+            if not self._slots or (budget <= 0 and not reserve):
+                break
+            if seq.inflight:
+                continue  # preempted; its old pages are still in use
+            self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
+            scored = seq.request.params.prompt_logprobs is not None  # needs every position computed
+            hit = self.memory.lookup(seq.table, 1 if scored else seq.known)
+            if hit.waits:
+                seq.move(Status.PENDING)
+                continue
+            count = min(seq.known - hit.tokens, self._chunk, budget)
+            if not self._start(flight, seq, hit, count, reserve):
+                break
+            admitted.add(seq)
+            budget -= count
+        if admitted:
+            self._waiting = deque(s for s in self._waiting if s not in admitted)
+
+    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int) -> bool:
+        """Give a newcomer pages, a slot and its first row; False if memory is short."""
+        spare = self._watermark if self._running else 0
+        if not self.memory.fits(max(seq.known, reserve), hit, spare):
+            return False
+        adopted = self.memory.adopt(seq.table, hit)
+        extended = self.memory.extend(seq.table, hit.tokens, max(hit.tokens + count, reserve))
+        if extended is None:  # enough pages, but not in one piece
+            self.memory.release(seq.table, hit.tokens)
+            return False
+        seq.computed = seq.hit = hit.tokens
+        if seq.cached < 0:
+            seq.cached = hit.tokens
+            self.stats.cached_tokens += hit.tokens
+        self._run(flight, seq)
+        self._apply(flight, seq, adopted)
+        self._apply(flight, seq, extended)
+        self.memory.promise(seq.table, seq.known)
+        if count:
+            self._add_row(flight, seq, count)
+        return True
+
+    def _run(self, flight: _Flight, seq: Sequence) -> None:
+        """Into a slot, and among the running."""
+        seq.move(Status.RUNNING)
+        self._running[seq] = None
+        seq.slot = self._slots.pop()
+        params, request = seq.request.params, seq.request
+        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
+        flight.plan.admits.append(
+            Admit(
+                slot=seq.slot, key=seq.key, tokens=list(seq.tokens), prompt_len=seq.prompt_len, params=params,
+                seed=params.seed if params.seed is not None else 0, branch=seq.branch, stop_ids=stops,
+            )  # fmt: skip
+        )
+
+    def _apply(self, flight: _Flight, seq: Sequence, change: Change) -> None:
+        flight.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
+        flight.plan.copies += change.copies
+
+    def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
+        plan, start = flight.plan, seq.computed
+        score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
+        plan.rows.append(Row(seq.slot, start, count, score=score))
+        flight.rows.append((seq, seq.epoch))
+        seq.computed = start + count
+        self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)))
+        if seq.computed == seq.known:
+            if seq.children and seq.known == seq.prompt_len:
+                self._fork_children(flight, seq)
+            self._add_sample(flight, seq, len(plan.rows) - 1)
+
+    def _add_sample(self, flight: _Flight, seq: Sequence, row: int) -> None:
+        flight.plan.samples.append(Sample(row, seq.slot, seq.known))
+        flight.samples.append((seq, seq.epoch))
+        seq.pending += 1
+
+    def _fork_children(self, flight: _Flight, parent: Sequence) -> None:
+        """The prompt is computed in this step: branches share its pages and draw from its last row."""
+        for child in parent.children:
+            if child.status is Status.FINISHED:
+                continue
+            child.cached = parent.cached
+            if not self._slots:
+                self._waiting.append(child)  # starts later, on a prefix hit
+                continue
+            child.table = self.memory.fork(parent.table)
+            child.computed = child.hit = parent.computed
+            self._run(flight, child)
+            flight.plan.deltas += [
+                PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
+            ]
+            self._add_sample(flight, child, len(flight.plan.rows) - 1)
+        parent.children = []
+
+    # ---- commit ---------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take in a finished step; plans commit in the order they were made."""
+        flight = self._flights.popleft()
+        assert flight.plan is plan, "steps must commit in the order they were planned"
+        self.stats.steps += 1
+        self.stats.rows += plan.tokens
+        self.stats.step_seconds += result.seconds
+        self._land(flight)
+        for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch and i in result.scores:
+                wanted = seq.prompt_len - 1 - len(seq.scores)
+                seq.scores += result.scores[i][:wanted]
+        events = [
+            self._advance(seq, result, i)
+            for i, (seq, epoch) in enumerate(flight.samples)
+            if seq.epoch == epoch and seq.status is Status.RUNNING
+        ]
+        for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
+            if seq.epoch == epoch and seq.status is Status.RUNNING and seq.computed > seq.prompt_len:
+                self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
+                self.memory.publish(seq.table, row.start + row.count)
+        return events
+
+    def _land(self, flight: _Flight) -> None:
+        """The step no longer uses its slots and pages; what ended meanwhile can go."""
+        for seq in flight.members():
+            seq.inflight -= 1
+            if not seq.inflight and seq.status in (Status.FINISHED, Status.PREEMPTED):
+                self._release(seq)
+
+    def _advance(self, seq: Sequence, result: StepResult, sample: int) -> TokenEvent:
+        """Append what was drawn for one sample, up to a stop."""
+        index = seq.outputs
+        request = seq.request
+        drawn: list[int] = []
+        finish = None
+        for token in result.tokens[sample]:
+            drawn.append(token)
+            finish = self._ends(seq, request, token, index + len(drawn))
+            if finish:
+                break
+        seq.tokens += drawn
+        seq.pending -= 1
+        self.stats.output_tokens += len(drawn)
+        if finish:
+            event = self._finish(seq, finish)
+        else:
+            event = TokenEvent(request.id, seq.branch, index, drawn)
+        event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        if sample in result.logprobs:
+            event.logprobs = [result.logprobs[sample]]
+        if index == 0 and seq.scores:
+            event.prompt_logprobs = seq.scores
+        return event
+
+    def _ends(self, seq: Sequence, request: Request, token: int, outputs: int) -> FinishReason | None:
+        params = request.params
+        if outputs >= params.min_tokens and (
+            token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if seq.prompt_len + outputs >= seq.limit else None
+
+    def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
+        """End a sequence; its pages and slot go back as soon as no step in flight uses them."""
+        if seq.status is not Status.RUNNING and seq in self._waiting:
+            self._waiting.remove(seq)
+        self._running.pop(seq, None)
+        seq.move(Status.FINISHED)
+        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        if not seq.inflight:
+            self._release(seq)
+        if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
+            del self._requests[seq.request.id]
+        return TokenEvent(
+            seq.request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
+        )
+
+    def _release(self, seq: Sequence) -> None:
+        if seq.slot >= 0:
+            self._slots.append(seq.slot)
+            self._freed.append(seq.slot)
+            seq.slot = -1
+        self.memory.release(seq.table, min(seq.computed, len(seq.tokens)))
+        seq.computed = 0
+
+    def fail(self, message: str) -> list[TokenEvent]:
+        """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
+        live = [s for branches in self._requests.values() for s in branches if s.status is not Status.FINISHED]
+        events = [self._finish(seq, FinishReason.ERROR, message) for seq in live]
+        while self._flights:
+            self._land(self._flights.popleft())
+        self.memory.pool.forget_idle()
+        return events
+
+    # ---- looking inside -------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget cached prefixes and start the counters anew."""
+        self.memory.pool.forget_idle()
+        self.memory.pool.peak = self.memory.pool.used
+        self.memory.slots_allocated = self.memory.slots_filled = 0
+        self.stats = EngineStats(pages_total=self.memory.pool.total)
+
+    def snapshot(self) -> EngineStats:
+        """Counters so far and gauges of now."""
+        memory, pool = self.memory, self.memory.pool
+        return msgspec.structs.replace(
+            self.stats,
+            finished=dict(self.stats.finished),
+            waiting=len(self._waiting),
+            running=len(self._running),
+            pages_used=pool.used,
+            pages_cached=pool.cached,
+            pages_peak=pool.peak,
+            kv_slots_allocated=memory.slots_allocated,
+            kv_slots_filled=memory.slots_filled,
+            kv_bytes=self.capacity.pages * memory.layout.page_bytes,
+        )
+
+    def check(self) -> None:
+        """Invariants; run after every step in tests and when idle in service."""
+        landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
+        holders = [*self._running, *landing]
+        self.memory.check([s.table for s in holders])
+        slots = [s.slot for s in holders if s.slot >= 0]
+        assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
+        for seq in self._running:
+            assert seq.status is Status.RUNNING and seq.slot >= 0 and 0 <= seq.computed <= seq.known <= seq.limit
+            assert seq.inflight == sum(seq in f.members() for f in self._flights), f"{seq.key}: lost a flight"
+        for seq in self._waiting:
+            assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
+            assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
+        if not self._requests and not self._flights:
+            assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

@@ -1,0 +1,56 @@
+"""One branch of a request on its way through the engine: what it knows, and how far it has been computed."""
+
+from __future__ import annotations
+
+from quire.memory.manager import PageTable
+from quire.types.plan import TokenLogprobs
+from quire.types.request import TRANSITIONS, Request, Status
+
+
+class Sequence:
+    """Tokens it knows, tokens it will know once steps in flight end, and KV it has.
+
+        tokens    ├── prompt ──┼── outputs ──┤ · · ·  pending (drawn on the device, not yet read)
+        computed  ├──────────────────────────┼──►     caught up when computed == len(tokens) + pending
+    """
+
+    __slots__ = (
+        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit",
+        "order", "pending", "priority", "prompt_len", "request", "scores", "slot", "status", "table", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
+        self.request = request
+        self.branch = branch
+        self.key = f"{request.id}/{branch}"
+        self.arrival = request.arrival
+        self.priority = request.priority
+        self.order = order
+        self.prompt_len = len(request.prompt)
+        self.limit = limit  # most tokens it may ever have, prompt included
+        self.tokens = list(request.prompt)
+        self.pending = 0
+        self.computed = 0  # as of the last plan
+        self.hit = 0  # of them, found in the cache at its last start
+        self.cached = -1  # prompt tokens found in the cache at first admission
+        self.table = table
+        self.slot = -1
+        self.epoch = 0  # grows when in-flight results become void
+        self.inflight = 0  # steps submitted that still use its slot and pages
+        self.status = Status.WAITING
+        self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
+        self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
+
+    @property
+    def known(self) -> int:
+        """Tokens it has or will have when the steps in flight end: an upper bound."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    def move(self, status: Status) -> None:
+        if status is not self.status:
+            assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} cannot become {status}"
+            self.status = status

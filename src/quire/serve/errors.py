@@ -1,0 +1,116 @@
+"""Errors as HTTP answers: one shape for all of them, the one OpenAI's clients parse.
+
+Mistakes of the caller are explained to the caller. Faults of ours go to the log with their traceback, and the caller
+gets an id to quote. Refuses to know: which route failed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from typing import NamedTuple
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.types.errors import ModelNotFoundError, OverloadedError, QuireError
+
+logger = logging.getLogger("quire.serve")
+
+MAX_MESSAGE = 1000  # characters of an error message; messages quote input, and input may be long
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    """What every 4xx and 5xx answer carries."""
+
+    error: ErrorDetail
+
+
+class Failure(NamedTuple):
+    """An error ready to send, as an answer of its own or as the last event of a stream."""
+
+    status: int
+    body: ErrorBody
+    headers: dict[str, str]
+
+    def response(self) -> Response:
+        return Response(
+            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
+        )
+
+
+class ClientGoneError(Exception):
+    """The client hung up; nobody is left to answer."""
+
+
+def describe(error: Exception) -> Failure:
+    """What to tell the client about `error`; writes to the log what the client must not see."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers.update(error.headers or {})
+        return Failure(error.status_code, _body(error.status_code, str(error.detail)), headers)
+    if isinstance(error, QuireError) and error.status != 500:
+        param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
+        if isinstance(error, OverloadedError):
+            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        return Failure(error.status, _body(error.status, str(error), param, error.code), headers)
+    error_id = uuid.uuid4().hex[:16]
+    logger.error("error id %s: %s", error_id, error, exc_info=error)
+    message = f"internal error; the server's log has the details under error id {error_id}"
+    return Failure(500, _body(500, message, code="internal_error"), headers)
+
+
+def _body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
+    if len(message) > MAX_MESSAGE:
+        message = message[:MAX_MESSAGE] + "..."
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return ErrorBody(ErrorDetail(message, kind, param, code))
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Exception handler of the app for errors raised on purpose."""
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = HTTPException(404, f"no such route: {request.method} {request.url.path}; /docs lists them")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        message = f"{request.method} is not allowed on {request.url.path}; use {(error.headers or {}).get('Allow')}"
+        error = HTTPException(405, message, error.headers)
+    return describe(error).response()
+
+
+class Guard:
+    """Outermost layer, plain ASGI: what nobody expected becomes a 500 with an id, and a client's hanging up ends
+    quietly. It looks at nothing but the start of a response, so streams pass at the price of a function call."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except (ClientGoneError, ClientDisconnect):
+            pass
+        except Exception as error:
+            failure = describe(error)
+            if not started:
+                await failure.response()(scope, receive, send)

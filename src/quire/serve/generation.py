@@ -1,0 +1,202 @@
+"""From a parsed body to deltas: sampling parameters, engine requests, accounting. Shared by every API family.
+
+One HTTP request is one engine request per prompt; its choices are numbered prompt by prompt, n for each. Deltas
+leave here with `branch` set to that number. Refuses to know: JSON, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from quire.observe.metrics import Metrics
+from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
+from quire.types.errors import EngineDeadError, InputError, ModelNotFoundError, QuireError
+from quire.types.outputs import Delta
+from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.frontend import Frontend
+
+T = TypeVar("T")
+
+INLINE_SIZE = 4096  # characters or token ids prepared on the event loop; more go to a thread
+
+# Fields of a body that mean the same, under the same name, to the sampler.
+_SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the routes of one server share."""
+
+    frontend: Frontend
+    metrics: Metrics
+    fingerprint: str
+    created: int
+    max_body: int
+
+    def check_model(self, name: str) -> None:
+        if name != self.frontend.model_name:
+            raise ModelNotFoundError(f"no model {name!r} here; this server has {self.frontend.model_name!r}")
+
+
+def check(serving: Serving, body: GenerationRequest) -> None:
+    """Refuse, before any work, what can be seen from the body alone."""
+    serving.check_model(body.model)
+    refuse_unsupported(body)
+    if body.stream_options is not None and not body.stream:
+        raise InputError("stream_options needs stream to be true", param="stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+
+
+def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
+    """The sampler's view of a body; `changes` are what the API family decides for itself."""
+    given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+    if isinstance(body.stop, str):
+        given["stop"] = [body.stop]
+    return SamplingParams(**(given | changes))
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Run `work` here if its input is small, else in a thread so that streams keep flowing."""
+    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
+
+
+@dataclass
+class Generation:
+    """The engine requests of one HTTP request under way, and what they have used."""
+
+    serving: Serving
+    requests: list[Request]
+    arrived: float
+    completion_tokens: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
+
+    def usage(self) -> Usage:
+        prompt = sum(len(request.prompt) for request in self.requests)
+        details = PromptTokensDetails(sum(self.cached.values()))
+        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
+        streams = [self._deltas(index, request) for index, request in enumerate(self.requests)]
+        async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
+            async for deltas in stream:
+                yield coalesced(deltas)
+
+    async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
+        branches = request.params.n
+        meter = self.serving.metrics.request(len(request.prompt), self.arrived)
+        try:
+            source = cast("AsyncGenerator[list[Delta], None]", self.serving.frontend.stream(request))
+            async with aclosing(source) as stream:
+                async for deltas in stream:
+                    meter.deltas(deltas)
+                    for delta in deltas:
+                        _raise_failure(delta)
+                        self.completion_tokens += len(delta.token_ids)
+                        if delta.cached_tokens:
+                            self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
+                        delta.branch += index * branches
+                    yield deltas
+        finally:
+            meter.close(branches)
+
+
+def _raise_failure(delta: Delta) -> None:
+    """An end that is no completion becomes an error."""
+    if delta.finish_reason is FinishReason.ERROR:
+        raise QuireError("the engine could not finish this request")
+    if delta.finish_reason is FinishReason.ABORT:
+        raise EngineDeadError("the request was aborted before it finished; try again")
+
+
+def coalesced(deltas: list[Delta]) -> list[Delta]:
+    """At most one delta per branch: several that waited together become one."""
+    if len(deltas) == 1:
+        return deltas
+    merged: dict[int, Delta] = {}
+    for delta in deltas:
+        first = merged.setdefault(delta.branch, delta)
+        if first is not delta:
+            first.text += delta.text
+            first.token_ids = first.token_ids + delta.token_ids
+            first.logprobs = _joined(first.logprobs, delta.logprobs)
+            first.prompt_logprobs = _joined(first.prompt_logprobs, delta.prompt_logprobs)
+            first.finish_reason = delta.finish_reason
+            first.stop_reason = delta.stop_reason
+    return list(merged.values())
+
+
+def _joined(first: list[TokenLogprobs] | None, second: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    return first + second if first and second else first or second
+
+
+async def _merged(streams: list[AsyncGenerator[list[Delta], None]]) -> AsyncGenerator[list[Delta], None]:
+    """All streams as one, with whatever is ready in each batch. The first error ends them all."""
+    queue: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[list[Delta], None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for deltas in stream:
+                    queue.put_nowait(deltas)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        running = len(tasks)
+        while running:
+            batch: list[Delta] = []
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    batch += item
+            if batch:
+                yield batch
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+@dataclass
+class Collected:
+    """One choice, complete."""
+
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason = FinishReason.LENGTH
+
+
+async def collect(generation: Generation) -> list[Collected]:
+    """Wait for every choice of the request."""
+    choices = [Collected() for request in generation.requests for _ in range(request.params.n)]
+    parts: list[list[str]] = [[] for _ in choices]
+    async with aclosing(generation.deltas()) as stream:
+        async for deltas in stream:
+            for delta in deltas:
+                choice = choices[delta.branch]
+                parts[delta.branch].append(delta.text)
+                choice.logprobs += delta.logprobs or ()
+                choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
+                choice.finish_reason = delta.finish_reason or choice.finish_reason
+    for choice, texts in zip(choices, parts, strict=True):
+        choice.text = "".join(texts)
+    return choices

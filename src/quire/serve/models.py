@@ -1,0 +1,32 @@
+"""GET /v1/models and /v1/models/{id}. Refuses to know: any model but the one being served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from quire.serve.events import json
+from quire.serve.generation import Serving
+from quire.serve.openapi import answers
+from quire.serve.schema import ModelCard, ModelList
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+    card = ModelCard(
+        id=serving.frontend.model_name,
+        created=serving.created,
+        max_model_len=serving.frontend.client.info.max_model_len,
+    )
+
+    @routes.get("/v1/models", summary="List models", openapi_extra=answers(ModelList))
+    async def list_models() -> Response:
+        return Response(json(ModelList([card])), media_type="application/json")
+
+    # A path, because names such as org/model hold slashes.
+    @routes.get("/v1/models/{id:path}", summary="Describe a model", openapi_extra=answers(ModelCard))
+    async def describe_model(id: str) -> Response:
+        serving.check_model(id)
+        return Response(json(card), media_type="application/json")
+
+    return routes

@@ -1,0 +1,114 @@
+"""Options, each declared once with its help text; flags, keyword arguments and docs derive from these fields.
+
+Raw options are what the user said (None: not said). `resolve` in the rooms that know the hardware turns them
+into facts and says why; nothing here looks at the machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+
+def option(default: Any, help: str, **extra: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **extra})
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What to load."""
+
+    model: str = option("smollm2-135m", "model name, hub id, directory or GGUF file", positional=True)
+    dtype: str = option("auto", "weights and activations: auto, float32, float16 or bfloat16")
+    max_model_len: int | None = option(None, "longest context to serve (default: what the model was trained for)")
+    random_weights: bool = option(False, "ignore weight files and draw random weights from the config")
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where to run."""
+
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    threads: int | None = option(None, "CPU threads for compute (default: physical cores)")
+    depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)")
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """KV memory."""
+
+    page_size: int = option(16, "tokens per KV page")
+    kv_pages: int | None = option(None, "number of KV pages (default: from --kv-memory)")
+    kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)")
+    prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """Who runs next."""
+
+    scheduler: str = option("fcfs", "fcfs, priority or static")
+    max_batch_tokens: int | None = option(None, "tokens computed per step (default: 512 on a CPU, 8192 on a GPU)")
+    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 256 on a GPU)")
+    prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
+    max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
+    ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Everything one engine is told; a flat view over the concerns above."""
+
+    model: ModelOptions = dataclasses.field(default_factory=ModelOptions)
+    device: DeviceOptions = dataclasses.field(default_factory=DeviceOptions)
+    cache: CacheOptions = dataclasses.field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
+
+    @classmethod
+    def of(cls, **flat: Any) -> EngineOptions:
+        """From flat names, as on the command line: `EngineOptions.of(model="m", page_size=32)`."""
+        parts = {}
+        for concern in dataclasses.fields(cls):
+            kind = concern.default_factory
+            assert isinstance(kind, type)
+            names = {f.name for f in dataclasses.fields(kind)}
+            parts[concern.name] = kind(**{name: flat.pop(name) for name in list(flat) if name in names})
+        if flat:
+            known = ", ".join(sorted(f.name for f in flat_fields()))
+            raise ConfigError(f"unknown option {min(flat)!r}; known options: {known}")
+        return cls(**parts)
+
+    def flat(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by flat name (plain values, fit for JSON)."""
+        return {
+            f.name: getattr(part, f.name)
+            for part in (self.model, self.device, self.cache, self.scheduler)
+            for f in dataclasses.fields(part)
+            if getattr(part, f.name) != f.default
+        }
+
+
+def flat_fields() -> list[dataclasses.Field[Any]]:
+    """All option fields, in order."""
+    kinds = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions)
+    return [f for kind in kinds for f in dataclasses.fields(kind)]
+
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """'512M' or '8GiB' → bytes."""
+    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = stripped[-1:] if stripped[-1:].isalpha() else ""
+    try:
+        value = float(stripped.removesuffix(unit))
+        size = int(value * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ConfigError(f"cannot read {text!r} as a size; write it like 512M or 8G") from None
+    if size <= 0:
+        raise ConfigError(f"size must be positive, got {text!r}")
+    return size

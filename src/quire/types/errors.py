@@ -1,0 +1,75 @@
+"""Every error a user can meet, in one tree.
+
+    QuireError
+    ├── InputError            the caller's request is wrong (HTTP 400); names the field and the fix
+    │   └── ContextLengthError    prompt does not fit the context
+    ├── ModelNotFoundError    no such model anywhere we may look (HTTP 404)
+    ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
+    ├── ConfigError           options that contradict each other or the hardware
+    ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 429/503)
+    └── EngineDeadError       the engine stopped; everything open has ended (HTTP 503)
+
+Messages say the cause first and the remedy after it.
+"""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of all errors raised on purpose."""
+
+    status = 500
+    code = "internal_error"
+
+
+class InputError(QuireError):
+    status = 400
+    code = "invalid_value"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        if code:
+            self.code = code
+
+
+class ContextLengthError(InputError):
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str):
+        super().__init__(message, param="prompt")
+
+
+class ModelNotFoundError(QuireError):
+    status = 404
+    code = "model_not_found"
+
+
+class ModelFileError(QuireError):
+    code = "bad_model_file"
+
+
+class ConfigError(QuireError):
+    code = "bad_config"
+
+
+class OverloadedError(QuireError):
+    status = 503
+    code = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: float = 1.0):
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineDeadError(QuireError):
+    status = 503
+    code = "engine_dead"
+
+
+def from_wire(kind: str, message: str) -> QuireError:
+    """Rebuild an error that crossed a process boundary as (class name, message)."""
+    found = globals().get(kind)
+    if isinstance(found, type) and issubclass(found, QuireError):
+        return found(message)
+    return QuireError(message)

@@ -1,0 +1,57 @@
+"""What the engine tells the world: tokens, ends, and numbers about itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason
+
+
+class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
+    """New tokens of one branch. `index` is the position of the first among the branch's outputs, so a receiver
+    can drop what it already has. The last event of a branch carries `finish`; on ERROR, `error` names the class
+    in types.errors (or nothing) and `message` says why."""
+
+    request: str
+    branch: int
+    index: int
+    tokens: list[int]
+    finish: FinishReason | None = None
+    cached: int = 0  # prompt tokens that needed no computing
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str = ""
+    message: str = ""
+
+
+class EngineStats(msgspec.Struct, kw_only=True):
+    """Counters since start and gauges of now."""
+
+    steps: int = 0
+    rows: int = 0  # query tokens computed
+    rows_wasted: int = 0  # computed for tokens that were then dropped
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    finished: dict[str, int] = {}
+    waiting: int = 0
+    running: int = 0
+    pages_total: int = 0
+    pages_used: int = 0  # referenced by a sequence
+    pages_cached: int = 0  # free to take, but holding a known prefix
+    pages_peak: int = 0
+    kv_slots_allocated: int = 0  # token slots of pages given back so far
+    kv_slots_filled: int = 0  # ... of them, filled
+    kv_bytes: int = 0  # bytes of the whole page pool
+
+    @property
+    def kv_waste(self) -> float:
+        allocated = self.kv_slots_allocated
+        return 1 - self.kv_slots_filled / allocated if allocated else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

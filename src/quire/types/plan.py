@@ -1,0 +1,106 @@
+"""What one step is asked to do, and what came of it.
+
+There is no prefill and no decode here. A row says "slot s: compute the KV of `count` tokens from position
+`start`"; a sample says "from the last position of row r, draw the next token of slot s". Chunked prefill is a
+row with many tokens and no sample, decode a row of one with one sample, `n` branches one row with n samples.
+
+The worker keeps, per slot, all known tokens, the page table and the sampling state; a plan sends only what
+changed. Token values sampled by an earlier step are read from the slot on the device, so a plan never needs
+them: it can be made while that step still runs.
+
+Order inside a step: frees, admits, page deltas, page copies, forward over rows, samples (drawn tokens are
+stored into their slots).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.types.sampling import SamplingParams
+
+
+class Admit(msgspec.Struct):
+    """Fill a slot: everything needed to rebuild its state, wherever the sequence was before."""
+
+    slot: int
+    key: str  # "request/branch", for logs and for the executor's own books
+    tokens: list[int]  # prompt, then tokens generated so far
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    branch: int
+    stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
+
+
+class PageDelta(msgspec.Struct):
+    """Table of (slot, group): entries from `index` on become `pages`."""
+
+    slot: int
+    group: int
+    index: int
+    pages: list[int]
+
+
+class Row(msgspec.Struct):
+    """Compute KV for positions start .. start + count - 1 of a slot.
+
+    With `score`, the log-probability of the token after each of these positions is wanted too (the known
+    token there: prompt logprobs).
+    """
+
+    slot: int
+    start: int
+    count: int
+    score: bool = False
+
+
+class Sample(msgspec.Struct):
+    """Draw the token at `position` of `slot` from the last logits of rows[row]."""
+
+    row: int
+    slot: int
+    position: int
+
+
+class StepPlan(msgspec.Struct):
+    step: int
+    rows: list[Row] = []
+    samples: list[Sample] = []
+    frees: list[int] = []
+    admits: list[Admit] = []
+    deltas: list[PageDelta] = []
+    copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.count for row in self.rows)
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities at one position: the token that is there, its rank (1 = most likely), and the top."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepResult(msgspec.Struct):
+    """`tokens[i]` belongs to `plan.samples[i]`: the tokens drawn there (one, or more once drafts are accepted)."""
+
+    step: int
+    tokens: list[list[int]]
+    logprobs: dict[int, TokenLogprobs] = {}  # by sample index
+    scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
+    seconds: float = 0.0  # time the device was busy with it
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What an executor can hold: the frame within which the scheduler plans."""
+
+    pages: int  # page 0 is the null page and is not among those to hand out
+    slots: int
+    max_model_len: int
+    max_batch_tokens: int
+    depth: int  # steps in flight

@@ -1,0 +1,59 @@
+"""A request as it travels, and the states a sequence of it may be in.
+
+One request has `params.n` branches; each branch is one sequence with its own tokens, pages and slot.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from quire.types.sampling import SamplingParams
+
+
+class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the engine needs to know of one request; token ids only, text stays with the client."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    arrival: float = 0.0
+    priority: int = 0
+    salt: str = ""  # tenants with different salts never share pages
+    eos_token_ids: list[int] = []
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Status(enum.StrEnum):
+    """The life of one sequence.
+
+        WAITING ──► RUNNING ──► FINISHED
+           │  ▲        │  ▲         ▲
+           ▼  │        ▼  │         │
+        PENDING     PREEMPTED ──────┘   (any state may finish: abort, stop)
+
+    PENDING: pages it will share are still being produced (another row computes them, or a tier or a peer
+    delivers them); it holds no pages of its own. PREEMPTED: lost its pages, kept its tokens.
+    """
+
+    WAITING = "waiting"
+    PENDING = "pending"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[Status, frozenset[Status]] = {
+    Status.WAITING: frozenset({Status.PENDING, Status.RUNNING, Status.FINISHED}),
+    Status.PENDING: frozenset({Status.WAITING, Status.RUNNING, Status.FINISHED}),
+    Status.RUNNING: frozenset({Status.PREEMPTED, Status.FINISHED}),
+    Status.PREEMPTED: frozenset({Status.PENDING, Status.RUNNING, Status.FINISHED}),
+    Status.FINISHED: frozenset(),
+}

@@ -1,0 +1,98 @@
+"""The small interfaces behind which things are exchanged. Torch-typed seams live in `kernels` and `model`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.kv import KVLayout
+from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.request import Request
+from quire.types.wire import EngineInfo
+
+
+class Ticket(Protocol):
+    """A step under way. `result` waits for it; tickets end in the order they were submitted."""
+
+    def result(self) -> StepResult: ...
+
+
+class Executor(Protocol):
+    """Runs plans on a device (or on several, or on none: the simulator)."""
+
+    layout: KVLayout
+
+    def start(self) -> Capacity: ...
+
+    def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+class Candidate(Protocol):
+    """What a scheduling policy may see of a sequence."""
+
+    arrival: float
+    priority: int
+    order: int  # submission number: a total order where all else ties
+
+
+class SchedulingPolicy(Protocol):
+    """Pure decisions over sequences; owns no queue."""
+
+    def order(self, waiting: Sequence[Any], now: float) -> Iterable[Any]:
+        """Who is admitted next, best first."""
+        ...
+
+    def victim(self, running: Sequence[Any], now: float) -> Any:
+        """Who gives up its pages when memory runs out."""
+        ...
+
+    def admits(self, running: int) -> bool:
+        """Whether new sequences may join a batch of this many running ones."""
+        ...
+
+
+class EngineClient(Protocol):
+    """One engine or a thousand: what the servers and the language see."""
+
+    info: EngineInfo
+
+    def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
+        """Events of the request until every branch finished."""
+        ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None: ...
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One stored tensor: shape outermost dimension first, kind as the file names it (F32, BF16, Q4_1, ...)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    nbytes: int
+
+
+class WeightSource(Protocol):
+    """A model's weight files behind one face. Bytes are raw and mapped, not copied; blocks stay quantised."""
+
+    def metadata(self) -> dict[str, Any]:
+        """The model's own description: config.json of a safetensors directory, the key-values of a GGUF."""
+        ...
+
+    def tensors(self) -> dict[str, TensorInfo]: ...
+
+    def read(self, name: str) -> np.ndarray:
+        """Raw bytes of one tensor as a read-only uint8 array."""
+        ...

@@ -1,0 +1,78 @@
+"""Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
+
+Client → engine: Submit, Abort, FinishAt, GetStats, Reset, Shutdown.
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, Failed (the engine died).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.request import Request
+
+MAX_FRAME = 64 << 20
+
+
+class Submit(msgspec.Struct, tag=True):
+    request: Request
+
+
+class Abort(msgspec.Struct, tag=True):
+    request: str
+
+
+class FinishAt(msgspec.Struct, tag=True):
+    """Text matched a stop string: branch ends with `tokens` output tokens."""
+
+    request: str
+    branch: int
+    tokens: int
+
+
+class GetStats(msgspec.Struct, tag=True):
+    pass
+
+
+class Reset(msgspec.Struct, tag=True):
+    """Forget all cached prefixes and start counters anew (benchmarks)."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    pass
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Events(msgspec.Struct, tag=True):
+    events: list[TokenEvent]
+
+
+class Stats(msgspec.Struct, tag=True):
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag=True):
+    kind: str  # class name within types.errors, or "" for an internal error
+    message: str
+
+
+class EngineInfo(msgspec.Struct):
+    """What a client may need to know of the engine behind it."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    pages: int
+    page_size: int
+    max_batch_tokens: int
+    depth: int
+    device: str
+    dtype: str
+    reasons: list[str]
+
+
+ToEngine = Submit | Abort | FinishAt | GetStats | Reset | Shutdown
+ToClient = Ready | Events | Stats | Failed

@@ -1,0 +1,157 @@
+"""Random life: submit, abort, fork, preempt, finish, in any order and at any depth. After each operation the
+invariants hold; each finished request has exactly the tokens it would have had alone; at the end all is free."""
+
+import random
+
+import pytest
+
+from quire.scheduling import Scheduler
+from quire.types.config import SchedulerOptions
+from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.plan import Capacity
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+
+FULL = KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1)
+WINDOW = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=11)
+VOCAB = 97
+
+
+def layout(*groups: KVGroup) -> KVLayout:
+    return KVLayout(groups=groups, dtype="float32", itemsize=4)
+
+
+class World:
+    def __init__(self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True):
+        self.rng = random.Random(seed)
+        self.depth = depth
+        capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth)
+        options = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
+        self.scheduler = Scheduler(options, layout(*groups), capacity, prefix_cache=prefix_cache)
+        self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB)
+        self.tickets = []
+        self.requests = {}
+        self.outputs = {}
+        self.ended = {}
+        self.now = 0.0
+
+    def submit(self):
+        stem = [[1] * 40, list(range(2, 50)), [3, 5] * 20][self.rng.randrange(3)]
+        prompt = stem[: self.rng.randint(0, 40)] + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 12))]
+        params = SamplingParams(
+            n=self.rng.choice([1, 1, 1, 2, 4]),
+            seed=self.rng.randrange(5),
+            max_tokens=self.rng.randint(1, 30),
+            stop_token_ids=[self.rng.randrange(VOCAB)],
+            min_tokens=self.rng.choice([0, 0, 1]),
+            prompt_logprobs=self.rng.choice([None, None, 0]),
+        )
+        request = Request(
+            id=f"r{len(self.requests)}", prompt=prompt, params=params, arrival=self.now,
+            priority=self.rng.randrange(3), salt=self.rng.choice(["", "", "tenant"]),
+        )  # fmt: skip
+        self.requests[request.id] = request
+        self.scheduler.submit(request)
+
+    def take(self, events):
+        for event in events:
+            key = (event.request, event.branch)
+            assert key not in self.ended, "an event after the end"
+            out = self.outputs.setdefault(key, [])
+            assert event.index == len(out)
+            out += event.tokens
+            if event.finish:
+                self.ended[key] = event.finish
+            if event.prompt_logprobs is not None:
+                assert len(event.prompt_logprobs) == len(self.requests[event.request].prompt) - 1
+
+    def step(self):
+        self.now += 0.1
+        plan = self.scheduler.plan(self.now)
+        if plan is not None:
+            assert plan.tokens <= 24 and all(r.count > 0 for r in plan.rows)
+            self.tickets.append((plan, self.executor.submit(plan)))
+        if self.tickets and (plan is None or len(self.tickets) >= self.depth):
+            plan, ticket = self.tickets.pop(0)
+            self.take(self.scheduler.commit(plan, ticket.result()))
+
+    def any_live(self):
+        live = [r for r in self.requests if any((r, b) not in self.ended for b in range(self.requests[r].params.n))]
+        return self.rng.choice(live) if live else None
+
+    def abort(self):
+        if request := self.any_live():
+            self.take(self.scheduler.abort(request))
+
+    def stop_string(self):
+        if request := self.any_live():
+            branch = self.rng.randrange(self.requests[request].params.n)
+            out = self.outputs.get((request, branch), [])
+            if out and (request, branch) not in self.ended:
+                keep = self.rng.randint(1, len(out))
+                del out[keep:]
+                self.take(self.scheduler.finish_at(request, branch, keep))
+
+    def preempt(self):
+        running = list(self.scheduler._running)
+        if running:
+            self.scheduler.preempt(self.rng.choice(running))
+
+    def drain(self):
+        for _ in range(20_000):
+            if not self.scheduler.busy and not self.tickets:
+                return
+            self.step()
+        raise AssertionError("work never ends")
+
+
+def alone(request: Request, branch: int) -> tuple[list[int], FinishReason]:
+    """The same request computed by itself, token by token."""
+    tokens, out = list(request.prompt), []
+    while True:
+        token = fake_token(tokens, request.params.seed, branch, VOCAB)
+        tokens.append(token)
+        out.append(token)
+        if token in request.params.stop_token_ids and len(out) >= request.params.min_tokens:
+            return out, FinishReason.STOP
+        if len(out) >= request.params.max_tokens or len(tokens) >= 90:
+            return out, FinishReason.LENGTH
+
+
+WORLDS = [
+    pytest.param((FULL,), "fcfs", 1, True, id="full-depth1"),
+    pytest.param((FULL,), "fcfs", 2, True, id="full-depth2"),
+    pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
+    pytest.param((FULL, WINDOW), "priority", 2, True, id="two-groups-priority"),
+    pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
+    pytest.param((FULL,), "static", 1, True, id="static"),
+]
+
+
+@pytest.mark.parametrize(("groups", "policy", "depth", "cache"), WORLDS)
+def test_random_life(groups, policy, depth, cache):
+    world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache)
+    actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]
+    if policy == "static":
+        actions.remove(world.preempt)
+    for _ in range(20_000):
+        world.rng.choice(actions)()
+        world.scheduler.check()
+    world.drain()
+    world.scheduler.check()
+    assert world.scheduler.memory.pool.used == 0
+    whole = 0
+    for (name, branch), reason in world.ended.items():
+        expected, why = alone(world.requests[name], branch)
+        out = world.outputs[name, branch]
+        assert out == expected[: len(out)]
+        if reason is not FinishReason.ABORT and (out == expected or reason is not FinishReason.STOP):
+            assert (out, reason) == (expected, why)
+            whole += 1
+    assert whole > 100
+    assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
+    if policy != "static":
+        assert world.scheduler.stats.preemptions > 20
+    if cache and policy != "static":
+        assert world.scheduler.stats.cached_tokens > 500
