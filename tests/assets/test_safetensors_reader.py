@@ -154,7 +154,9 @@ def test_missing_shard(sharded: Path) -> None:
         SafetensorsModel(sharded)
 
 
-@pytest.mark.parametrize("name", ["../model-1.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", "", 3, ["a"], None])
+@pytest.mark.parametrize(
+    "name", ["../model-1.safetensors", "/etc/x.safetensors", "a\\b.safetensors", "x.bin", "", 3, ["a"], None]
+)
 def test_shards_stay_in_their_directory(sharded: Path, name: Any) -> None:
     write_index(sharded, {"a": name})
     with pytest.raises(ModelFileError, match="beside the index"):

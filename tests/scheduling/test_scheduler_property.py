@@ -120,22 +120,22 @@ def alone(request: Request, branch: int) -> tuple[list[int], FinishReason]:
 
 
 WORLDS = [
-    pytest.param((FULL,), "fcfs", 1, True, id="full-depth1"),
-    pytest.param((FULL,), "fcfs", 2, True, id="full-depth2"),
-    pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
-    pytest.param((FULL, WINDOW), "priority", 2, True, id="two-groups-priority"),
-    pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
-    pytest.param((FULL,), "static", 1, True, id="static"),
+    pytest.param((FULL, WINDOW), "priority", 2, True, 20_000, id="two-groups-priority"),
+    pytest.param((FULL,), "fcfs", 1, True, 6_000, id="full-depth1"),
+    pytest.param((FULL,), "fcfs", 2, True, 6_000, id="full-depth2"),
+    pytest.param((FULL,), "fcfs", 2, False, 6_000, id="full-no-prefix-cache"),
+    pytest.param((WINDOW,), "fcfs", 2, True, 6_000, id="window-only"),
+    pytest.param((FULL,), "static", 1, True, 6_000, id="static"),
 ]
 
 
-@pytest.mark.parametrize(("groups", "policy", "depth", "cache"), WORLDS)
-def test_random_life(groups, policy, depth, cache):
+@pytest.mark.parametrize(("groups", "policy", "depth", "cache", "operations"), WORLDS)
+def test_random_life(groups, policy, depth, cache, operations):
     world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache)
     actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]
     if policy == "static":
         actions.remove(world.preempt)
-    for _ in range(20_000):
+    for _ in range(operations):
         world.rng.choice(actions)()
         world.scheduler.check()
     world.drain()

@@ -25,7 +25,19 @@ from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import TokenEvent
 from quire.types.request import FinishReason
 from quire.types.wire import (
-    MAX_FRAME, Abort, EngineInfo, Events, Failed, FinishAt, GetStats, Ready, Reset, Shutdown, Stats, Submit, ToClient,
+    MAX_FRAME,
+    Abort,
+    EngineInfo,
+    Events,
+    Failed,
+    FinishAt,
+    GetStats,
+    Ready,
+    Reset,
+    Shutdown,
+    Stats,
+    Submit,
+    ToClient,
     ToEngine,
 )  # fmt: skip
 
@@ -149,7 +161,7 @@ class ProcessLink:
         waited = 0.0
         while True:
             slice_ = 0.5 if timeout is None else min(0.5, timeout - waited)
-            ready = dict(self._poller.poll(max(0.0, slice_) * 1000))
+            ready = dict(self._poller.poll(int(max(0.0, slice_) * 1000)))
             if ready:
                 break
             waited += slice_

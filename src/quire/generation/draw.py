@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.generation.noise import gumbel
-from quire.generation.order import best, leading, ranked
+from quire.generation.order import best, leading
 from quire.generation.slots import Params
 
 _NUCLEUS_GUESS = 256  # tokens that usually hold top_p of the mass
@@ -29,8 +29,7 @@ _NEVER = float("-inf")
 def draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_p: bool) -> torch.Tensor:
     """From the whole vocabulary, or what min-p leaves of it: no order needed. [m, vocab] → int64 [m]"""
     if min_p:
-        unlikely = _relative(logits, logits.amax(-1, keepdim=True), params) < params.log_min_p
-        logits = logits.masked_fill(unlikely, _NEVER)
+        logits = logits.masked_fill(logits < _floor(logits.amax(-1, keepdim=True), params), _NEVER)
     noise = gumbel(keys, torch.arange(logits.shape[-1], device=logits.device))
     return best(noise.mul_(params.temperature).add_(logits))
 
@@ -40,18 +39,21 @@ def draw_leading(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, wi
     return _draw_prefix(*leading(logits, width), keys, params)[0]
 
 
-def draw_nucleus(logits: torch.Tensor, keys: torch.Tensor, params: Params) -> torch.Tensor:
+def draw_nucleus(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_p: bool) -> torch.Tensor:
     """From the top-p tokens of the whole vocabulary. [m, vocab] → int64 [m]"""
-    if logits.is_cuda or logits.shape[-1] <= _NUCLEUS_GUESS:
-        return _draw_prefix(*ranked(logits), keys, params)[0]
-    # On a CPU looking at values costs no wait: try the likeliest few, and order all only for rows that need more.
-    relative = _relative(logits, logits.amax(-1, keepdim=True), params)
-    shares = relative.masked_fill_(relative < params.log_min_p, _NEVER).softmax(-1)
-    mass = shares.amax(-1, keepdim=True).reciprocal_()  # the top token weighs one, so its share is one over the mass
+    vocab = logits.shape[-1]
+    if logits.is_cuda or vocab <= _NUCLEUS_GUESS:
+        return _draw_prefix(*leading(logits, vocab), keys, params)[0]
+    # On a CPU values may be looked at: try the likeliest few, and order all tokens only of rows that need more.
+    top = logits.amax(-1, keepdim=True)
+    relative = _relative(logits, top, params)
+    if min_p:
+        relative.masked_fill_(logits < _floor(top, params), _NEVER)
+    mass = relative.softmax(-1).amax(-1, keepdim=True).reciprocal_()  # the top token weighs 1, its share is 1 / mass
     drawn, covered = _draw_prefix(*leading(logits, _NUCLEUS_GUESS), keys, params, mass)
     rest = (~covered).nonzero().squeeze(-1)
     if len(rest):
-        drawn[rest] = _draw_prefix(*ranked(logits[rest]), keys[rest], params.select(rest))[0]
+        drawn[rest] = _draw_prefix(*leading(logits[rest], vocab), keys[rest], params.select(rest))[0]
     return drawn
 
 
@@ -63,18 +65,27 @@ def _draw_prefix(
     mass: torch.Tensor | None = None,  # [m, 1]: weight of all that min-p and top-k leave, if more than is given here
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens int64 [m], and whether the prefix given held all that top-p keeps, bool [m]."""
-    relative = _relative(logits, logits[:, :1], params)
-    allowed = (torch.arange(logits.shape[-1], device=logits.device) < params.top_k) & (relative >= params.log_min_p)
+    top = logits[:, :1]
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    allowed = (ranks < params.top_k) & (logits >= _floor(top, params))
     # Double precision, summed from the top: neither a row's neighbours nor zeros at the end change the sums.
-    upto = relative.exp_().mul_(allowed).cumsum(-1, dtype=torch.float64)
+    upto = _relative(logits, top, params).exp_().mul_(allowed).cumsum(-1, dtype=torch.float64)
     limit = params.top_p * (upto[:, -1:] if mass is None else mass)
     keep = allowed & (F.pad(upto[:, :-1], (1, 0)) < limit)
     keep[:, 0] = True
+    covered = (upto[:, -1:] >= limit).squeeze(-1)
+    if not logits.is_cuda:  # values may be looked at: go on with no more tokens than were kept
+        most = int(keep.sum(-1).max())
+        logits, ids, keep = logits[:, :most], ids[:, :most], keep[:, :most]
     scores = gumbel(keys, ids).mul_(params.temperature).add_(logits).masked_fill_(~keep, _NEVER)
-    drawn = ids.gather(-1, scores.argmax(-1, keepdim=True))
-    return drawn.squeeze(-1), (upto[:, -1:] >= limit).squeeze(-1)
+    return ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1), covered
 
 
 def _relative(logits: torch.Tensor, top: torch.Tensor, params: Params) -> torch.Tensor:
     """Log-weights: zero for the most likely token. [m, k], [m, 1] → [m, k]"""
     return (logits - top).div_(params.temperature)
+
+
+def _floor(top: torch.Tensor, params: Params) -> torch.Tensor:
+    """The least logit that min-p keeps. [m, 1] → [m, 1]"""
+    return top + params.temperature * params.log_min_p

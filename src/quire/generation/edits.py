@@ -30,7 +30,7 @@ def forbid(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
 def forbid_words(
     logits: torch.Tensor,
     rows: torch.Tensor,
-    starts: torch.Tensor,  # int32 [m, words, length]: all tokens of a word but the last, padded on the left
+    starts: torch.Tensor,  # int32 [m, words, length]: all tokens of a word but the last, padded in front
     ends: torch.Tensor,  # int64 [m, words]: the last
     tails: torch.Tensor,  # int32 [m, length]: the tokens before the one to draw; PAD before the first
 ) -> None:

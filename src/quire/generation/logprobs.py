@@ -27,7 +27,8 @@ class LogprobTensors:
 
     def start_copy(self) -> LogprobTensors:
         """Begin the copy to the host and do not wait; read the result with `to_host` after the device got there."""
-        return LogprobTensors(*map(_begin_copy, self._tensors()), tops=self.tops)
+        tokens, logprobs, ranks, top_ids, top_logprobs = map(_begin_copy, self._tensors())
+        return LogprobTensors(tokens, logprobs, ranks, top_ids, top_logprobs, self.tops)
 
     def to_host(self) -> list[TokenLogprobs | None]:
         """One entry per row of the batch."""

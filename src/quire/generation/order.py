@@ -29,9 +29,8 @@ def best(logits: torch.Tensor) -> torch.Tensor:
 
 def leading(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first k tokens of each row in order. [n, vocab] → logits [n, k], ids int64 [n, k]"""
-    vocab = logits.shape[-1]
-    if k * _SELECT_BLOCK * 2 > vocab:  # too many to leave blocks out
-        ids = _sort_keys(logits).topk(k, -1, largest=False).values & _LOW_BITS
+    if k * _SELECT_BLOCK * 2 > logits.shape[-1]:  # too many to leave blocks out
+        ids = _smallest(_sort_keys(logits), k) & _LOW_BITS
         return logits.gather(-1, ids), ids
     # A token among the first k lies in one of the k blocks with the best best token. Blocks hold consecutive ids
     # and stay in ascending order, so ties still fall to the lower id.
@@ -41,16 +40,13 @@ def leading(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, chosen.gather(-1, at // _SELECT_BLOCK) * _SELECT_BLOCK + at % _SELECT_BLOCK
 
 
-def ranked(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All tokens of each row in order. [n, vocab] → logits [n, vocab], ids int64 [n, vocab]"""
-    if logits.is_cuda:
-        ordered = logits.sort(dim=-1, descending=True, stable=True)
-        return ordered.values, ordered.indices
-    # numpy sorts plain integers with vector instructions, several times faster than torch sorts pairs.
-    keys = _sort_keys(logits)
-    keys.numpy().sort(axis=-1)
-    ids = keys.bitwise_and_(_LOW_BITS)
-    return logits.gather(-1, ids), ids
+def _smallest(keys: torch.Tensor, k: int) -> torch.Tensor:
+    """The first k of each row's sorted keys; may scramble the rest. int64 [n, size] → [n, k]"""
+    if not keys.is_cuda:
+        # numpy sorts integers with vector instructions: sooner done with all than torch is with a selection
+        keys.numpy().sort(axis=-1)
+        return keys[:, :k]
+    return keys.sort(dim=-1).values if k == keys.shape[-1] else keys.topk(k, -1, largest=False).values
 
 
 def _sort_keys(logits: torch.Tensor) -> torch.Tensor:

@@ -33,13 +33,23 @@ class Sampled:
 class Rows:
     """The rows of a batch that one pass concerns: m of n, on the device and as the host knows them."""
 
-    index: torch.Tensor  # int64 [m], into the batch
-    slots: torch.Tensor  # int64 [m]
-    positions: torch.Tensor  # int64 [m]
+    sent: torch.Tensor  # int64 [3, m]: index into the batch, slot, position
     host_needs: Ints
     host_slots: Ints
     host_positions: Ints
     every: bool  # m == n
+
+    @property
+    def index(self) -> torch.Tensor:
+        return self.sent[0]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        return self.sent[1]
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.sent[2]
 
     def any(self, need: Need) -> bool:
         return bool((self.host_needs & int(need)).any())
@@ -72,7 +82,7 @@ class Sampler:
         if wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
             return Sampled(best(logits))
         passes = self._passes(wanted, needs, host_slots, host_positions)
-        edited = self._edit(logits.clone(), passes, tokens) if wanted & EDITS else logits
+        edited = self._edit(logits, passes, tokens) if wanted & EDITS else logits
         drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for need in DRAWS & wanted:
             rows = passes[need]
@@ -90,13 +100,14 @@ class Sampler:
         sent = ship(np.stack([flat, slots[flat], positions[flat]]), self._table.device)
         parts = sent.split([len(rows) for rows in picked], 1)
         return {
-            need: Rows(*part.unbind(), needs[rows], slots[rows], positions[rows], len(rows) == len(slots))
+            need: Rows(part, needs[rows], slots[rows], positions[rows], len(rows) == len(slots))
             for need, rows, part in zip(wanted, picked, parts, strict=True)
         }
 
     def _edit(self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor) -> torch.Tensor:
-        """Logit bias, bad words, minimum length, penalties, in this order and in place."""
+        """A copy with logit bias, bad words, minimum length and penalties applied, in this order."""
         table = self._table
+        logits = logits.clone(memory_format=torch.contiguous_format)
         if rows := passes.get(Need.BIAS):
             ids, values = table.bias_ids.read(rows.slots), table.bias_values.read(rows.slots)
             edits.add_bias(logits, rows.index, ids, values)
@@ -122,5 +133,5 @@ class Sampler:
         if need is Need.PLAIN:
             return draw_plain(logits, keys, params, min_p=rows.any(Need.MIN_P))
         if need is Need.NUCLEUS:
-            return draw_nucleus(logits, keys, params)
+            return draw_nucleus(logits, keys, params, min_p=rows.any(Need.MIN_P))
         return draw_leading(logits, keys, params, width=int(table.top_k[rows.host_slots].max()))

@@ -143,7 +143,7 @@ class SlotTable:
 
 
 class PaddedLists:
-    """One list (or list of equally long lists) per slot, on the device, padded on the left to the longest so far.
+    """One list (or list of equally long lists) per slot, on the device, padded in front to the longest so far.
 
     A slot whose occupant brought no list still holds an earlier one's: read only slots that have one."""
 
@@ -177,8 +177,8 @@ class PaddedLists:
 
 
 def _place(target: Any, source: Any) -> None:
-    """Write into the upper right corner: padding stays on the left of each list, and below lists of lists."""
-    target[(*map(slice, source.shape[:-1]), slice(target.shape[-1] - source.shape[-1], None))] = source
+    """Write into the last corner: on every axis padding comes first."""
+    target[tuple(slice(have - want, None) for have, want in zip(target.shape, source.shape, strict=True))] = source
 
 
 def ship(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -18,9 +18,7 @@ class Ops(Protocol):
         """x / rms(x) * weight over the last dimension."""
         ...
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual += x in place; returns rms_norm(residual)."""
         ...
 

@@ -20,15 +20,21 @@ from quire.types.kv import NULL_PAGE, KVLayout
 
 
 class PageTable:
-    """The pages of one sequence; `hashes` names its full pages as far as they have been computed."""
+    """The pages of one sequence; `hashes` names its full pages as far as its tokens are known.
 
-    __slots__ = ("hashes", "pages", "promises", "published")
+    `room` and `due` let a step that stays inside its pages skip all work: up to `room` tokens may be written as
+    things are, and before `due` tokens are computed there is nothing new to publish.
+    """
+
+    __slots__ = ("due", "hashes", "pages", "promises", "published", "room")
 
     def __init__(self, groups: int):
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
         self.promises: list[Key] = []
+        self.room = 0
+        self.due = 0
 
 
 class Hit:
@@ -51,6 +57,9 @@ class Change:
     def __init__(self) -> None:
         self.deltas: list[tuple[int, int, list[int]]] = []  # (group, index, pages)
         self.copies: list[tuple[int, int]] = []
+
+
+UNCHANGED = Change()
 
 
 class KVManager:
@@ -142,10 +151,11 @@ class KVManager:
         )
         table.promises = self.index.promise(keys, table)
 
-    def publish(self, table: PageTable, upto: int) -> None:
-        """The first `upto` tokens are (or will be, before anyone attends) computed: enter their full pages."""
-        if not self.prefix_cache:
+    def publish(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
+        """The first `upto` of `tokens` are (or will be, before anyone attends) computed: enter their full pages."""
+        if upto < table.due or not self.prefix_cache:
             return
+        self.hash_pages(table, tokens, salt)
         for group, size in enumerate(self._sizes):
             last = min(upto // size, len(table.hashes[group]))
             for i in range(table.published[group], last):
@@ -153,6 +163,7 @@ class KVManager:
                 if page != NULL_PAGE:
                     self.index.publish((group, table.hashes[group][i]), page)
             table.published[group] = max(table.published[group], last)
+        table.due = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
 
     # ---- pages ----------------------------------------------------------------------------------------------
 
@@ -176,6 +187,8 @@ class KVManager:
 
     def extend(self, table: PageTable, start: int, end: int) -> Change | None:
         """Make positions start .. end - 1 writable; None (and no change) if pages are lacking."""
+        if end <= table.room:
+            return UNCHANGED
         need = 0
         shared: list[int] = []  # groups whose partly filled page must be copied first
         for group, size in enumerate(self._sizes):
@@ -202,6 +215,7 @@ class KVManager:
                 change.deltas.append((group, len(pages), added))
                 pages.extend(added)
             self._slide(table, group, start)
+        table.room = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
         return change
 
     def _slide(self, table: PageTable, group: int, start: int) -> None:
@@ -219,6 +233,7 @@ class KVManager:
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages; whoever writes first copies."""
         child = PageTable(len(self._sizes))
+        table.room = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
             for page in pages:
                 if page != NULL_PAGE:
@@ -238,6 +253,7 @@ class KVManager:
                     self._give_back(pages[i], size, min(size, max(0, filled - i * size)))
             table.pages[group] = []
             table.published[group] = 0
+        table.room = table.due = 0
 
     def break_promises(self, table: PageTable) -> None:
         self.index.withdraw(table.promises, table)

@@ -41,8 +41,8 @@ _OTHER = re.compile(r"(?:transformer\.)?([a-z_]+)\.(weight|bias)")
 
 
 class Gpt2Family:
-    names = ("GPT2LMHeadModel", "gpt2")
-    gguf_names = ("gpt2",)
+    names: tuple[str, ...] = ("GPT2LMHeadModel", "gpt2")
+    gguf_names: tuple[str, ...] = ("gpt2",)
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         fields = Fields(config)

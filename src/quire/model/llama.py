@@ -18,6 +18,12 @@ _KINDS = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
+_DEFAULTS: dict[str, dict[str, Any]] = {  # what a config.json that does not say means, as its authors' library reads it
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+}
 _IN_LAYER = {  # name within a layer, safetensors and GGUF → (module, part)
     "input_layernorm": ("input_norm", 0),
     "attn_norm": ("input_norm", 0),
@@ -56,13 +62,14 @@ _OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.weight")
 
 
 class LlamaFamily:
-    names = (*_KINDS, *_KINDS.values())
-    gguf_names = ("llama", "qwen2", "qwen3")
+    names: tuple[str, ...] = (*_KINDS, *_KINDS.values())
+    gguf_names: tuple[str, ...] = ("llama", "qwen2", "qwen3")
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        fields = Fields(config)
         name = (config.get("architectures") or [config.get("model_type")])[0]
         kind = _KINDS.get(name, name)
+        config = {**_DEFAULTS[kind], **config}
+        fields = Fields(config)
         hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
         heads = fields.integer("num_attention_heads")
         kv_heads, head_dim = fields.heads(hidden, heads, fields.integer("num_key_value_heads", heads))
@@ -121,8 +128,8 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
     window = fields.integer("sliding_window")
     types = fields.raw("layer_types")
     if types is None:
-        first = fields.raw("max_window_layers")
-        types = ["full_attention" if i < (28 if first is None else first) else "sliding_attention" for i in range(layers)]
+        full = 28 if (said := fields.raw("max_window_layers")) is None else said
+        types = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     known = {"full_attention": None, "sliding_attention": window}
     if len(types) != layers or any(t not in known for t in types):
         raise ModelFileError(f"model config: layer_types should be {layers} of {', '.join(known)}, got {types!r}")

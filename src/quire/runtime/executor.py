@@ -7,7 +7,10 @@ step is in flight, and in a thread of its own when several are.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +19,7 @@ from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe,
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
-from quire.types.kv import KVLayout, layout_for
+from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import Ticket, WeightSource
 
@@ -29,23 +32,20 @@ class LocalExecutor:
             torch.set_num_threads(resolved.threads)
         self.device = torch.device(resolved.device)
         self.dtype = DTYPES[resolved.dtype]
-        self._model = load_model(
-            source,
-            device=self.device,
-            dtype=self.dtype,
-            random_weights=options.model.random_weights,
-            progress=progress,
-        )
+        with load_bar(progress) as report:
+            self._model = load_model(
+                source,
+                device=self.device,
+                dtype=self.dtype,
+                random_weights=options.model.random_weights,
+                length=options.model.max_model_len,
+                progress=report,
+            )
         spec = self._model.spec
-        self.layout: KVLayout = layout_for(
-            list(spec.windows),
-            kv_heads=spec.kv_heads,
-            head_dim=spec.head_dim,
-            page_size=options.cache.page_size,
-            dtype=resolved.dtype,
-            itemsize=self.dtype.itemsize,
+        self.layout: KVLayout = spec.kv_layout(
+            page_size=options.cache.page_size, dtype=resolved.dtype, itemsize=self.dtype.itemsize
         )
-        self._capacity, why = capacity_for(options, resolved, hardware, self.layout, spec.max_position)
+        self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
         self.reasons = [*resolved.reasons, *self._model.reasons, why]
         self.vocab_size = spec.vocab_size
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
@@ -78,21 +78,39 @@ class _ThreadTicket:
         return self._future.result().result()
 
 
-def capacity_for(
-    options: EngineOptions, resolved: Resolved, hardware: Hardware, layout: KVLayout, trained_len: int
-) -> tuple[Capacity, str]:
-    """How many pages and which longest context; says why."""
+@contextmanager
+def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on standard error while weights load, gone when they are in."""
+    if not show:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("load", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def kv_capacity(options: EngineOptions, hardware: Hardware, layout: KVLayout, *, taken: int = 0) -> tuple[int, str]:
+    """Pages (the null page included) and why so many; `taken` bytes of free memory are spoken for."""
     if options.cache.kv_pages:
-        pages, why = options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
-    else:
-        fresh = probe(hardware.device)  # what is left now that the weights are in
-        size, why = kv_budget(options, fresh)
-        pages = size // layout.page_bytes
+        return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
+    left = replace(hardware, memory=max(0, hardware.memory - taken))
+    size, why = kv_budget(options, left)
+    return size // layout.page_bytes, why
+
+
+def capacity_for(
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, trained_len: int
+) -> tuple[Capacity, str]:
+    """How many pages and which longest context, now that the weights are in; says why."""
+    pages, why = kv_capacity(options, probe(resolved.device), layout)
     longest = options.model.max_model_len or trained_len
     if longest < 2:
         raise ConfigError(f"max_model_len must be at least 2, got {longest}")
-    per_group = [(pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups]
-    fits = min(per_group)
+    fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
         raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
     if fits < longest:
@@ -111,5 +129,3 @@ def capacity_for(
         depth=resolved.depth,
     )
     return capacity, why
-
-

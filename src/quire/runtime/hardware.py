@@ -65,11 +65,12 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     dtype = options.model.dtype
     if dtype == "auto":
         dtype = "bfloat16" if gpu else "float32"
-        reasons.append(f"dtype {dtype}: " + ("tensor cores" if gpu else "exact, and as fast as half types on most CPUs"))
+        reasons.append(f"dtype {dtype}: " + ("made for tensor cores" if gpu else "what CPUs compute best"))
     elif dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
     depth = options.device.depth or (2 if gpu else 1)
-    reasons.append(f"depth {depth}: " + ("host work overlaps the device" if depth > 1 else "host and compute share cores"))
+    overlap = "host work overlaps the device's" if depth > 1 else "host and compute share the cores"
+    reasons.append(f"depth {depth}: {overlap}")
     for name, value in (("depth", depth), ("page_size", options.cache.page_size)):
         if not 1 <= value <= 1024:
             raise ConfigError(f"{name} must be between 1 and 1024, got {value}")

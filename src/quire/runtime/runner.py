@@ -6,13 +6,13 @@ Nothing here waits for the device; results are copied to the host in the backgro
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 import torch
 
-from quire.generation import LogprobTensors, Sampled, Sampler, score
-from quire.model import KVViews, Model
+from quire.generation.logprobs import LogprobTensors, score
+from quire.generation.sampler import Sampled, Sampler
+from quire.model import KVViews, Model, allocate_kv
 from quire.runtime.slots import SlotState
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
@@ -24,7 +24,7 @@ class ModelRunner:
     def __init__(self, model: Model, layout: KVLayout, capacity: Capacity, device: torch.device, dtype: torch.dtype):
         self.model = model
         self._device = device
-        self._pool = torch.zeros(capacity.pages, layout.page_elements, dtype=dtype, device=device)
+        self._pool = allocate_kv(layout, capacity.pages, device, dtype)
         self._kv = KVViews(self._pool, layout)
         self._slots = SlotState(layout, capacity, device)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -77,7 +77,7 @@ class ModelRunner:
 
 
 class PendingStep:
-    """A step whose results are on their way to the host."""
+    """A step whose results are on their way to the host; `result` waits for them."""
 
     def __init__(
         self,
@@ -88,15 +88,12 @@ class PendingStep:
         device: torch.device,
     ):
         self._plan = plan
-        self._sampled = sampled
-        self._scores = scores
         self._began = began
-        self._event: Any = None
-        self._tokens: torch.Tensor | None = None
-        if sampled is not None:
-            self._tokens = sampled.token_ids
-            if device.type == "cuda":
-                self._tokens = self._tokens.to("cpu", non_blocking=True)
+        self._tokens = sampled.token_ids.to("cpu", non_blocking=True) if sampled is not None else None
+        logprobs = sampled.logprobs if sampled is not None else None
+        self._logprobs = logprobs.start_copy() if logprobs is not None else None
+        self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}
+        self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record()
@@ -104,14 +101,17 @@ class PendingStep:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
-        tokens = [[t] for t in self._tokens.tolist()] if self._tokens is not None else []
-        logprobs: dict[int, TokenLogprobs] = {}
-        if self._sampled is not None:
-            logprobs = {i: found for i, found in enumerate(self._sampled.to_host()) if found is not None}
         return StepResult(
             step=self._plan.step,
-            tokens=tokens,
-            logprobs=logprobs,
-            scores={i: [entry for part in parts for entry in part.to_host()] for i, parts in self._scores.items()},
+            tokens=[[t] for t in self._tokens.tolist()] if self._tokens is not None else [],
+            logprobs=dict(_present(self._logprobs.to_host())) if self._logprobs is not None else {},
+            scores={
+                row: [entry for part in parts for _, entry in _present(part.to_host())]
+                for row, parts in self._scores.items()
+            },
             seconds=time.perf_counter() - self._began,
         )
+
+
+def _present(entries: list[TokenLogprobs | None]) -> list[tuple[int, TokenLogprobs]]:
+    return [(i, entry) for i, entry in enumerate(entries) if entry is not None]

@@ -15,7 +15,7 @@ from collections import deque
 
 import msgspec
 
-from quire.memory.manager import Change, Hit, KVManager, PageTable
+from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
 from quire.scheduling.policies import make_policy
 from quire.scheduling.sequence import Sequence
 from quire.types.config import SchedulerOptions
@@ -240,14 +240,21 @@ class Scheduler:
         stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         flight.plan.admits.append(
             Admit(
-                slot=seq.slot, key=seq.key, tokens=list(seq.tokens), prompt_len=seq.prompt_len, params=params,
-                seed=params.seed if params.seed is not None else 0, branch=seq.branch, stop_ids=stops,
-            )  # fmt: skip
+                slot=seq.slot,
+                key=seq.key,
+                tokens=list(seq.tokens),
+                prompt_len=seq.prompt_len,
+                params=params,
+                seed=params.seed or 0,
+                branch=seq.branch,
+                stop_ids=stops,
+            )
         )
 
     def _apply(self, flight: _Flight, seq: Sequence, change: Change) -> None:
-        flight.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
-        flight.plan.copies += change.copies
+        if change is not UNCHANGED:
+            flight.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
+            flight.plan.copies += change.copies
 
     def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
         plan, start = flight.plan, seq.computed
@@ -255,7 +262,7 @@ class Scheduler:
         plan.rows.append(Row(seq.slot, start, count, score=score))
         flight.rows.append((seq, seq.epoch))
         seq.computed = start + count
-        self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)))
+        self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
@@ -304,9 +311,8 @@ class Scheduler:
             if seq.epoch == epoch and seq.status is Status.RUNNING
         ]
         for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
-            if seq.epoch == epoch and seq.status is Status.RUNNING and seq.computed > seq.prompt_len:
-                self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-                self.memory.publish(seq.table, row.start + row.count)
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
+                self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
         return events
 
     def _land(self, flight: _Flight) -> None:
@@ -330,10 +336,7 @@ class Scheduler:
         seq.tokens += drawn
         seq.pending -= 1
         self.stats.output_tokens += len(drawn)
-        if finish:
-            event = self._finish(seq, finish)
-        else:
-            event = TokenEvent(request.id, seq.branch, index, drawn)
+        event = self._finish(seq, finish) if finish else TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
         if sample in result.logprobs:
             event.logprobs = [result.logprobs[sample]]

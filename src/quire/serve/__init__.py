@@ -3,3 +3,8 @@
 Knows: text (templates, tokens), the client side of the engine, metrics. Refuses to know: torch, scheduling, memory,
 how many engines there are.
 """
+
+from quire.serve.app import create_app
+from quire.serve.run import background_server, run_server
+
+__all__ = ["background_server", "create_app", "run_server"]

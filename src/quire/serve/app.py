@@ -15,9 +15,13 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from quire.observe.metrics import Metrics
-from quire.serve import chat, completions, health, models, openapi
+from quire.serve.chat import router as chat
+from quire.serve.completions import router as completions
 from quire.serve.errors import Guard, on_error
 from quire.serve.generation import Serving
+from quire.serve.health import router as health
+from quire.serve.models import router as models
+from quire.serve.openapi import install_schemas
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
@@ -52,8 +56,8 @@ def create_app(frontend: Frontend, *, max_body: int = MAX_BODY) -> FastAPI:
     )
     app.add_middleware(Guard)
     for family in (chat, completions, models, health):
-        app.include_router(family.router(serving))
-    openapi.install(app)
+        app.include_router(family(serving))
+    install_schemas(app)
     return app
 
 

@@ -31,7 +31,7 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 def chat_params(body: ChatRequest) -> SamplingParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise InputError("max_tokens and max_completion_tokens say the same; give one of them", param="max_tokens")
+        raise InputError("max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens")
     top = body.top_logprobs
     if top is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")

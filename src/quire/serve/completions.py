@@ -100,9 +100,11 @@ class Writer:
         """The next piece of a choice: its text and logprobs, after the prompt's own if it is the first."""
         entries: list[TokenLogprobs | int] = [*logprobs]
         if choice not in self._builders:
-            self._builders[choice] = CompletionLogprobsBuilder(self.tokenizer)
+            builder = self._builders[choice] = CompletionLogprobsBuilder(self.tokenizer)
             if self.body.echo:
-                text = self._prompt_text(choice) + text
+                prompt = self._prompt_text(choice)
+                builder.echo(self.requests[self._prompt(choice)].prompt, prompt)
+                text = prompt + text
                 entries = self._scored(choice) + entries
         return text, None if self.body.logprobs is None else self._builders[choice].add(entries)
 

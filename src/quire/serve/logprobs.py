@@ -54,6 +54,12 @@ class CompletionLogprobsBuilder:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
+    def echo(self, prompt: list[int], text: str) -> None:
+        """The prompt comes first. Its tokens may say more than its text (a BOS, a leading space); that lies before
+        the text begins."""
+        said = b"".join(map(self._tokenizer.token_bytes, prompt)).decode("utf-8", "replace")
+        self._offset = len(text) - len(said)
+
     def add(self, entries: Sequence[TokenLogprobs | int]) -> CompletionLogprobs:
         """The shape for the next tokens. A bare id stands for a token that nothing predicted."""
         out = CompletionLogprobs([], [], [], [])
@@ -61,7 +67,7 @@ class CompletionLogprobsBuilder:
             token = entry if isinstance(entry, int) else entry.token
             raw = self._tokenizer.token_bytes(token)
             out.tokens.append(label(raw))
-            out.text_offset.append(self._offset)
+            out.text_offset.append(max(self._offset, 0))
             self._offset += len(self._characters.decode(raw))
             if isinstance(entry, int):
                 out.token_logprobs.append(None)

@@ -38,7 +38,7 @@ def generates(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> di
     return {"requestBody": {"required": True, "content": _json(request)}, **answers(answer, **events)}
 
 
-def install(app: FastAPI) -> None:
+def install_schemas(app: FastAPI) -> None:
     """Add the structs' schemas to the app's OpenAPI document."""
     build = app.openapi
 

@@ -128,6 +128,8 @@ class Server(uvicorn.Server):
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens on the address (port 0: any free one), or an error that says what to do."""
+    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
+        raise ConfigError(f"cannot listen on port {port}: ports go from 0 (any free one) to 65535")
     listener: socket.socket | None = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -138,7 +140,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         # At once: two sockets may be bound to one port as long as neither listens.
         listener.listen(BACKLOG)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         if listener is not None:
             listener.close()
         raise ConfigError(

@@ -76,10 +76,10 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["fault"] == "missing required":
             return InputError(f"required field {name!r} is missing", param=name, code="missing_required_parameter")
-        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if len(name) < 64 else []
+        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if not path and len(name) < 64 else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
-    problem = problem.replace("`", "")
+    problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
     code = "invalid_type" if problem.startswith("Expected") else "invalid_value"
     return InputError(f"{path or 'request body'}: {problem}", param=path or None, code=code)
 

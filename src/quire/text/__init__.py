@@ -1,0 +1,12 @@
+"""Between text and tokens: tokenizers, chat templates, incremental detokenization, stop strings.
+
+Knows: types, assets. Refuses to know: torch, engines, HTTP.
+"""
+
+from quire.text.detokenizer import IncrementalDetokenizer
+from quire.text.model import TextModel, load_tokenizer
+from quire.text.stops import StopMatcher
+from quire.text.template import ChatTemplate
+from quire.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "IncrementalDetokenizer", "StopMatcher", "TextModel", "Tokenizer", "load_tokenizer"]

@@ -70,7 +70,7 @@ class EngineOptions:
     @classmethod
     def of(cls, **flat: Any) -> EngineOptions:
         """From flat names, as on the command line: `EngineOptions.of(model="m", page_size=32)`."""
-        parts = {}
+        parts: dict[str, Any] = {}
         for concern in dataclasses.fields(cls):
             kind = concern.default_factory
             assert isinstance(kind, type)

@@ -97,7 +97,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         ):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise InputError(f"token id {token} in {name} is outside the vocabulary of {vocab_size}", param=name)
+                    message = f"token id {token} in {name} is outside the vocabulary of {vocab_size}"
+                    raise InputError(message, param=name)
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

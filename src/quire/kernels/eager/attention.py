@@ -45,9 +45,7 @@ class Plan:
     buckets: list[Bucket]
     buffer: torch.Tensor | None = field(default=None)  # made by the first layer, used by all
 
-    def gather(
-        self, bucket: Bucket, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, bucket: Bucket, k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a bucket, each [rows, keys, kv_heads, dim]; valid until the next gather."""
         _, page, heads, dim = k_pages.shape
         width = heads * dim

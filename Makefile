@@ -1,0 +1,48 @@
+# Everything from a fresh clone, with nothing but Python 3.11+ (with venv) and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+MODEL ?= smollm2-135m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+
+.PHONY: help setup serve chat test test-all
+
+help:
+	@echo "make serve [PORT=8000] [MODEL=$(MODEL)]   set everything up and serve the model over HTTP"
+	@echo "make chat                                   set everything up and chat in the terminal"
+	@echo "make test                                   set everything up and run the quick tests"
+	@echo "make test-all                               ... and the slow ones"
+	@echo "make setup                                  environment, packages and model only"
+	@echo "PYTHON=python3.12 picks an interpreter; PIP_ARGS=... adds words for pip, such as an index of CPU-only wheels"
+
+setup: $(VENV)/.installed
+	@$(BIN)/quire pull $(MODEL)
+
+serve: setup
+	@exec $(BIN)/quire serve $(MODEL) --host $(HOST) --port $(PORT)
+
+chat: setup
+	@exec $(BIN)/quire run $(MODEL)
+
+test: setup $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+test-all: setup $(VENV)/.dev
+	$(BIN)/python -m pytest -m "slow or not slow"
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; run make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	$(PIP) -e '.[dev]'
+	@touch $@

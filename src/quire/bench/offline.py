@@ -1,0 +1,86 @@
+"""Offline runs: a token-level workload submitted to an engine at once, every token's arrival noted."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quire.engine.link import Link
+from quire.types.errors import from_wire
+from quire.types.events import EngineStats
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import Events, GetStats, Reset, Stats, Submit
+
+
+class Trace(msgspec.Struct):
+    """One request's life, seconds after the run began."""
+
+    prompt: int
+    tokens: list[int] = []
+    times: list[float] = []  # arrival of each output token
+    end: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.times[0]
+
+    @property
+    def tpot(self) -> float | None:
+        """(end-to-end - time to first token) / (output tokens - 1)."""
+        return (self.end - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
+
+    @property
+    def gaps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+class Run(msgspec.Struct):
+    seconds: float
+    traces: list[Trace]
+    stats: EngineStats
+    peak_memory: int  # bytes resident at most, in this process
+
+
+def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True) -> Run:
+    """Submit all requests, wait for all; output lengths are as the workload says (EOS ignored)."""
+    link.send(Reset())
+    traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
+    began = time.perf_counter()
+    for i, (prompt, length) in enumerate(work):
+        params = SamplingParams(
+            temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True
+        )
+        link.send(Submit(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.monotonic())))
+    left = len(work)
+    while left:
+        for message in link.receive(None):
+            if not isinstance(message, Events):
+                continue
+            now = time.perf_counter() - began
+            for event in message.events:
+                if event.finish is FinishReason.ERROR:
+                    raise from_wire(event.error, event.message)
+                trace = traces[int(event.request)]
+                trace.tokens += event.tokens
+                trace.times += [now] * len(event.tokens)
+                if event.finish is not None:
+                    trace.end = now
+                    left -= 1
+    seconds = time.perf_counter() - began
+    return Run(seconds=seconds, traces=traces, stats=_stats(link), peak_memory=_peak_memory())
+
+
+def _stats(link: Link) -> EngineStats:
+    link.send(GetStats())
+    while True:
+        for message in link.receive(None):
+            if isinstance(message, Stats):
+                return message.stats
+
+
+def _peak_memory() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,75 @@
+"""Numbers from a run, as a table for people and JSON for programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from quire.bench.offline import Run
+
+PERCENTILES = (50, 90, 99)
+
+
+def percentile(values: list[float], p: float) -> float:
+    """Linear interpolation between order statistics; NaN of nothing."""
+    if not values:
+        return math.nan
+    ordered = sorted(values)
+    at = (len(ordered) - 1) * p / 100
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    mean = sum(values) / len(values) if values else math.nan
+    return {"mean": mean, **{f"p{p}": percentile(values, p) for p in PERCENTILES}}
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """Everything `quire bench throughput` reports."""
+    traces, stats = run.traces, run.stats
+    inputs = sum(t.prompt for t in traces)
+    outputs = sum(len(t.tokens) for t in traces)
+    return {
+        "requests": len(traces),
+        "seconds": run.seconds,
+        "input_tokens": inputs,
+        "output_tokens": outputs,
+        "output_tok_s": outputs / run.seconds,
+        "total_tok_s": (inputs + outputs) / run.seconds,
+        "ttft_s": spread([t.ttft for t in traces if t.times]),
+        "tpot_s": spread([t.tpot for t in traces if t.tpot is not None]),
+        "itl_s": spread([gap for t in traces for gap in t.gaps]),
+        "prefix_hit_rate": stats.hit_rate,
+        "kv_pages_peak": stats.pages_peak,
+        "kv_pages_total": stats.pages_total,
+        "kv_waste": stats.kv_waste,
+        "preemptions": stats.preemptions,
+        "steps": stats.steps,
+        "kv_bytes": stats.kv_bytes,
+        "peak_memory_bytes": run.peak_memory,
+    }
+
+
+def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as (what, figure) lines."""
+
+    def times(name: str) -> str:
+        return "  ".join(f"{k} {v * 1000:.1f}" for k, v in summary[name].items())
+
+    mib = 1 << 20
+    pages = f"{summary['kv_pages_peak']} of {summary['kv_pages_total']}"
+    return [
+        ("requests", f"{summary['requests']} in {summary['seconds']:.2f} s, {summary['steps']} steps"),
+        ("output", f"{summary['output_tok_s']:.1f} tok/s"),
+        ("input + output", f"{summary['total_tok_s']:.1f} tok/s"),
+        ("TTFT ms", times("ttft_s")),
+        ("TPOT ms", times("tpot_s")),
+        ("ITL ms", times("itl_s")),
+        ("prefix hit rate", f"{summary['prefix_hit_rate']:.1%}"),
+        ("KV pages, peak", pages),
+        ("KV waste", f"{summary['kv_waste']:.2%} of allocated slots never filled"),
+        ("preemptions", str(summary["preemptions"])),
+        ("peak memory", f"{summary['peak_memory_bytes'] / mib:.0f} MiB, KV pool {summary['kv_bytes'] / mib:.0f} MiB"),
+    ]

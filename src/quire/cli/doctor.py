@@ -1,0 +1,86 @@
+"""doctor: what this machine has, what would be chosen on it and why, and where the KV ceiling is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from quire.cli.options import with_engine_options
+from quire.types.config import EngineOptions
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "safetensors", "fastapi", "pyzmq", "ray")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(with_engine_options()(doctor))
+
+
+def doctor(
+    *,
+    engine: EngineOptions,
+    context: Annotated[int, typer.Option(help="tokens per sequence for the KV ceiling")] = 2048,
+) -> None:
+    """Check this machine for a model: hardware, kernels chosen and why, how many sequences fit."""
+    import torch
+
+    from quire.assets import resolve
+    from quire.model import parameter_count, read_spec, weight_bytes
+    from quire.model.stages import Stages
+    from quire.runtime.executor import kv_capacity
+    from quire.runtime.hardware import DTYPES, probe
+    from quire.runtime.hardware import resolve as decide
+
+    hardware = probe(engine.device.device)
+    decisions = decide(engine, hardware)
+    local = resolve(engine.model.model)
+    spec = read_spec(local.open())
+    dtype = DTYPES[decisions.dtype]
+    layout = spec.kv_layout(page_size=engine.cache.page_size, dtype=decisions.dtype, itemsize=dtype.itemsize)
+    weights = weight_bytes(spec, dtype)
+    pages, why = kv_capacity(engine, hardware, layout, taken=weights)
+    tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
+
+    _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
+    _section("packages", [(name, _version(name)) for name in PACKAGES])
+    kernels = Stages(spec, torch.device(decisions.device)).reasons
+    _section("choices", [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *kernels)])
+    _section(
+        f"model {local.name}",
+        [
+            ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
+            ("attention", f"{spec.heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {spec.layers} layers"),
+            ("weights", _size(weights) + f" in {decisions.dtype}"),
+            ("KV per token", _size(layout.token_bytes)),
+            ("KV memory", f"{pages - 1} pages of {_size(layout.page_bytes)}; {why}"),
+            ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
+        ],
+    )
+
+
+def _section(title: str, rows: list[tuple[str, Any]]) -> None:
+    console = Console()
+    console.print(f"[bold]{title}[/bold]")
+    table = Table.grid(padding=(0, 2))
+    for key, value in rows:
+        table.add_row("  " + key, str(value))
+    console.print(table)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,122 @@
+// What every file of the extension shares: packed matrices, quantised rows, paged KV, and the table of kernels
+// that each instruction set fills. Refuses to know: Python, models, threads.
+//
+// A packed matrix [n, k] interleaves 16 output rows ("a group"), so that one vector holds the same four inputs of
+// 16 outputs. For each group, for each block of 32 inputs:
+//
+//   quants:  8 quads of inputs x 16 rows x 4 bytes   (8 bits: int8; 4 bits: quad q in the low nibbles of vector
+//            q % 4, quads 4..7 in its high nibbles, unsigned)
+//   scales:  16 fp16 scales, and with 4 bits 16 fp16 minima:  weight = scale * quant (+ minimum)
+//
+// 4 bits: quants and scales of a block lie together (320 bytes). 8 bits: all quants of a group, then its scales.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace quire {
+
+constexpr int kLanes = 16;  // output rows of a group
+constexpr int kBlock = 32;  // inputs that share a scale
+constexpr int kKeys = 16;   // KV positions attended at a time, aligned to position 0
+
+struct Matrix {
+  const uint8_t* data;
+  int32_t n, k, bits;
+
+  int blocks() const { return k / kBlock; }
+  int groups() const { return (n + kLanes - 1) / kLanes; }
+  size_t group_bytes() const {
+    size_t b = blocks();
+    return bits == 4 ? b * 320 : b * 512 + (b * 32 + 63) / 64 * 64;
+  }
+  const uint8_t* group(int g) const { return data + g * group_bytes(); }
+  const uint8_t* quants(int g, int b) const { return group(g) + (bits == 4 ? b * 320 : b * 512); }
+  const uint16_t* scales(int g, int b) const {
+    const uint8_t* at = group(g) + (bits == 4 ? b * 320 + 256 : size_t(blocks()) * 512 + b * 32);
+    return reinterpret_cast<const uint16_t*>(at);
+  }
+};
+
+// Activations, int8 per block of 32 inputs. Rows are padded to a multiple of 16 in memory.
+struct Rows {
+  int8_t* q;       // [rows, k]
+  float* scale;    // [rows, k / 32]
+  float* sum;      // [rows, k / 32]: scale * sum of the block's quants, for minima
+  int32_t* total;  // [rows, k / 32]: sum of the block's quants
+  int32_t k;
+};
+
+// Where a multiplication puts its results.
+struct Out {
+  float* data;
+  size_t stride;
+  const float* bias;  // or null
+  bool add;           // add to what is there (the residual)
+};
+
+struct Paged {
+  uint8_t* k;  // K of this layer in page 0; V lies v_offset bytes further
+  size_t page_stride, v_offset;  // bytes
+  int32_t tokens_per_page, kv_heads, head_dim, half;  // half: fp16, else fp32
+
+  size_t item() const { return half ? 2 : 4; }
+  size_t token_stride() const { return size_t(kv_heads) * head_dim * item(); }
+};
+
+// Queries that read the same KV: `rows` sequences whose first `shared` positions lie in the same pages.
+struct Query {
+  const float* q;  // [heads, head_dim] of one token, scaled
+  int32_t position;
+  int32_t token;  // on the flat token axis: where its output goes
+  const int32_t* pages;
+};
+
+struct AttendArgs {
+  Paged kv;
+  int32_t heads, window;  // window 0: none
+  const Query* queries;
+  int32_t count;
+  int32_t shared;  // leading KV positions all queries may read through queries[0].pages
+  int32_t kv_head;
+  Rows out;  // attention output, quantised [tokens, heads * head_dim]
+  float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
+};
+
+struct Scratch {
+  uint8_t* bytes;  // at least scratch_bytes(largest k)
+  float* floats;   // at least kFloats floats
+};
+constexpr size_t scratch_bytes(size_t k) { return k * 16 + k / kBlock * 128 + 8192; }
+
+struct Kernels {
+  const char* name;
+  void (*begin)();  // once per thread and step
+  void (*end)();
+  void (*quantise)(const float* x, Rows out, int row);
+  void (*norm_quantise)(const float* x, const float* weight, float eps, Rows out, int row);
+  void (*norm)(const float* x, const float* weight, float eps, int k, float* out);
+  void (*gemm)(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch scratch);
+  void (*gate)(const float* gate, const float* up, Rows out, int row, int block);  // silu(gate) * up, one block
+  void (*rope)(float* x, const float* cos, const float* sin, int half, float scale, int dim);
+  void (*store_kv)(const float* x, void* to, int count, bool half);
+  void (*attend)(const AttendArgs& args, float* scratch);
+  size_t (*attend_floats)(const AttendArgs& args);
+};
+
+// The table of an instruction set whose functions carry these names in its namespace.
+#define QUIRE_KERNELS(name, gemm) \
+  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats}
+
+const Kernels* kernels_base();
+const Kernels* kernels_avx2();    // null where the build or the host lacks it
+const Kernels* kernels_avx512();
+const Kernels* kernels_amx();
+const Kernels* kernels_neon();
+
+void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
+void unpack_row(const Matrix& m, int32_t row, float* out);
+float half_to_float(uint16_t h);
+uint16_t float_to_half(float f);
+
+}  // namespace quire

@@ -1,0 +1,168 @@
+// AVX-512 with VNNI, and with AMX where the host has it. Both give the same bits: integer dot products of a block
+// are exact, and floats are added block by block in the same order.
+#include "common.h"
+
+#if defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#if defined(__clang__)
+#pragma clang attribute push( \
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,amx-tile,amx-int8"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,fma,f16c,amx-tile,amx-int8")
+#endif
+#include <immintrin.h>
+
+namespace quire {
+namespace {
+
+#define QUIRE_WIDTH 16
+inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+#include "simd.h"
+
+inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store_half(uint16_t* p, vf v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the sums of a, b, c, d
+  vf ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
+  __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+}
+inline vf fold_lanes(vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
+
+inline void dots16(const float* q, const float* const* k, int dim, float* out) {
+  vf acc[kKeys];
+#pragma GCC unroll 16
+  for (int j = 0; j < kKeys; j++) acc[j] = load(q) * load(k[j]);
+  for (int i = W; i < dim; i += W) {
+    vf x = load(q + i);
+#pragma GCC unroll 16
+    for (int j = 0; j < kKeys; j++) acc[j] = fma(x, load(k[j] + i), acc[j]);
+  }
+  vf s[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) s[j] = fold_quads(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]);
+  store(out, fold_lanes(fold_lanes(s[0], s[1]), fold_lanes(s[2], s[3])));
+}
+
+#include "stages.h"
+
+#include "attend.h"
+
+inline void finish(Out out, int m, int g, __m512 acc) {
+  float* to = out.data + m * out.stride + g * kLanes;
+  if (out.bias) acc = _mm512_add_ps(acc, _mm512_loadu_ps(out.bias + g * kLanes));
+  if (out.add) acc = _mm512_add_ps(_mm512_loadu_ps(to), acc);
+  _mm512_storeu_ps(to, acc);
+}
+
+// The one way an integer dot product enters a sum: scale, add, then the minimum.
+template <int Bits>
+inline __m512 accumulate(__m512 acc, __m512i dot, __m512 d, __m512 minimum, float scale, float sum) {
+  acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(scale)), acc);
+  return Bits == 4 ? _mm512_fmadd_ps(minimum, _mm512_set1_ps(sum), acc) : acc;
+}
+
+// The 8 vectors of a block, as unsigned bytes (8 bits: plus 128).
+template <int Bits>
+inline void load_block(const uint8_t* p, __m512i* w) {
+  if (Bits == 4) {
+    const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      __m512i both = _mm512_loadu_si512(p + 64 * i);
+      w[i] = _mm512_and_si512(both, low);
+      w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+    }
+  } else {
+    const __m512i flip = _mm512_set1_epi8(-128);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = _mm512_xor_si512(_mm512_loadu_si512(p + 64 * i), flip);
+  }
+}
+
+template <int Bits, int R>
+void tile(const Matrix& w, int g, Rows x, int m, Out out) {
+  int blocks = w.blocks();
+  const int8_t* xq = x.q + size_t(m) * x.k;
+  const float *scale = x.scale + size_t(m) * blocks, *sum = x.sum + size_t(m) * blocks;
+  const int32_t* total = x.total + size_t(m) * blocks;
+  const uint8_t* quants = w.quants(g, 0);
+  const uint8_t* scales = reinterpret_cast<const uint8_t*>(w.scales(g, 0));
+  const size_t quants_step = Bits == 4 ? 320 : 512, scales_step = Bits == 4 ? 320 : 32;
+  __m512 acc[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+  for (int b = 0; b < blocks; b++, quants += quants_step, scales += scales_step) {
+    __m512i v[8];
+    load_block<Bits>(quants, v);
+    if (R <= 2)
+      for (int i = 0; i < Bits + 1; i++) _mm_prefetch(reinterpret_cast<const char*>(quants) + 2560 + 64 * i, _MM_HINT_T0);
+    __m512 d = load_half(reinterpret_cast<const uint16_t*>(scales)), minimum = d;
+    if (Bits == 4) minimum = load_half(reinterpret_cast<const uint16_t*>(scales) + kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      const int32_t* quads = reinterpret_cast<const int32_t*>(xq + size_t(r) * x.k + b * kBlock);
+      __m512i dot = Bits == 4 ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * total[size_t(r) * blocks + b]);
+      __m512i other = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        dot = _mm512_dpbusd_epi32(dot, v[i], _mm512_set1_epi32(quads[i]));
+        other = _mm512_dpbusd_epi32(other, v[i + 4], _mm512_set1_epi32(quads[i + 4]));
+      }
+      dot = _mm512_add_epi32(dot, other);
+      acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, scale[size_t(r) * blocks + b], sum[size_t(r) * blocks + b]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) finish(out, m + r, g, acc[r]);
+}
+
+template <int Bits>
+void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
+  int m = m0;
+  for (; m + 8 <= m1; m += 8) tile<Bits, 8>(w, g, x, m, out);
+  switch (m1 - m) {
+    case 7: return tile<Bits, 7>(w, g, x, m, out);
+    case 6: return tile<Bits, 6>(w, g, x, m, out);
+    case 5: return tile<Bits, 5>(w, g, x, m, out);
+    case 4: return tile<Bits, 4>(w, g, x, m, out);
+    case 3: return tile<Bits, 3>(w, g, x, m, out);
+    case 2: return tile<Bits, 2>(w, g, x, m, out);
+    case 1: return tile<Bits, 1>(w, g, x, m, out);
+  }
+}
+
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+  for (int g = g0; g < g1; g++) w.bits == 4 ? rows<4>(w, g, x, m0, m1, out) : rows<8>(w, g, x, m0, m1, out);
+}
+
+void begin() {}
+void end() {}
+
+const Kernels kTable = QUIRE_KERNELS("avx512", gemm);
+
+#include "amx.h"
+
+}  // namespace
+
+const Kernels* kernels_avx512() {
+  bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+  return has ? &kTable : nullptr;
+}
+
+const Kernels* kernels_amx() { return kernels_avx512() && amx::permitted() ? &amx::kTable : nullptr; }
+
+}  // namespace quire
+#else
+namespace quire {
+const Kernels* kernels_avx512() { return nullptr; }
+const Kernels* kernels_amx() { return nullptr; }
+}  // namespace quire
+#endif

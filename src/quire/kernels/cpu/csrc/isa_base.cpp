@@ -1,0 +1,77 @@
+// Kernels for any machine: plain loops, and the twin the others are tested against.
+#include <cmath>
+
+#include "common.h"
+
+namespace quire {
+namespace {
+
+#define QUIRE_WIDTH 4
+typedef float vf4 __attribute__((vector_size(16)));
+inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
+#include "simd.h"
+
+inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
+
+inline vf load_half(const uint16_t* p) {
+  return vf{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
+}
+inline void store_half(uint16_t* p, vf v) {
+  for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
+}
+
+inline void dots16(const float* q, const float* const* k, int dim, float* out) {
+  for (int j = 0; j < kKeys; j++) {
+    vf acc = {};
+    for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k[j] + i), acc);
+    out[j] = sum(acc);
+  }
+}
+
+#include "stages.h"
+
+#include "attend.h"
+
+int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t* x) {
+  int32_t acc = 0;
+  for (int i = 0; i < kBlock; i++) {
+    const uint8_t* at = quants + lane * 4 + i % 4;
+    if (w.bits == 8) {
+      acc += int32_t(int8_t(at[i / 4 * 64])) * x[i];
+    } else {
+      acc += (i < 16 ? at[i / 4 * 64] & 15 : at[(i - 16) / 4 * 64] >> 4) * x[i];
+    }
+  }
+  return acc;
+}
+
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+  int blocks = w.blocks();
+  for (int g = g0; g < g1; g++)
+    for (int m = m0; m < m1; m++)
+      for (int lane = 0; lane < kLanes; lane++) {
+        float acc = 0;
+        for (int b = 0; b < blocks; b++) {
+          const uint16_t* scales = w.scales(g, b);
+          size_t at = size_t(m) * blocks + b;
+          int32_t dot = block_dot(w, w.quants(g, b), lane, x.q + size_t(m) * x.k + b * kBlock);
+          acc += float(dot) * (half_to_float(scales[lane]) * x.scale[at]);
+          if (w.bits == 4) acc += half_to_float(scales[kLanes + lane]) * x.sum[at];
+        }
+        if (out.bias) acc += out.bias[g * kLanes + lane];
+        float* to = out.data + m * out.stride + g * kLanes + lane;
+        *to = out.add ? *to + acc : acc;
+      }
+}
+
+void begin() {}
+void end() {}
+
+const Kernels kTable = QUIRE_KERNELS("base", gemm);
+
+
+}  // namespace
+
+const Kernels* kernels_base() { return &kTable; }
+
+}  // namespace quire

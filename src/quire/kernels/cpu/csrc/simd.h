@@ -1,0 +1,52 @@
+// A float vector of the width at hand, by the compiler's own vector types; the few operations they lack are given
+// by the including file's instruction set. Included once per instruction set, inside its namespace, after
+// QUIRE_WIDTH and the native headers. Refuses to know: what is computed.
+
+constexpr int W = QUIRE_WIDTH;
+typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
+typedef float vf_unaligned __attribute__((vector_size(4 * QUIRE_WIDTH), aligned(4)));
+typedef int32_t vi __attribute__((vector_size(4 * QUIRE_WIDTH)));
+typedef int8_t vb __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
+
+inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
+inline vf splat(float x) { return vf{} + x; }
+inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+inline vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
+
+inline float sum(vf v) {
+  float lanes[W];
+  store(lanes, v);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+inline float highest(vf v) {
+  float lanes[W];
+  store(lanes, v);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  return lanes[0];
+}
+
+// Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
+constexpr float kRound = 12582912.0f;
+
+// e^x to about 1e-7 of itself for x <= 88; anything below -87 gives next to nothing.
+inline vf exponential(vf x) {
+  x = maximum(x, splat(-87.0f));
+  x = x < 88.0f ? x : splat(88.0f);
+  vf shifted = fma(x, splat(1.44269504f), splat(kRound));
+  vf n = shifted - kRound;
+  vf r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
+  return (vf)((vi)p + ((vi)shifted << 23));
+}

@@ -1,0 +1,87 @@
+// Norms, quantisation, rotary positions and gating, one row at a time, on `simd.h`. Included once per instruction
+// set, inside its namespace. Refuses to know: threads, layers, what else is in the batch.
+
+// Quantises the 32 values at x as block b of `row`.
+inline void quantise_block(const float* x, Rows out, int row, int b) {
+  vf most = magnitude(load(x));
+  for (int i = W; i < kBlock; i += W) most = maximum(most, magnitude(load(x + i)));
+  float top = highest(most);
+  float inverse = top > 0 ? 127.0f / top : 0.0f;
+  int8_t* q = out.q + size_t(row) * out.k + b * kBlock;
+  vi total = {};
+  for (int i = 0; i < kBlock; i += W) {
+    vi rounded = (vi)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000;
+    total += rounded;
+    *reinterpret_cast<vb*>(q + i) = __builtin_convertvector(rounded, vb);
+  }
+  int32_t sums = 0;
+  for (int i = 0; i < W; i++) sums += total[i];
+  size_t at = size_t(row) * (out.k / kBlock) + b;
+  out.scale[at] = top / 127.0f;
+  out.sum[at] = top / 127.0f * float(sums);
+  out.total[at] = sums;
+}
+
+void quantise(const float* x, Rows out, int row) {
+  for (int b = 0; b < out.k / kBlock; b++) quantise_block(x + b * kBlock, out, row, b);
+}
+
+inline float inverse_rms(const float* x, int k, float eps) {
+  vf squares = {};
+  int i = 0;
+  for (; i + W <= k; i += W) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < k; i++) total += x[i] * x[i];
+  return 1.0f / __builtin_sqrtf(total / float(k) + eps);
+}
+
+void norm(const float* x, const float* weight, float eps, int k, float* out) {
+  float factor = inverse_rms(x, k, eps);
+  int i = 0;
+  for (; i + W <= k; i += W) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < k; i++) out[i] = x[i] * factor * weight[i];
+}
+
+void norm_quantise(const float* x, const float* weight, float eps, Rows out, int row) {
+  float factor = inverse_rms(x, out.k, eps);
+  float block[kBlock];
+  for (int b = 0; b < out.k / kBlock; b++) {
+    for (int i = 0; i < kBlock; i += W)
+      store(block + i, load(x + b * kBlock + i) * factor * load(weight + b * kBlock + i));
+    quantise_block(block, out, row, b);
+  }
+}
+
+void gate(const float* gate, const float* up, Rows out, int row, int block) {
+  float mixed[kBlock];
+  for (int i = 0; i < kBlock; i += W) {
+    vf g = load(gate + i);
+    store(mixed + i, g / (1.0f + exponential(-g)) * load(up + i));
+  }
+  quantise_block(mixed, out, row, block);
+}
+
+// Rotates dimensions (i, i + half) of one head and scales all of it.
+void rope(float* x, const float* cos, const float* sin, int half, float scale, int dim) {
+  int i = 0;
+  for (; i + W <= half; i += W) {
+    vf a = load(x + i) * scale, b = load(x + half + i) * scale, c = load(cos + i), s = load(sin + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; i++) {
+    float a = x[i] * scale, b = x[half + i] * scale;
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = b * cos[i] + a * sin[i];
+  }
+  for (i = 2 * half; i < dim; i++) x[i] *= scale;
+}
+
+void store_kv(const float* x, void* to, int count, bool half) {
+  if (!half) {
+    __builtin_memcpy(to, x, size_t(count) * 4);
+    return;
+  }
+  uint16_t* out = static_cast<uint16_t*>(to);
+  for (int i = 0; i < count; i += W) store_half(out + i, load(x + i));
+}

@@ -1,0 +1,291 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The attention kernel: a block of queries of one KV head walks a range of paged keys with an online softmax.
+
+    block of queries, BLOCK_M:   token 0 · head 0..G-1 | token 1 · head 0..G-1 | ...     G query heads share a KV head
+
+What a block is comes in three forms: the only block of a row (short rows), an entry of a list of blocks (long rows),
+or a run of members of a group of rows that share a prefix (`cascade.py`). Several programs may split the keys of a
+block; the last to finish adds up (`launch.py`). Softmax runs in powers of two.
+
+Refuses to know: plans, host lengths; every length is read on the device.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _walk(
+    acc, peak, mass, q, at, k, v, table, begin, end, first, scale,
+    stride_kp, stride_kt, stride_vp, stride_vt,
+    PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys begin .. end. Not MASKED: whole tiles that every query sees. Keys before `first` are seen by none, and
+    what lies there or behind `end` may be anything, NaN included."""
+    d = tl.arange(0, DP)
+    for n0 in range(begin, end, BLOCK_N):
+        n = n0 + tl.arange(0, BLOCK_N)
+        inside = (n >= first) & (n < end)
+        if MASKED:
+            page = tl.load(table + n // PAGE, mask=inside, other=0).to(tl.int64)
+            there = inside[:, None] & (d < D)[None, :]
+        else:
+            page = tl.load(table + n // PAGE).to(tl.int64)
+            there = (n >= 0)[:, None] & (d < D)[None, :]
+        k_at = k + (page * stride_kp + (n % PAGE) * stride_kt)[:, None] + d[None, :]
+        v_at = v + (page * stride_vp + (n % PAGE) * stride_vt)[:, None] + d[None, :]
+        if MASKED or D != DP:
+            keys = tl.load(k_at, mask=there, other=0.0)
+        else:
+            keys = tl.load(k_at)
+        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            seen = (n[None, :] <= at[:, None]) & inside[None, :]
+            if WINDOW:
+                seen &= n[None, :] > at[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
+        p = tl.exp2(scores - level[:, None])
+        shrink = tl.exp2(peak - level)
+        mass = mass * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        if MASKED or D != DP:
+            values = tl.load(v_at, mask=there, other=0.0)
+        else:
+            values = tl.load(v_at)
+        acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision=PRECISION)
+        peak = higher
+    return acc, peak, mass
+
+
+@triton.jit
+def _join(out, lse, other, other_lse):
+    """Two normalised results over different keys as one over all; log-sums are to base two."""
+    top = tl.maximum(lse, other_lse)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    mine, theirs = tl.exp2(lse - top), tl.exp2(other_lse - top)
+    both = mine + theirs
+    share = tl.where(both > 0.0, 1.0 / both, 0.0)
+    return out * (mine * share)[:, None] + other * (theirs * share)[:, None], top + tl.log2(both)
+
+
+@triton.jit
+def _store(
+    out_ptr, lse_ptr, prefix_out, prefix_lse, out, lse, token, head, valid, begin, stride_ot, stride_oh, heads,
+    D: tl.constexpr, DP: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    d = tl.arange(0, DP)
+    where = valid[:, None] & (d < D)[None, :]
+    flat = token.to(tl.int64) * heads + head
+    if HAS_PREFIX:
+        if begin > 0:
+            other = tl.load(prefix_out + flat[:, None] * D + d[None, :], mask=where, other=0.0).to(tl.float32)
+            other_lse = tl.load(prefix_lse + flat, mask=valid, other=float("-inf")) * 1.4426950408889634
+            out, lse = _join(out, lse, other, other_lse)
+    at = token.to(tl.int64) * stride_ot + head * stride_oh
+    tl.store(out_ptr + at[:, None] + d[None, :], out.to(out_ptr.dtype.element_ty), mask=where)
+    if HAS_LSE:
+        tl.store(lse_ptr + flat, lse * 0.6931471805599453, mask=valid)
+
+
+_VARYING = ["splits", "split_min", "shortest", "longest", "members"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def attend_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
+    prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...
+    partial, partial_lse, counters,
+    items, members_ptr, page_table, positions, query_start, kv_len,
+    scale, v_scale, splits, split_min, shortest, longest, members, heads,
+    stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_ot, stride_oh,
+    stride_table,
+    FORM: tl.constexpr,  # "row", "block" or "prefix"
+    PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # query tokens of a block
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    block = tl.program_id(1)
+    split = tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    index = m // GROUP
+    head = kv_head * GROUP + m % GROUP
+
+    start = 0  # first key
+    if FORM == "prefix":
+        row = tl.load(items + block * 4)
+        if row < 0:
+            return
+        run = tl.load(items + block * 4 + 1)
+        count = tl.load(items + block * 4 + 2)
+        end = tl.load(items + block * 4 + 3)
+        valid = (index < count) & (index < BLOCK_Q)
+        member = members_ptr + (run + index) * 2
+        member_row = tl.load(member, mask=valid, other=0)
+        within = tl.load(member + 1, mask=valid, other=0)
+        token = tl.load(query_start + member_row, mask=valid, other=0) + within
+        valid &= token < tl.load(query_start + member_row + 1, mask=valid, other=0)
+        at = tl.where(valid, end - 1, -1)
+        full = end
+        first = 0
+    else:
+        row = block
+        tile = 0
+        if FORM == "block":
+            row = tl.load(items + block * 2)
+            if row < 0:
+                return
+            tile = tl.load(items + block * 2 + 1)
+        from_token = tl.load(query_start + row)
+        count = tl.load(query_start + row + 1) - from_token
+        if (count < shortest) | (count > longest):
+            return
+        index += tile * BLOCK_Q
+        valid = (index < count) & (m < BLOCK_Q * GROUP)
+        token = from_token + index
+        at = tl.load(positions + token, mask=valid, other=-1).to(tl.int32)
+        end = tl.minimum(tl.load(kv_len + row), tl.max(at, 0) + 1)
+        nearest = tl.min(tl.where(valid, at, 2147483647), 0)
+        full = tl.minimum(nearest + 1, end)  # keys before this are seen by every query of the block
+        first = 0
+        if HAS_PREFIX:
+            start = tl.load(row_begin + row)
+            first = start
+        if WINDOW:
+            first = tl.maximum(first, nearest - WINDOW + 1)
+            start = tl.maximum(start, first // BLOCK_N * BLOCK_N)
+
+    begin, last, used = start, end, 1
+    if SPLIT:
+        keys = tl.maximum(end - start, 0)
+        length = tl.maximum(split_min, tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N)
+        used = tl.maximum(tl.cdiv(keys, length), 1)
+        if split >= used:
+            return
+        begin = start + split * length
+        last = tl.minimum(begin + length, end)
+
+    d = tl.arange(0, DP)
+    q_at = q_ptr + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    table = page_table + row.to(tl.int64) * stride_table
+    k = k_ptr + kv_head * stride_kh
+    v = v_ptr + kv_head * stride_vh
+    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    if TWO_PHASE:
+        middle = begin + tl.maximum(tl.minimum(full, last) - begin, 0) // BLOCK_N * BLOCK_N
+        acc, peak, mass = _walk(
+            acc,
+            peak,
+            mass,
+            q,
+            at,
+            k,
+            v,
+            table,
+            begin,
+            middle,
+            first,
+            scale,
+            stride_kp,
+            stride_kt,
+            stride_vp,
+            stride_vt,
+            PAGE,
+            D,
+            DP,
+            BLOCK_N,
+            WINDOW,
+            False,
+            PRECISION,
+        )
+        begin = middle
+    acc, peak, mass = _walk(
+        acc,
+        peak,
+        mass,
+        q,
+        at,
+        k,
+        v,
+        table,
+        begin,
+        last,
+        first,
+        scale,
+        stride_kp,
+        stride_kt,
+        stride_vp,
+        stride_vt,
+        PAGE,
+        D,
+        DP,
+        BLOCK_N,
+        WINDOW,
+        True,
+        PRECISION,
+    )
+
+    out = acc * tl.where(mass > 0.0, v_scale / mass, 0.0)[:, None]
+    lse = peak + tl.log2(mass)
+    if SPLIT:
+        if used > 1:
+            slot = (block * tl.num_programs(0) + kv_head).to(tl.int64)
+            rows = (slot * splits + split) * BLOCK_M + m
+            tl.store(partial + rows[:, None] * DP + d[None, :], out, mask=valid[:, None])
+            tl.store(partial_lse + rows, lse, mask=valid)
+            tl.debug_barrier()
+            if tl.atomic_add(counters + slot, 1, sem="acq_rel") < used - 1:
+                return
+            tl.store(counters + slot, 0)
+            out = tl.zeros([BLOCK_M, DP], tl.float32)
+            lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            for s in range(0, used):
+                rows = (slot * splits + s) * BLOCK_M + m
+                other = tl.load(
+                    partial + rows[:, None] * DP + d[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
+                )
+                other_lse = tl.load(partial_lse + rows, mask=valid, other=float("-inf"), cache_modifier=".cg")
+                out, lse = _join(out, lse, other, other_lse)
+    _store(out_ptr, lse_ptr, prefix_out, prefix_lse, out, lse, token, head, valid, start, stride_ot, stride_oh,
+           heads, D, DP, HAS_PREFIX, HAS_LSE)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "bound", "shortest", "longest"])
+def list_blocks_kernel(
+    query_start, items, rows, bound, shortest, longest,
+    ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """items [bound, 2]: (row, tile) of every block of the rows with shortest .. longest tokens, last rows and tiles
+    first (they have the most keys); (-1, -1) behind them. One program a row."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    every = tl.arange(0, ROWS)
+    there = every < rows
+    tokens = tl.load(query_start + every + 1, mask=there, other=0) - tl.load(query_start + every, mask=there, other=0)
+    blocks = tl.where((tokens >= shortest) & (tokens <= longest), tl.cdiv(tokens, BLOCK_Q), 0)
+    behind = tl.sum(tl.where(every > row, blocks, 0), 0)
+    own = tl.sum(tl.where(every == row, blocks, 0), 0)
+    for i0 in range(0, own, 128):
+        i = i0 + tl.arange(0, 128)
+        tl.store(items + (behind + i) * 2, row, mask=i < own)
+        tl.store(items + (behind + i) * 2 + 1, own - 1 - i, mask=i < own)
+    if row == 0:
+        for i0 in range(behind + own, bound, 128):
+            i = i0 + tl.arange(0, 128)
+            tl.store(items + i * 2, -1, mask=i < bound)
+            tl.store(items + i * 2 + 1, -1, mask=i < bound)

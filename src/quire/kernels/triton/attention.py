@@ -1,0 +1,216 @@
+"""`triton`: paged attention for ragged batches, prefill chunks and decoding rows together.
+
+Short rows (a few query tokens: decoding, speculation) and long ones take the same kernel with different tiles, in one
+launch each. Grids come from bounds the host knows, everything else is read on the device, so a plan made from the
+bounds of a captured graph stays true whatever the graph is replayed with.
+
+    rows, tokens:   1  1  480  4  1     ──►   short: one block a row      long: a list of blocks, made on the device
+
+Refuses to know: who owns pages, which rows share some (`cascade.py` finds out and hands the lists to `plan`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.triton import configs, why_not
+from quire.kernels.triton.attend import attend_kernel, list_blocks_kernel
+from quire.kernels.triton.configs import Tile
+from quire.kernels.triton.launch import counters, overlap, power_of_two, processors
+
+MAX_HEAD_DIM = 256
+LOG2E = 1.4426950408889634
+EVERY = 1 << 30  # longer than any row
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a plan is made from: true for every batch it will run."""
+
+    tokens: int
+    rows: int
+    shortest: int  # query tokens of a row
+    longest: int
+    longest_kv: int
+
+    @classmethod
+    def of(cls, batch: Batch) -> Bounds:
+        counts = [count for count in batch.counts if count > 0] or [1]
+        return cls(batch.tokens, batch.rows, min(counts), max(counts), max(batch.kv_lens, default=1))
+
+
+@dataclass(frozen=True)
+class Launch:
+    form: str  # "row": one block a row; "block": `items` lists (row, tile); "prefix": see `PrefixLists`
+    tile: Tile
+    blocks: int
+    shortest: int  # query tokens of the rows it is for
+    longest: int
+    splits: int  # at most, of a block's keys
+    split_min: int
+    items: torch.Tensor | None = None  # int32, on the device
+
+
+@dataclass(frozen=True)
+class PrefixLists:
+    """Groups of rows that share their first keys, as the kernel reads them; `cascade.py` makes these."""
+
+    items: torch.Tensor  # int32 [n, 4]: (row whose table to read or -1, first member, members, shared keys)
+    members: torch.Tensor  # int32 [m, 2]: (row, index of the query token in it)
+    row_begin: torch.Tensor  # int32 [rows]: first key of a row that no group covers
+    block_m: int  # the items were cut for this tile
+    longest: int  # bound of the shared keys
+
+
+@dataclass(frozen=True)
+class Plan:
+    launches: tuple[Launch, ...]
+    prefix: PrefixLists | None = None
+
+
+class TritonAttention:
+    name = "triton"
+
+    def __init__(self, *, invariant: bool = False, k_scale: float = 1.0, v_scale: float = 1.0):
+        """`invariant`: one tiling and one split of the keys for every row, so that a row's result is the same bits
+        in any batch. The scales turn stored 8-bit keys and values into true ones."""
+        self.invariant = invariant
+        self.k_scale = k_scale
+        self.v_scale = v_scale
+
+    def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        if spec.head_dim > MAX_HEAD_DIM:
+            return f"head_dim {spec.head_dim} is more than {MAX_HEAD_DIM}"
+        if spec.heads // spec.kv_heads > 64:
+            return f"{spec.heads // spec.kv_heads} query heads share a KV head, more than 64"
+        return why_not(device)
+
+    def plan(
+        self, batch: Batch, group: GroupBatch, spec: AttentionSpec, prefix: PrefixLists | None = None,
+        bounds: Bounds | None = None, element: int = 2,
+    ) -> Plan:  # fmt: skip
+        """`element`: bytes of a query element. `bounds`: of all batches this plan is for, if not of this one only."""
+        bounds = bounds or Bounds.of(batch)
+        launches = plan_launches(bounds, spec, element, processors(batch.positions.device), self.invariant)
+        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix)
+
+    def forward(
+        self, spec: AttentionSpec, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+        batch: Batch, group: GroupBatch, plan: Plan, lse: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`lse`, float32 [tokens, heads], takes the log-sum of each query's scores where given."""
+        if out is None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        scales = (spec.scale * self.k_scale, self.v_scale)
+        shared = None
+        if plan.prefix is not None:
+            shared = (torch.empty_like(out, memory_format=torch.contiguous_format), out.new_empty(q.shape[:2], dtype=torch.float32))
+            launch = prefix_launch(plan.prefix, spec, q.element_size(), processors(q.device))
+            _run(launch, spec, q, k_pages, v_pages, batch, group, scales, *shared, prefix=plan.prefix)
+        for launch in plan.launches:
+            _run(launch, spec, q, k_pages, v_pages, batch, group, scales, out, lse, prefix=plan.prefix, shared=shared)
+        return out
+
+
+def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, invariant: bool) -> list[Launch]:
+    """Which launches cover every batch within the bounds."""
+    group = spec.heads // spec.kv_heads
+    if invariant:
+        tile = configs.INVARIANT[element]
+        tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
+        splits = -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
+        blocks = _most_blocks(bounds, 1, tile.block_m // group)
+        return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT)]
+    few, many = _tile("few", element, spec.head_dim), _tile("many", element, spec.head_dim)
+    limit = max(64 // group, 1)  # query tokens of the longest short row
+    short = min(bounds.longest, limit) if bounds.longest <= limit or bounds.shortest > limit else limit
+    if bounds.longest > limit:
+        short = max(16 // group, 1)  # beside prefill rows: only what the smallest tile takes
+    launches = []
+    if bounds.shortest <= short:
+        few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
+        launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
+    if bounds.longest > short:
+        many = replace(many, block_m=max(many.block_m, power_of_two(group)))
+        blocks = _most_blocks(bounds, short + 1, many.block_m // group)
+        launch = Launch("block", many, blocks, short + 1, EVERY, 1, 0)
+        launches.append(_split(launch, bounds.longest_kv, spec, sms))
+    return launches
+
+
+def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, element: int, sms: int) -> Launch:
+    tile = _tile("many" if prefix.block_m > 16 else "few", element, spec.head_dim)
+    tile = replace(tile, block_m=prefix.block_m)
+    launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, prefix.items)
+    return _split(launch, prefix.longest, spec, sms)
+
+
+def _tile(kernel: str, element: int, head_dim: int) -> Tile:
+    tile = configs.attention(kernel, element, head_dim)
+    assert tile is not None, "supports() refuses such heads"
+    return tile
+
+
+def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
+    """Blocks of rows of at least `least` tokens: whole ones, and one more for each such row."""
+    return bounds.tokens // block_q + min(bounds.rows, bounds.tokens // least)
+
+
+def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
+    """Enough programs to fill the chip and even out rows of different length."""
+    programs = launch.blocks * spec.kv_heads
+    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
+    if spec.window is not None:
+        longest = min(longest, spec.window + launch.tile.block_m)
+    wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))
+    return replace(launch, splits=max(1, min(wanted, -(-longest // keys))), split_min=keys)
+
+
+def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec) -> Launch:
+    """List the blocks of a "block" launch, on the device."""
+    if launch.form != "block":
+        return launch
+    items = torch.empty(launch.blocks, 2, dtype=torch.int32, device=batch.query_start.device)
+    rows = batch.query_start.shape[0] - 1
+    list_blocks_kernel[(rows,)](
+        batch.query_start, items, rows, launch.blocks, launch.shortest, launch.longest,
+        ROWS=power_of_two(rows), BLOCK_Q=launch.tile.block_m // (spec.heads // spec.kv_heads), **overlap(items.device),
+    )  # fmt: skip
+    return replace(launch, items=items)
+
+
+def _run(
+    launch: Launch, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
+    group: GroupBatch, scales: tuple[float, float], out: torch.Tensor, lse: torch.Tensor | None, *,
+    prefix: PrefixLists | None, shared: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:  # fmt: skip
+    tile, device = launch.tile, q.device
+    padded = max(power_of_two(spec.head_dim), 16)
+    partial = partial_lse = counts = out  # placeholders: not read unless split
+    if launch.splits > 1:
+        slots = launch.blocks * spec.kv_heads
+        partial = torch.empty(slots * launch.splits * tile.block_m, padded, dtype=torch.float32, device=device)
+        partial_lse = torch.empty(slots * launch.splits * tile.block_m, dtype=torch.float32, device=device)
+        counts = counters(device, slots)
+    apart = launch.form == "prefix"
+    assert prefix is None or spec.window is None, "shared prefixes are for full attention"
+    attend_kernel[(spec.kv_heads, launch.blocks, launch.splits)](
+        q, k, v, out, out if lse is None else lse,
+        *(shared or (out, out)), batch.kv_len if prefix is None else prefix.row_begin,
+        partial, partial_lse, counts,
+        batch.kv_len if launch.items is None else launch.items, batch.kv_len if prefix is None else prefix.members,
+        group.page_table, batch.positions, batch.query_start, batch.kv_len,
+        scales[0] * LOG2E, scales[1], launch.splits, launch.split_min, launch.shortest, launch.longest, 0, spec.heads,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        out.stride(0), out.stride(1), group.page_table.stride(0),
+        FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
+        SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
+        TWO_PHASE=tile.block_m >= 64 and spec.window is None,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        **overlap(device),
+    )  # fmt: skip
+    assert apart or launch.form in ("row", "block")

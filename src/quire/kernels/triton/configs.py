@@ -1,0 +1,88 @@
+"""Tuned launch shapes, measured on an H200 and shipped: nothing is searched for at run time.
+
+`look_up` takes the first row whose bounds hold. Refuses to know: tensors, devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One attention launch: queries (tokens x heads of a KV head) by keys."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matrix multiplication launch: outputs by reduction; `rows` is the tile of x's rows where it is tiled."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    splits: int = 1  # of the reduction
+    rows: int = 0
+
+
+# (kernel, bytes of an element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens
+ATTENTION: dict[tuple[str, int, int], Tile] = {
+    ("few", 1, 128): Tile(16, 64, 4, 4),
+    ("few", 2, 64): Tile(16, 128, 4, 3),
+    ("few", 2, 128): Tile(16, 64, 4, 4),
+    ("few", 2, 256): Tile(16, 32, 4, 3),
+    ("few", 4, 128): Tile(16, 32, 4, 3),
+    ("few", 4, 256): Tile(16, 16, 4, 2),
+    ("many", 1, 128): Tile(128, 64, 8, 3),
+    ("many", 2, 64): Tile(128, 64, 4, 3),
+    ("many", 2, 128): Tile(128, 64, 8, 3),
+    ("many", 2, 256): Tile(64, 32, 8, 2),
+    ("many", 4, 128): Tile(64, 32, 4, 2),
+    ("many", 4, 256): Tile(32, 16, 4, 2),
+}
+INVARIANT: dict[int, Tile] = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 4, 2)}  # one tiling for every row
+INVARIANT_SPLIT = 4096  # keys summed by one program in invariant mode, whatever else is in the batch
+
+SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
+PROGRAMS_PER_PROCESSOR = 8  # split long rows until there are about this many programs
+
+# Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config)
+SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
+    (2, 16): [(16384, Matmul(64, 256, 4, 4)), (6144, Matmul(32, 256, 4, 5)), (0, Matmul(32, 256, 4, 5, splits=2))],
+    (2, 32): [(16384, Matmul(64, 128, 4, 5)), (6144, Matmul(64, 128, 4, 5, splits=2)), (0, Matmul(64, 128, 4, 5, 2))],
+    (2, 64): [(16384, Matmul(128, 64, 4, 5)), (0, Matmul(64, 128, 4, 4, splits=2))],
+    (1, 16): [(16384, Matmul(64, 256, 4, 5)), (0, Matmul(32, 512, 4, 4, splits=2))],
+    (1, 64): [(16384, Matmul(128, 128, 4, 5)), (0, Matmul(64, 256, 4, 4, splits=2))],
+    (4, 64): [(0, Matmul(32, 64, 4, 3))],
+}
+# Tiled products: bytes of an element → by (least rows, config)
+LARGE_MATMUL: dict[int, list[tuple[int, Matmul]]] = {
+    2: [(256, Matmul(256, 64, 8, 4, rows=128)), (0, Matmul(128, 64, 4, 4, rows=64))],
+    1: [(256, Matmul(256, 128, 8, 3, rows=128)), (0, Matmul(128, 128, 4, 4, rows=64))],
+    4: [(0, Matmul(64, 32, 4, 2, rows=64))],
+}
+
+
+def attention(kernel: str, element: int, head_dim: int) -> Tile | None:
+    """None: no tile of this head size fits the chip."""
+    sizes = sorted(dim for name, size, dim in ATTENTION if (name, size) == (kernel, element) and dim >= head_dim)
+    return ATTENTION[kernel, element, sizes[0]] if sizes else None
+
+
+def small_matmul(element: int, rows: int, outputs: int) -> Matmul | None:
+    """None: too many rows, use the tiled product."""
+    most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
+    return look_up(SMALL_MATMUL[element, most[0]], outputs) if most else None
+
+
+def large_matmul(element: int, rows: int) -> Matmul:
+    return look_up(LARGE_MATMUL[element], rows)
+
+
+def look_up(table: list[tuple[int, Matmul]], size: int) -> Matmul:
+    return next(config for least, config in table if size >= least)

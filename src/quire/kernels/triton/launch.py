@@ -1,0 +1,48 @@
+"""What every launch shares: the counters by which the last program of a group knows itself, and overlap of launches.
+
+Several programs that split one sum leave partial results and count themselves; whoever counts last adds up, in a
+fixed order, and sets the counter back to zero. So counters are zero between launches, a captured graph needs no
+clearing, and results do not depend on who came last. They serve one stream at a time.
+
+Refuses to know: what is summed.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+COUNTERS = 1 << 18  # programs groups of one launch; never grown, because captured graphs keep its address
+
+_counters: dict[torch.device, torch.Tensor] = {}
+
+
+def counters(device: torch.device, needed: int) -> torch.Tensor:
+    if needed > COUNTERS:
+        raise ValueError(f"a launch with {needed} split groups needs more counters than {COUNTERS}; launch in parts")
+    if device not in _counters:
+        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it in the stream ends (it waits before it reads results)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Launch options for a kernel that has a PDL parameter."""
+    return {"PDL": True, "launch_pdl": True} if overlaps(device) else {"PDL": False}
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that holds `size`."""
+    return 1 << max(size - 1, 0).bit_length()

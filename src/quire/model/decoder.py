@@ -1,0 +1,128 @@
+"""A decoder: its weights in memory, and the pass from token ids to hidden states and logits.
+
+One class runs every family; what differs is in the spec. Refuses to know: files, requests, sampling.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.attention import AttentionSpec, Batch
+from quire.kernels.kv import KVViews
+from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
+from quire.model.rope import inverse_frequencies
+from quire.model.spec import DecoderSpec
+from quire.model.stages import Layer, Stages, Step
+from quire.types.errors import ConfigError
+
+
+class Model:
+    """Weights are unfilled until `load_model` (or a test) fills them and calls `finish`.
+
+    `length` is the longest context that will be served; it matters only to RoPE scalings that depend on it.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        length: int | None = None,
+        scheme: QuantScheme | None = None,
+        stages: Stages | None = None,
+    ):
+        self.spec = spec
+        self.device = device
+        self.dtype = dtype
+        self.length = length or spec.max_position
+        if spec.rope is None and self.length > spec.max_position:
+            raise ConfigError(
+                f"a context of {self.length} tokens was asked for, but the model has only {spec.max_position} learned "
+                f"positions; ask for at most {spec.max_position}"
+            )
+        self.scheme = scheme or DenseScheme()
+        self.stages = stages or Stages(spec, device)
+        self.embed = self._plain(spec.vocab_size, spec.hidden)
+        self.positions = None if spec.rope else self._plain(spec.max_position, spec.hidden)
+        self.layers = [self._layer(index) for index in range(spec.layers)]
+        self.final_norm = self._norm(spec.hidden)
+        tied = self.embed.weight if spec.tie_embeddings else None
+        self.head = self._linear(spec.hidden, (spec.vocab_size,), bias=False, tied=tied)
+        divided = spec.rope is not None and spec.rope.kind == "divisors"
+        self.rope_divisors = self._plain(spec.rope.dim // 2) if divided and spec.rope else None
+
+    def _plain(self, *shape: int, bias: bool = False) -> Plain:
+        return Plain(shape, bias=bias, device=self.device, dtype=self.dtype)
+
+    def _norm(self, size: int) -> Plain:
+        return self._plain(size, bias=self.spec.norm == "layer")
+
+    def _linear(self, columns: int, parts: tuple[int, ...], *, bias: bool, tied: torch.Tensor | None = None) -> Linear:
+        return Linear(columns, parts, bias=bias, scheme=self.scheme, device=self.device, dtype=self.dtype, tied=tied)
+
+    def _layer(self, index: int) -> Layer:
+        spec = self.spec
+        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        up = (spec.intermediate,) * (2 if spec.gated_mlp else 1)
+        return Layer(
+            index=index,
+            attention=AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, spec.scales[index], spec.windows[index]),
+            input_norm=self._norm(spec.hidden),
+            qkv=self._linear(spec.hidden, (queries, keys, keys), bias=spec.qkv_bias),
+            o=self._linear(queries, (spec.hidden,), bias=spec.o_bias),
+            post_norm=self._norm(spec.hidden),
+            up=self._linear(spec.hidden, up, bias=spec.mlp_bias),
+            down=self._linear(spec.intermediate, (spec.hidden,), bias=spec.mlp_bias),
+            q_norm=self._plain(spec.head_dim) if spec.qk_norm else None,
+            k_norm=self._plain(spec.head_dim) if spec.qk_norm else None,
+        )
+
+    def modules(self) -> dict[str, Linear | Plain]:
+        """Everything that holds weights, by the names that `Target` uses."""
+        named: dict[str, Linear | Plain | None] = {
+            "embed": self.embed,
+            "positions": self.positions,
+            "rope_divisors": self.rope_divisors,
+            "final_norm": self.final_norm,
+            "head": self.head,
+        }
+        for layer in self.layers:
+            parts = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "up", "down")
+            named |= {f"layers.{layer.index}.{part}": getattr(layer, part) for part in parts}
+        return {name: module for name, module in named.items() if module is not None}
+
+    @property
+    def reasons(self) -> list[str]:
+        """What was chosen to run it, and why."""
+        return self.stages.reasons
+
+    def finish(self) -> None:
+        """Compute what depends on weights or lives beside them, once they are in place."""
+        if self.spec.rope is not None:
+            frequencies, self._rope_scale = inverse_frequencies(self.spec.rope, self.spec.max_position, self.length)
+            self._frequencies = frequencies.to(self.device)
+            if self.rope_divisors is not None:
+                self._frequencies /= self.rope_divisors.weight.float()
+
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages."""
+        stages = self.stages
+        residual = F.embedding(input_ids, self.embed.weight)
+        rope = None
+        if self.positions is not None:
+            residual += F.embedding(batch.positions, self.positions.weight)
+        else:
+            rope = stages.ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
+        step = Step(batch, kv, rope)
+        x: torch.Tensor | None = None
+        for layer in self.layers:
+            q, k, v = stages.qkv(layer, x, residual, step)
+            x = stages.attend(layer, q, k, v, step)
+            x = stages.mlp(layer, x, residual)
+        return stages.norm(self.final_norm, x, residual)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
+        return self.stages.head(self.head, hidden)

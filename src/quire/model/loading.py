@@ -1,0 +1,131 @@
+"""From a weight source (or from nothing) to a model in memory.
+
+Names and shapes are all checked before the first byte is read; then tensors go one by one to where they stay,
+so beside the model itself only a slice of one tensor is ever in memory. Refuses to know: file formats, devices'
+capacities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quire.model.architecture import IGNORED, Architecture, Target
+from quire.model.decoder import Model
+from quire.model.families import read_family
+from quire.model.spec import DecoderSpec
+from quire.model.stored import Stored
+from quire.types.errors import ModelFileError
+from quire.types.seams import WeightSource
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Place = tuple[str, str, int]  # module, kind, part
+
+
+def load_model(
+    source: WeightSource,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    length: int | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
+
+    `length`: the longest context to be served, if it is beyond what the model was trained for.
+    """
+    family, spec = read_family(source)
+    if random_weights:
+        model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
+        fill_random(model, seed)
+    else:
+        targets = _targets(family, spec, source)
+        _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+        model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
+        _fill(model, targets, source, progress)
+    model.finish()
+    return model
+
+
+def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
+    """Stored name → where it goes; names the family does not know are an error, since ignoring one (a bias, an
+    adapter) would silently run another model."""
+    found = {name: family.target(name, spec) for name in source.tensors()}
+    unknown = [name for name, target in found.items() if target is None]
+    if unknown:
+        raise ModelFileError(f"weights of {spec.architecture} have unexpected tensors: {_some(unknown)}")
+    return {name: target for name, target in found.items() if target is not None and target.module != IGNORED}
+
+
+def _check(targets: dict[str, Target], model: Model, source: WeightSource) -> None:
+    """Every place filled once, by a tensor of its shape."""
+    needs = {name: module.needs() for name, module in model.modules().items()}
+    filled: dict[Place, str] = {}
+    tensors = source.tensors()
+    for name, target in targets.items():
+        shape = tensors[name].shape[::-1] if target.transposed else tensors[name].shape
+        for place in _places(name, target, shape, needs.get(target.module, {})):
+            if place in filled:
+                raise ModelFileError(f"weights have the same tensor twice: {filled[place]!r} and {name!r}")
+            filled[place] = name
+    missing = [
+        f"{module}.{kind}" + (f" (part {part})" if part else "")
+        for module, pieces in needs.items()
+        for kind, part in pieces
+        if (module, kind, part) not in filled
+    ]
+    if missing:
+        raise ModelFileError(f"weights of {model.spec.architecture} are incomplete, nothing fills: {_some(missing)}")
+
+
+def _places(
+    name: str, target: Target, shape: tuple[int, ...], needs: dict[tuple[str, int], tuple[int, ...]]
+) -> list[Place]:
+    """The places a tensor fills: parts from target.part on, until its rows are used up."""
+    if (target.kind, target.part) not in needs:
+        raise ModelFileError(f"weights have tensor {name!r}, which the model's config has no place for")
+    places, rows = [], 0
+    for part in range(target.part, len(needs)):
+        wanted = needs.get((target.kind, part))
+        if wanted is None or rows >= shape[0]:
+            break
+        rows += wanted[0]
+        places.append((target.module, target.kind, part))
+    expected = (rows, *needs[target.kind, target.part][1:])
+    if shape != expected:
+        raise ModelFileError(f"tensor {name!r} has shape {shape}, the model's config needs {expected}")
+    return places
+
+
+def _fill(model: Model, targets: dict[str, Target], source: WeightSource, progress: Progress | None) -> None:
+    modules, tensors = model.modules(), source.tensors()
+    total, done = sum(tensors[name].nbytes for name in targets), 0
+    for name, target in targets.items():
+        stored = Stored(
+            tensors[name], source.read(name), transposed=target.transposed, paired_heads=target.paired_heads
+        )
+        modules[target.module].load(target.kind, target.part, stored)
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def fill_random(model: Model, seed: int) -> None:
+    """Small normal matrices, norms that change nothing, no biases: the same for a seed on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules().values():
+        for kind, tensor in module.tensors().items():
+            if kind == "bias":
+                tensor.zero_()
+            elif tensor.dim() == 1:
+                tensor.fill_(1)
+            else:
+                tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.02, generator=generator))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

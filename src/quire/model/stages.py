@@ -1,0 +1,107 @@
+"""The stages a forward pass is made of, and how plain operations make them.
+
+    norm ─► qkv ─► attend ─► norm ─► mlp          one layer; `residual` runs beside it and is updated in place
+            └──── a layer's qkv, attend, mlp; after the last layer the final norm, and head for wanted rows ────┘
+
+A faster implementation claims stages by subclassing: whatever it does not override stays composed of QuantScheme,
+AttentionBackend and Ops. Refuses to know: how many layers there are, what tokens mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch
+from quire.kernels.kv import KVViews
+from quire.kernels.ops import Activation, Ops
+from quire.kernels.registry import choose_backend, choose_ops
+from quire.model.linear import Linear, Plain
+from quire.model.spec import DecoderSpec
+
+
+@dataclass
+class Layer:
+    """Weights of one layer and what its attention is."""
+
+    index: int
+    attention: AttentionSpec
+    input_norm: Plain
+    qkv: Linear
+    o: Linear
+    post_norm: Plain
+    up: Linear  # gate and up stacked if the MLP is gated
+    down: Linear
+    q_norm: Plain | None = None
+    k_norm: Plain | None = None
+
+
+@dataclass
+class Step:
+    """What all layers share in one forward pass."""
+
+    batch: Batch
+    kv: KVViews
+    rope: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
+    plans: dict[int, Any] = field(default_factory=dict)  # by KV group
+
+
+class Stages:
+    def __init__(self, spec: DecoderSpec, device: torch.device):
+        self.ops: Ops = choose_ops(device)
+        self.backends: dict[int | None, AttentionBackend] = {}  # by window
+        self.reasons: list[str] = []  # what was chosen and why, for people
+        for window, scale in dict(zip(spec.windows, spec.scales, strict=True)).items():
+            attention = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, scale, window)
+            self.backends[window], reasons = choose_backend(attention, device)
+            self.reasons += reasons
+        self._layer_norm = spec.norm == "layer"
+        self._eps = spec.norm_eps
+        self._activation: Activation = spec.activation
+        self._gated = spec.gated_mlp
+
+    def norm(self, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """residual += x (if there is an x yet), then its norm."""
+        if self._layer_norm:
+            assert norm.bias is not None
+            return self.ops.layer_norm(residual if x is None else residual.add_(x), norm.weight, norm.bias, self._eps)
+        if x is None:
+            return self.ops.rms_norm(residual, norm.weight, self._eps)
+        return self.ops.add_rms_norm(x, residual, norm.weight, self._eps)
+
+    def qkv(
+        self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated q [tokens, heads, dim], rotated k and plain v [tokens, kv_heads, dim]."""
+        heads, kv_heads, dim = layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim
+        qkv = layer.qkv(self.norm(layer.input_norm, x, residual)).unflatten(1, (heads + 2 * kv_heads, dim))
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = self.ops.rms_norm(qk[:, :heads], layer.q_norm.weight, self._eps)
+            k = self.ops.rms_norm(qk[:, heads:], layer.k_norm.weight, self._eps)
+            qk = torch.cat((q, k), dim=1)
+        if step.rope is not None:
+            qk = self.ops.rope(qk, *step.rope)
+        return qk[:, :heads], qk[:, heads:], v
+
+    def attend(self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
+        """K and V into their pages, attention over pages, output projection: [tokens, hidden]."""
+        k_pages, v_pages, index = step.kv.layers[layer.index]
+        group = step.batch.groups[index]
+        self.ops.write_kv(k, v, k_pages, v_pages, group.kv_slots)
+        backend = self.backends[layer.attention.window]
+        if index not in step.plans:
+            step.plans[index] = backend.plan(step.batch, group, layer.attention)
+        out = backend.forward(layer.attention, q, k_pages, v_pages, step.batch, group, step.plans[index])
+        return layer.o(out.flatten(1))
+
+    def mlp(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        up = layer.up(self.norm(layer.post_norm, x, residual))
+        act = self.ops.act_and_mul if self._gated else self.ops.act
+        return layer.down(act(up, self._activation))
+
+    def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits in float32, [rows, vocabulary]."""
+        return head(hidden).float()

@@ -1,0 +1,121 @@
+"""Text to token ids and back.
+
+`Tokenizer` wraps one tokenizer of the tokenizers library together with what the model's files say about special
+tokens. It is made by `load_tokenizer` from a tokenizer.json (`from_files`) or from GGUF metadata (`from_gguf`).
+
+Knows: tokens. Refuses to know: requests, chats, models' weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import tokenizers
+
+from quire.text.pieces import pieces_of
+from quire.types.errors import InputError
+
+# Tokens that end a turn or a text, by the names model families give them. They count only if the model marks
+# them as special.
+END_NAMES = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<end_of_turn>",
+        "<eos>",
+        "</s>",
+    }
+)
+
+
+class Tokenizer:
+    """One model's tokenizer. Threads may share it."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        tokens: list[str],
+        *,
+        named: Mapping[str, str] | None = None,
+        bos_id: int | None = None,
+        eos_ids: Iterable[int] = (),
+        note: str = "",
+    ):
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._tokens = tokens
+        self.named = dict(named or {})  # bos_token, eos_token, ... as chat templates want them
+        self.note = note  # something a user should know about how this tokenizer came to be
+        self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        by_name = (i for i in self.special_ids if i < len(tokens) and tokens[i] in END_NAMES)
+        self.eos_ids = frozenset([*eos_ids, *by_name])
+        self.bos_id = bos_id
+        self._pieces = pieces_of(backend.decoder, tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokens)
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text. `add_special`: with what the model wants around it (BOS, usually); `parse_special`:
+        special tokens written in the text become themselves, otherwise they are spelled out."""
+        backend = self._backend if parse_special else self._literal
+        try:
+            return list(backend.encode(text, add_special_tokens=add_special).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary say nothing."""
+        table = self.table(skip_special_tokens)
+        if table is None:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        size = len(table)
+        text = b"".join([table[i] for i in ids if 0 <= i < size]).decode("utf-8", "replace")
+        return strip_leading(text, self.leading)
+
+    def token_text(self, token: int) -> str:
+        """The token as the vocabulary spells it; '' for an id outside of it."""
+        return self._tokens[token] if 0 <= token < len(self._tokens) else ""
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes the token stands for; special tokens stand for their names."""
+        if not 0 <= token < len(self._tokens):
+            return b""
+        if self._pieces is None:
+            return self._backend.decode([token], skip_special_tokens=False).encode("utf-8", "replace")
+        return self._pieces.table[token]
+
+    def table(self, skip_special_tokens: bool) -> list[bytes] | None:
+        """Bytes by token id, or None where the text of a token depends on its neighbours."""
+        if self._pieces is None:
+            return None
+        return self._plain if skip_special_tokens else self._pieces.table
+
+    @property
+    def leading(self) -> int:
+        """Spaces dropped at the beginning of a text (SentencePiece puts one there)."""
+        return self._pieces.leading if self._pieces else 0
+
+    @cached_property
+    def _plain(self) -> list[bytes]:
+        assert self._pieces is not None
+        return [b"" if i in self.special_ids else piece for i, piece in enumerate(self._pieces.table)]
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """A second backend that spells special tokens out: the switch is the backend's, not the call's."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+
+def strip_leading(text: str, spaces: int) -> str:
+    while spaces and text.startswith(" "):
+        text, spaces = text[1:], spaces - 1
+    return text

@@ -1,0 +1,162 @@
+"""The step loop over the fake executor: depth, failure, links and the async client."""
+
+import asyncio
+
+import pytest
+
+from quire.engine.client import AsyncClient
+from quire.engine.core import MAX_FAILURES, EngineCore
+from quire.engine.link import LocalLink
+from quire.types.config import EngineOptions
+from quire.types.errors import EngineDeadError
+from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.plan import Capacity
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import Abort, EngineInfo, Events, GetStats, Stats, Submit
+
+LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32", 4)
+VOCAB = 97
+
+
+class Flaky(FakeExecutor):
+    """Fails the steps it is told to."""
+
+    failing = 0
+
+    def submit(self, plan):
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("device on fire")
+        return super().submit(plan)
+
+
+def core(depth=1, **options):
+    capacity = Capacity(pages=64, slots=4, max_model_len=60, max_batch_tokens=16, depth=depth)
+    return EngineCore(EngineOptions.of(**options), Flaky(LAYOUT, capacity, vocab=VOCAB))
+
+
+def link(depth=1):
+    info = EngineInfo("fake", 60, VOCAB, 63, 4, 16, depth, "none", "none", [])
+    return LocalLink(core(depth), info)
+
+
+def ask(name, prompt, **params):
+    return Request(id=name, prompt=prompt, params=SamplingParams(**{"max_tokens": 6, "seed": 1, **params}))
+
+
+def expected(prompt, count, branch=0):
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(fake_token(tokens, 1, branch, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def run(engine):
+    out = {}
+    while engine.busy:
+        for event in engine.step():
+            out.setdefault(event.request, []).extend(event.tokens)
+    return out
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_any_depth_gives_the_same_tokens(depth):
+    engine = core(depth)
+    prompts = {f"r{i}": [i, *range(3 * i + 1)] for i in range(9)}
+    for name, prompt in prompts.items():
+        engine.submit(ask(name, prompt))
+    assert run(engine) == {name: expected(prompt, 6) for name, prompt in prompts.items()}
+
+
+def test_depth_two_plans_the_next_step_before_the_first_is_read():
+    engine = core(2)
+    engine.submit(ask("a", [1, 2, 3]))
+    assert engine.step() == [], "the first step is in flight, nothing was read yet"
+    assert [e.index for e in engine.step()] == [0]
+
+
+def test_a_failed_step_ends_its_requests_and_the_engine_keeps_serving():
+    engine = core(2)
+    engine.submit(ask("doomed", [1, 2]))
+    engine.step()
+    engine.executor.failing = 1
+    (event,) = engine.step()
+    assert event.finish is FinishReason.ERROR and "on fire" in event.message
+    engine.submit(ask("next", [1, 2]))
+    assert run(engine)["next"] == expected([1, 2], 6)
+    engine.scheduler.check()
+
+
+def test_an_engine_that_only_fails_gives_up():
+    engine = core()
+    engine.executor.failing = MAX_FAILURES
+    with pytest.raises(EngineDeadError, match="on fire"):
+        for i in range(MAX_FAILURES):
+            engine.submit(ask(f"r{i}", [1]))
+            engine.step()
+
+
+def test_link_refuses_by_event():
+    one = link()
+    one.send(Submit(ask("a", [])))
+    ((event,),) = [m.events for m in one.receive(0)]
+    assert event.finish is FinishReason.ERROR and event.error == "InputError"
+
+
+def test_link_answers_stats_and_aborts():
+    one = link()
+    one.send(Submit(ask("a", [1, 2, 3])))
+    one.receive(0)
+    one.send(GetStats())
+    one.send(Abort("a"))
+    messages = one.receive(0)
+    assert [type(m) for m in messages] == [Stats, Events]
+    assert messages[1].events[0].finish is FinishReason.ABORT and not one.core.busy
+
+
+async def collect(client, request):
+    out, finishes = {}, []
+    async for events in client.submit(request):
+        for event in events:
+            out.setdefault(event.branch, []).extend(event.tokens)
+            finishes += [event.finish] if event.finish else []
+    return out, finishes
+
+
+async def test_client_streams_many_at_once():
+    client = AsyncClient(link(2))
+    requests = [ask(f"r{i}", [i, 1, 2], n=1 + i % 3) for i in range(20)]
+    results = await asyncio.gather(*(collect(client, r) for r in requests))
+    for request, (out, finishes) in zip(requests, results, strict=True):
+        assert out == {b: expected(request.prompt, 6, b) for b in range(request.params.n)}
+        assert finishes == [FinishReason.LENGTH] * request.params.n
+    assert (await client.stats()).running == 0
+    await client.close()
+
+
+async def test_leaving_a_stream_aborts_the_request():
+    one = link()
+    client = AsyncClient(one)
+    stream = client.submit(ask("a", [1], max_tokens=50))
+    await anext(stream)
+    await stream.aclose()
+    while one.core.busy:
+        await asyncio.sleep(0.001)
+    assert (await client.stats()).finished == {FinishReason.ABORT: 1}
+    await client.close()
+
+
+async def test_a_dead_engine_ends_every_stream():
+    one = link()
+    one.core.executor.failing = 10**9
+    client = AsyncClient(one)
+    with pytest.raises(EngineDeadError):
+        for i in range(MAX_FAILURES + 1):
+            out, finishes = await collect(client, ask(f"r{i}", [1]))
+            assert finishes == [FinishReason.ERROR] and not out[0]
+    assert not client.alive
+    with pytest.raises(EngineDeadError):
+        await client.stats()
+    await client.close()

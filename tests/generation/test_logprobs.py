@@ -1,0 +1,67 @@
+"""Log-probabilities, ranks and tops against plain numpy, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.generation.logprobs import LogprobTensors, score
+from quire.generation.sampler import Sampler
+from quire.types.plan import TokenLogprobs
+
+
+def twin(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
+    wide = logits.astype(np.float64)
+    logprobs = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
+    order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))[:top]
+    rank = sum(value > logits[token] for value in logits) + 1
+    return TokenLogprobs(token, float(logprobs[token]), rank, order, [float(logprobs[t]) for t in order])
+
+
+def same(got: TokenLogprobs | None, want: TokenLogprobs) -> None:
+    assert got is not None
+    assert (got.token, got.rank, got.top_ids) == (want.token, want.rank, want.top_ids)
+    assert np.allclose([got.logprob, *got.top_logprobs], [want.logprob, *want.top_logprobs], atol=1e-5)
+
+
+def scored(logits: torch.Tensor, targets: list[int], top: int) -> LogprobTensors:
+    return score(logits, torch.tensor(targets, device=logits.device), top)
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, 64])
+def test_score_equals_twin(top: int, device: torch.device) -> None:
+    logits = torch.randn(7, 1003, generator=torch.Generator().manual_seed(top)).mul(4).round().to(device)  # many ties
+    targets = [0, 1002, 5, 77, 500, 3, 9]
+    got = scored(logits, targets, top)
+    copied = got.start_copy()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    for host in (got.to_host(), copied.to_host()):
+        for row, token, entry in zip(logits.cpu().numpy(), targets, host, strict=True):
+            same(entry, twin(row, token, top))
+
+
+def test_top_is_at_most_the_vocabulary() -> None:
+    (entry,) = scored(torch.tensor([[0.0, 2.0, 1.0]]), [0], 20).to_host()
+    assert entry is not None and entry.top_ids == [1, 2, 0] and entry.rank == 3
+
+
+def test_sampled_logprobs_are_of_the_raw_logits(device: torch.device, admit: Any) -> None:
+    sampler = Sampler(slots=4, vocab_size=50, device=device)
+    admit(sampler, 0, temperature=0.0, logit_bias={7: 100.0}, logprobs=2)
+    admit(sampler, 1, temperature=0.5, top_k=3, seed=1)
+    admit(sampler, 2, temperature=2.0, top_p=0.5, logprobs=0, seed=2)
+    admit(sampler, 3, temperature=0.0, repetition_penalty=9.0, logprobs=5)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(3)).to(device)
+    tokens = torch.zeros(4, 8, dtype=torch.int32, device=device)
+    before = logits.clone()
+    sampled = sampler.sample(logits, [2, 1, 0, 3], [1, 1, 1, 1], tokens)
+    assert torch.equal(logits, before)
+    assert sampled.logprobs is not None
+    host, drawn = sampled.logprobs.to_host(), sampled.token_ids.tolist()
+    assert drawn[2] == 7 and host[1] is None
+    for row, top in ((0, 0), (2, 2), (3, 5)):
+        same(host[row], twin(logits[row].cpu().numpy(), drawn[row], top))

@@ -1,0 +1,197 @@
+"""What every attention backend must do, against torch's own attention in float64 over dense K and V.
+
+Pages are scattered over a pool of several layers, so a layer's view is strided; slots nobody wrote hold NaN.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+from quire.kernels.registry import BACKENDS, choose_backend
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+LAYERS, LAYER = 3, 1
+
+
+@dataclass
+class Case:
+    batch: Batch
+    k_pages: torch.Tensor
+    v_pages: torch.Tensor
+    q: torch.Tensor
+    dense: list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each row, [kv_len, kv_heads, dim]
+
+
+def make_case(
+    spec: AttentionSpec,
+    rows: list[tuple[int, int]],  # (context, query tokens) of each row
+    *,
+    size: int = 16,
+    seed: int = 0,
+    shared: int = 0,  # leading pages that all rows have in common
+    slack: int = 0,  # by how much the host overestimates lengths
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Case:
+    torch.manual_seed(seed)
+    lens = [context + count for context, count in rows]
+    needed = [-(-(n + slack) // size) for n in lens]
+    width = max(needed) + 1
+    pool = torch.full((sum(needed) + 1, LAYERS, 2, size, spec.kv_heads, spec.head_dim), float("nan"))
+    pool[0] = 0  # the null page
+    free = list(range(1, pool.shape[0]))
+    random.Random(seed).shuffle(free)
+    table = torch.zeros(len(rows), width, dtype=torch.int32)
+    common = [free.pop() for _ in range(shared)]
+    prefix = torch.randn(2, shared * size, spec.kv_heads, spec.head_dim)
+    dense = []
+    for row, n in enumerate(lens):
+        pages = common + [free.pop() for _ in range(needed[row] - shared)]
+        table[row, : len(pages)] = torch.tensor(pages)
+        kv = torch.cat((prefix, torch.randn(2, n - shared * size, spec.kv_heads, spec.head_dim)), dim=1)
+        at = torch.arange(n)
+        pool[torch.tensor(pages)[at // size], LAYER, :, at % size] = kv.transpose(0, 1)
+        dense.append((kv[0].to(dtype), kv[1].to(dtype)))
+    counts = [count for _, count in rows]
+    positions = torch.cat([torch.arange(context, context + count) for context, count in rows])
+    group = GroupBatch(size, table.to(device), torch.zeros(len(positions), dtype=torch.int64, device=device))
+    batch = Batch(
+        positions=positions.to(device),
+        query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
+        kv_len=torch.tensor(lens, dtype=torch.int32, device=device),
+        counts=counts,
+        kv_lens=[n + slack for n in lens],
+        groups=(group,),
+    )
+    pool = pool.to(device, dtype)
+    q = torch.randn(len(positions), spec.heads, spec.head_dim).to(device, dtype)
+    return Case(batch, pool[:, LAYER, 0], pool[:, LAYER, 1], q, dense)
+
+
+def run(backend: AttentionBackend, spec: AttentionSpec, case: Case) -> torch.Tensor:
+    plan = backend.plan(case.batch, case.batch.groups[0], spec)
+    args = (spec, case.q, case.k_pages, case.v_pages, case.batch, case.batch.groups[0], plan)
+    first = backend.forward(*args)
+    assert torch.equal(first, backend.forward(*args)), "a plan serves every layer of its group"
+    return first
+
+
+def oracle(spec: AttentionSpec, case: Case) -> torch.Tensor:
+    outs, begin = [], 0
+    share = spec.heads // spec.kv_heads
+    for count, (k, v) in zip(case.batch.counts, case.dense, strict=True):
+        q = case.q[begin : begin + count].cpu().double().transpose(0, 1)
+        at = torch.arange(len(k) - count, len(k))[:, None]
+        keys = torch.arange(len(k))[None]
+        seen = (keys <= at) & (keys > at - (spec.window or len(k) + 1))
+        k, v = (t.double().transpose(0, 1).repeat_interleave(share, 0) for t in (k, v))
+        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale).transpose(0, 1))
+        begin += count
+    return torch.cat(outs)
+
+
+def check(backend: AttentionBackend, spec: AttentionSpec, case: Case, tolerance: float = 1e-5) -> None:
+    out = run(backend, spec, case)
+    assert out.shape == case.q.shape and out.dtype == case.q.dtype
+    torch.testing.assert_close(out.cpu().double(), oracle(spec, case), atol=tolerance, rtol=tolerance)
+
+
+BATCHES = {
+    "one token, nothing before it": [(0, 1)],
+    "one row decoding": [(40, 1)],
+    "one prompt": [(0, 33)],
+    "page boundaries": [(14, 1), (15, 1), (16, 1), (31, 1), (32, 1), (0, 15), (0, 16), (0, 17)],
+    "chunks continuing a context": [(16, 7), (5, 7), (31, 2), (90, 16), (1, 1)],
+    "mixed, out of order": [(3, 1), (0, 20), (100, 1), (50, 5), (7, 1), (0, 20), (260, 1), (0, 2)],
+    "very different lengths": [(2, 1), (900, 1), (5, 1), (880, 1), (1, 1), (400, 1)],
+}
+HEADS = {"MHA": (4, 4), "MQA": (6, 1), "GQA": (9, 3)}
+
+backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def spec_of(heads: tuple[int, int] = (9, 3), window: int | None = None, dim: int = 32) -> AttentionSpec:
+    return AttentionSpec(heads[0], heads[1], dim, scale=0.3, window=window)
+
+
+@devices
+@backends
+@pytest.mark.parametrize("window", [None, 1, 6, 16, 40, 5000])
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_batches(backend, device, heads, window, rows):
+    spec = spec_of(heads, window)
+    check(backend, spec, make_case(spec, rows, device=device))
+
+
+@devices
+@backends
+@pytest.mark.parametrize("seed", range(8))
+def test_random_batches(backend, device, seed):
+    rng = random.Random(seed)
+    kv_heads = rng.choice([1, 2, 5])
+    spec = spec_of((kv_heads * rng.choice([1, 2, 7]), kv_heads), rng.choice([None, None, 3, 30]), rng.choice([8, 24]))
+    rows = [
+        (rng.choice([0, rng.randrange(200)]), rng.choice([1, 1, 1, rng.randrange(1, 60)]))
+        for _ in range(rng.randrange(1, 30))
+    ]
+    check(backend, spec, make_case(spec, rows, size=rng.choice([1, 4, 16]), seed=seed, device=device))
+
+
+@devices
+@backends
+def test_rows_sharing_pages(backend, device):
+    spec = spec_of()
+    check(backend, spec, make_case(spec, [(40, 1), (33, 9), (60, 1), (32, 1)], shared=2, device=device))
+
+
+@devices
+@backends
+@pytest.mark.parametrize("window", [None, 20])
+def test_host_lengths_may_be_upper_bounds(backend, device, window):
+    spec = spec_of(window=window)
+    rows = [(12, 4), (40, 1), (15, 1), (16, 4), (0, 4), (63, 1)]
+    check(backend, spec, make_case(spec, rows, slack=5, device=device))
+
+
+@devices
+@backends
+def test_half_precision(backend, device):
+    spec = spec_of()
+    check(backend, spec, make_case(spec, BATCHES["mixed, out of order"], dtype=torch.bfloat16, device=device), 3e-2)
+
+
+@backends
+def test_neighbours_do_not_matter(backend):
+    """A row alone and among others agrees to rounding."""
+    spec = spec_of(window=None)
+    rows = [(70, 1), (3, 1), (0, 21), (300, 1), (11, 5)]
+    case = make_case(spec, rows)
+    together, begin = run(backend, spec, case), 0
+    for row, count in enumerate(case.batch.counts):
+        tokens = slice(begin, begin + count)
+        group = case.batch.groups[0]
+        alone = Batch(
+            positions=case.batch.positions[tokens],
+            query_start=torch.tensor([0, count], dtype=torch.int32),
+            kv_len=case.batch.kv_len[row : row + 1],
+            counts=[count],
+            kv_lens=[case.batch.kv_lens[row]],
+            groups=(GroupBatch(group.tokens_per_page, group.page_table[row : row + 1], group.kv_slots[tokens]),),
+        )
+        single = Case(alone, case.k_pages, case.v_pages, case.q[tokens], [case.dense[row]])
+        torch.testing.assert_close(run(backend, spec, single), together[tokens], atol=2e-6, rtol=1e-5)
+        begin += count
+
+
+def test_choice_is_explained():
+    backend, reasons = choose_backend(spec_of(window=8), torch.device("cpu"))
+    assert backend.name == "torch-sdpa"
+    assert reasons == ["attention (9 heads, 3 KV, dim 32, window 8): torch-sdpa"]

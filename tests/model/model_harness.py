@@ -1,0 +1,67 @@
+"""Running a model over prompts in tests: pages, batches and chunks, without an engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from quire.kernels.attention import Batch, GroupBatch
+from quire.kernels.kv import KVViews, allocate_kv
+from quire.model import Model
+
+
+def run_model(
+    model: Model, prompts: Sequence[Sequence[int]], chunk: int | None = None, page_size: int = 4
+) -> list[torch.Tensor]:
+    """Logits [len(prompt), vocabulary] of every prompt. All prompts advance together, at most `chunk` tokens a
+    step each; their pages lie scattered over the pool."""
+    layout = model.spec.kv_layout(
+        page_size=page_size, dtype=str(model.dtype).removeprefix("torch."), itemsize=model.dtype.itemsize
+    )
+    pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
+    pool = allocate_kv(layout, 1 + len(pages), model.device, model.dtype)
+    random.Random(0).shuffle(pages)
+    tables = [[[pages.pop() for _ in range(-(-len(p) // g.tokens_per_page))] for p in prompts] for g in layout.groups]
+    kv = KVViews(pool, layout)
+    done, logits = [0] * len(prompts), [[] for _ in prompts]
+    while any(n < len(p) for n, p in zip(done, prompts, strict=True)):
+        rows = [
+            (i, n, min(len(p), n + (chunk or len(p))))
+            for i, (n, p) in enumerate(zip(done, prompts, strict=True))
+            if n < len(p)
+        ]
+        groups = tuple(
+            _group(group.tokens_per_page, table, rows, model.device)
+            for group, table in zip(layout.groups, tables, strict=True)
+        )
+        batch = _batch(rows, groups, model.device)
+        ids = torch.tensor([t for i, a, b in rows for t in prompts[i][a:b]], device=model.device)
+        with torch.inference_mode():
+            out = model.logits(model.forward(ids, batch, kv)).cpu()
+        for (i, _, end), part in zip(rows, out.split(batch.counts), strict=True):
+            logits[i].append(part)
+            done[i] = end
+    return [torch.cat(parts) for parts in logits]
+
+
+def _batch(rows: list[tuple[int, int, int]], groups: tuple[GroupBatch, ...], device: torch.device) -> Batch:
+    counts = [end - begin for _, begin, end in rows]
+    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    return Batch(
+        positions=torch.cat([torch.arange(begin, end) for _, begin, end in rows]).to(device),
+        query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_len=torch.tensor([end for *_, end in rows], dtype=torch.int32, device=device),
+        counts=counts,
+        kv_lens=[end for *_, end in rows],
+        groups=groups,
+    )
+
+
+def _group(size: int, tables: list[list[int]], rows: list[tuple[int, int, int]], device: torch.device) -> GroupBatch:
+    table = torch.zeros(len(rows), max(len(tables[i]) for i, *_ in rows), dtype=torch.int32)
+    for row, (i, *_) in enumerate(rows):
+        table[row, : len(tables[i])] = torch.tensor(tables[i])
+    slots = [tables[i][p // size] * size + p % size for i, begin, end in rows for p in range(begin, end)]
+    return GroupBatch(size, table.to(device), torch.tensor(slots, device=device))

@@ -1,0 +1,130 @@
+"""GGUF files of every family: written by the gguf package as llama.cpp converts them, logits as before conversion."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from model_harness import run_model
+from tiny_models import prompts, their_logits, tiny
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quire.assets import resolve
+from quire.model import load_model
+from quire.model.rope import inverse_frequencies
+
+CPU = {"device": "cpu", "dtype": torch.float32}
+GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+
+
+def pair_heads(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama.cpp's conversion orders them for its paired RoPE."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
+    config, arch = model.config, model.config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_vocab_size(config.vocab_size)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_rope_dimension_count(head_dim)
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        weight = tensor.float().numpy()
+        if name.endswith(GPT2_TRANSPOSED):
+            weight = weight.T
+        if arch == "llama" and ".q_proj." in name:
+            weight = pair_heads(weight, config.num_attention_heads)
+        if arch == "llama" and ".k_proj." in name:
+            weight = pair_heads(weight, config.num_key_value_heads)
+        stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
+        data = gguf.quants.quantize(np.ascontiguousarray(weight), stored)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
+    if arch == "llama" and config.rope_parameters["rope_type"] == "llama3":
+        scaled = model.model.rotary_emb.inv_freq
+        plain = 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, head_dim, 2) / head_dim)
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2", "qwen3", "gpt2"])
+def test_logits_survive_conversion(tmp_path, name):
+    theirs = tiny(name)
+    path = tmp_path / "m.gguf"
+    convert(theirs, str(path))
+    ours = load_model(resolve(str(path)).open(), **CPU)
+    assert ours.spec.tie_embeddings == theirs.config.tie_word_embeddings
+    (prompt,) = prompts(33)
+    want = their_logits(theirs, prompt)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(run_model(ours, [prompt], chunk=7)[0], want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_0"])
+def test_quantised_files_match_transformers_reading_them(tmp_path, kind):
+    theirs = tiny("block-sized")
+    path = tmp_path / "m.gguf"
+    convert(theirs, str(path), GGMLQuantizationType[kind])
+    reread = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ours = load_model(resolve(str(path)).open(), **CPU)
+    (prompt,) = prompts(21)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], their_logits(reread, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_yarn_keys(tmp_path):
+    """RoPE scaling by key-values means what the same config.json means."""
+    path = tmp_path / "m.gguf"
+    convert(tiny("llama2"), str(path))
+    source = resolve(str(path)).open()
+    meta = source.metadata() | {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.original_context_length": 16,
+        "llama.rope.freq_base": 1000.0,
+    }
+    source.metadata = lambda: meta
+    rope = load_model(source, **CPU).spec.rope
+    assert rope.kind == "yarn"
+    ours, sharpness = inverse_frequencies(rope, 128, 128)
+    theirs = tiny("yarn").model.rotary_emb
+    torch.testing.assert_close(ours, theirs.inv_freq)
+    assert sharpness == pytest.approx(theirs.attention_scaling)
+
+
+@pytest.fixture(scope="module")
+def ours(default_model):
+    return load_model(default_model.open(), **CPU)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_default_model_matches_transformers(ours, oracle, seed):
+    first, second = prompts(50, 23, vocabulary=49152, seed=seed)
+    got = run_model(ours, [first, second], chunk=32, page_size=16)
+    for logits, prompt in zip(got, (first, second), strict=True):
+        want = their_logits(oracle, prompt)
+        torch.testing.assert_close(logits, want, atol=1e-3, rtol=1e-3)
+        top = want.topk(2).values
+        clear = top[:, 0] - top[:, 1] > 1e-3
+        assert torch.equal(logits.argmax(-1)[clear], want.argmax(-1)[clear])

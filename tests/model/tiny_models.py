@@ -1,0 +1,96 @@
+"""Tiny random models of every family, made by transformers: the oracle's side of the comparison."""
+
+from __future__ import annotations
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+    "rope_theta": 500.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
+
+CONFIGS = {
+    "llama2": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
+    "llama-biased-tied": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama3": lambda: LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3)),
+    "llama-linear": lambda: LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    ),
+    "llama-dynamic": lambda: LlamaConfig(
+        **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    ),
+    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=dict(YARN)),
+    "yarn-mscale": lambda: LlamaConfig(
+        **SIZES, rope_parameters=YARN | {"mscale": 1.3, "mscale_all_dim": 0.7, "beta_fast": 8.0, "truncate": False}
+    ),
+    "block-sized": lambda: LlamaConfig(
+        **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
+    ),  # all rows are whole GGUF blocks
+    "one-kv-head": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16),
+    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=9),
+    "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-mixed-windows": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=3),
+    "qwen2-layer-types": lambda: Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=12),
+    "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
+    "gpt2-variations": lambda: GPT2Config(
+        vocab_size=97,
+        n_positions=128,
+        n_embd=48,
+        n_layer=3,
+        n_head=4,
+        n_inner=64,
+        activation_function="gelu",
+        scale_attn_by_inverse_layer_idx=True,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def tiny(name: str, seed: int = 0) -> PreTrainedModel:
+    """Weights large enough, and norms and biases off their neutral values, that every part shows in the logits."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def their_logits(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0].float()
+
+
+def prompts(*lengths: int, vocabulary: int = 97, seed: int = 1) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]

@@ -1,0 +1,180 @@
+"""The scheduler's decisions, one at a time, over the fake executor."""
+
+import pytest
+
+from quire.scheduling import Scheduler
+from quire.types.config import SchedulerOptions
+from quire.types.errors import ConfigError, ContextLengthError, InputError, OverloadedError
+from quire.types.fakes import FakeExecutor
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.plan import Capacity
+from quire.types.request import TRANSITIONS, FinishReason, Request, Status
+from quire.types.sampling import SamplingParams
+
+LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32", 4)
+
+
+def world(*, pages=100, slots=8, tokens=32, depth=1, **options):
+    capacity = Capacity(pages=pages, slots=slots, max_model_len=80, max_batch_tokens=tokens, depth=depth)
+    return Scheduler(SchedulerOptions(**options), LAYOUT, capacity), FakeExecutor(LAYOUT, capacity)
+
+
+def ask(name, prompt, *, priority=0, arrival=0.0, **params):
+    params = {"max_tokens": 4, **params}
+    return Request(id=name, prompt=prompt, params=SamplingParams(**params), priority=priority, arrival=arrival)
+
+
+def step(scheduler, executor, now=0.0):
+    plan = scheduler.plan(now)
+    return plan, scheduler.commit(plan, executor.submit(plan).result())
+
+
+def test_chunked_prefill_and_decode_share_a_step():
+    scheduler, executor = world(tokens=8)
+    scheduler.submit(ask("a", [1, 2, 3], max_tokens=20))
+    step(scheduler, executor)
+    scheduler.submit(ask("b", list(range(30))))
+    plan, _ = step(scheduler, executor)
+    assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 7)], "decode first, then what the budget leaves"
+    assert len(plan.samples) == 1
+
+
+def test_pages_computed_in_this_step_are_a_hit_for_others_in_it():
+    scheduler, executor = world(tokens=64)
+    for i in range(4):
+        scheduler.submit(ask(f"r{i}", [*range(16), 50 + i]))
+    plan, _ = step(scheduler, executor)
+    assert [(r.start, r.count) for r in plan.rows] == [(0, 17), (16, 1), (16, 1), (16, 1)]
+    assert scheduler.stats.cached_tokens == 48
+
+
+def test_others_wait_for_pages_that_take_several_steps():
+    scheduler, executor = world(tokens=10)
+    for i in range(3):
+        scheduler.submit(ask(f"r{i}", [*range(24), 50 + i]))
+    rows = []
+    while scheduler.busy:
+        plan, _ = step(scheduler, executor)
+        rows += [(r.start, r.count) for r in plan.rows if r.start < 24]
+    assert sum(count for _, count in rows) == 25 + 0, "the shared 24 tokens are computed once"
+    assert scheduler.stats.cached_tokens == 48
+
+
+def test_waiting_for_somebody_who_is_aborted_ends_the_wait():
+    scheduler, executor = world(tokens=10)
+    scheduler.submit(ask("first", [*range(24), 1]))
+    scheduler.submit(ask("second", [*range(24), 2]))
+    step(scheduler, executor)
+    scheduler.abort("first")
+    events = []
+    while scheduler.busy:
+        events += step(scheduler, executor)[1]
+    assert {e.request for e in events} == {"second"}
+
+
+def test_branches_share_the_prompt_and_copy_its_last_page():
+    scheduler, executor = world()
+    scheduler.submit(ask("a", list(range(10)), n=3))
+    plan, events = step(scheduler, executor)
+    assert len(plan.rows) == 1 and len(plan.samples) == 3 and len(events) == 3
+    assert scheduler.memory.pool.used == 3
+    plan, _ = step(scheduler, executor)
+    assert len(plan.copies) == 2, "the last holder keeps the page"
+
+
+def test_branches_without_a_slot_start_later():
+    scheduler, executor = world(slots=2)
+    scheduler.submit(ask("a", list(range(10)), n=4))
+    ended = []
+    while scheduler.busy:
+        ended += [e.branch for e in step(scheduler, executor)[1] if e.finish]
+        scheduler.check()
+    assert sorted(ended) == [0, 1, 2, 3]
+
+
+def test_running_out_of_pages_preempts_the_last_to_come():
+    scheduler, executor = world(pages=1 + 9, slots=2)
+    scheduler.submit(ask("old", list(range(14)), max_tokens=12, arrival=0))
+    scheduler.submit(ask("new", list(range(20, 34)), max_tokens=12, arrival=1))
+    finished = []
+    while scheduler.busy:
+        finished += [e.request for e in step(scheduler, executor)[1] if e.finish]
+        scheduler.check()
+    assert finished == ["old", "new"] and scheduler.stats.preemptions >= 1
+
+
+def test_priority_goes_first_and_waiting_earns_priority():
+    scheduler, executor = world(slots=1, scheduler="priority", ageing=10.0)
+    scheduler.submit(ask("low", [1], priority=5, arrival=0.0, max_tokens=1))
+    scheduler.submit(ask("high", [2], priority=0, arrival=0.0, max_tokens=1))
+    assert step(scheduler, executor, 1.0)[1][0].request == "high"
+    scheduler.submit(ask("newer", [3], priority=0, arrival=60.0, max_tokens=1))
+    assert step(scheduler, executor, 60.0)[1][0].request == "low", "sixty seconds are worth six levels"
+
+
+def test_static_batches_do_not_mix_and_reserve_for_the_longest():
+    scheduler, executor = world(scheduler="static", slots=2, tokens=8)
+    for name, length, out in (("a", 10, 2), ("b", 3, 9), ("c", 3, 1)):
+        scheduler.submit(ask(name, list(range(length)), max_tokens=out))
+    order = []
+    while scheduler.busy:
+        _, events = step(scheduler, executor)
+        order += [e.request for e in events if e.finish]
+        if "b" not in order:
+            assert scheduler.memory.pool.used <= 2 * 5, "ten and nine tokens in pages of four, for each"
+            assert "c" not in order
+    assert order == ["a", "b", "c"]
+    assert (scheduler.memory.slots_filled, scheduler.memory.slots_allocated) == (11 + 11 + 3, 20 + 20 + 4)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (ask("x", []), InputError),
+        (ask("x", [1] * 80), ContextLengthError),
+        (ask("taken", [1]), InputError),
+    ],
+)
+def test_impossible_requests_are_refused_with_a_reason(request_, error):
+    scheduler, _ = world()
+    scheduler.submit(ask("taken", [1]))
+    with pytest.raises(error):
+        scheduler.submit(request_)
+    scheduler.check()
+
+
+def test_a_request_larger_than_the_pool_is_refused():
+    scheduler, _ = world(pages=1 + 3)
+    with pytest.raises(ContextLengthError, match="KV pool"):
+        scheduler.submit(ask("x", [1] * 10, max_tokens=10))
+
+
+def test_the_queue_is_bounded():
+    scheduler, _ = world(max_waiting=2)
+    scheduler.submit(ask("a", [1]))
+    scheduler.submit(ask("b", [1]))
+    with pytest.raises(OverloadedError):
+        scheduler.submit(ask("c", [1]))
+
+
+def test_failure_ends_everything_and_the_scheduler_goes_on():
+    scheduler, executor = world(depth=2)
+    scheduler.submit(ask("a", list(range(9)), n=2))
+    plan = scheduler.plan(0.0)
+    executor.submit(plan)
+    events = scheduler.fail("broken")
+    assert [(e.finish, e.message) for e in events] == [(FinishReason.ERROR, "broken")] * 2
+    scheduler.check()
+    assert scheduler.memory.pool.used == 0 and scheduler.memory.pool.cached == 0
+    scheduler.submit(ask("b", list(range(9)), max_tokens=1))
+    assert step(scheduler, executor)[1][0].request == "b"
+
+
+def test_unknown_policy():
+    with pytest.raises(ConfigError, match="fcfs"):
+        world(scheduler="lottery")
+
+
+def test_no_way_back_from_the_end():
+    assert not TRANSITIONS[Status.FINISHED]
+    assert set(TRANSITIONS) == set(Status)

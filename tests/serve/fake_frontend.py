@@ -1,0 +1,175 @@
+"""A frontend without an engine: bytes are tokens, answers are a fixed text, and the prompt may ask for trouble.
+
+The last word of a prompt commands it: `hang`, `boom`, `late-boom`, `overloaded`, `dead`, `aborted`, `burst`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError
+from quire.types.events import EngineStats
+from quire.types.outputs import Delta
+from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import EngineInfo
+
+EOS = 256
+VOCAB = 257
+CONTEXT = 512
+
+
+class FakeTokenizer:
+    vocab_size = VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def token_bytes(self, token: int) -> bytes:
+        return b"<eos>" if token == EOS else bytes([token])
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        kept = [t for t in tokens if not (skip_special_tokens and t == EOS)]
+        return b"".join(map(self.token_bytes, kept)).decode("utf-8", "replace")
+
+
+class FakeText:
+    def __init__(self) -> None:
+        self.tokenizer = FakeTokenizer()
+        self.threads: set[str] = set()  # where templates were rendered
+
+    def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
+        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else ""))
+
+
+class FakeClient:
+    info = EngineInfo(
+        model="fake", max_model_len=CONTEXT, vocab_size=VOCAB, pages=64, page_size=16, max_batch_tokens=512, depth=1,
+        device="cpu", dtype="float32", reasons=[],
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.closed = threading.Event()
+
+    async def stats(self) -> EngineStats:
+        if not self.alive:
+            raise EngineDeadError("the engine stopped")
+        return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
+
+    async def close(self) -> None:
+        self.closed.set()
+
+
+class FakeFrontend:
+    model_name = "org/fake"
+
+    def __init__(self) -> None:
+        self.client = FakeClient()
+        self.text = FakeText()
+        self.requests: list[Request] = []
+        self.open = 0
+        self.aborted = threading.Semaphore(0)
+        self.hanging = threading.Semaphore(0)
+
+    def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> Request:
+        tokens = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        if not tokens:
+            raise InputError("the prompt is empty", param="prompt")
+        if bad := [token for token in tokens if not 0 <= token < VOCAB]:
+            raise InputError(f"token id {bad[0]} is outside the vocabulary of {VOCAB}", param="prompt")
+        if len(tokens) >= CONTEXT:
+            raise ContextLengthError(f"the prompt has {len(tokens)} tokens but the context holds {CONTEXT}")
+        params.check_vocabulary(VOCAB)
+        request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt)
+        self.requests.append(request)
+        return request
+
+    async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
+        self.open += 1
+        finished = False
+        try:
+            async for deltas in self._answer(request):
+                yield deltas
+            finished = True
+        finally:
+            self.open -= 1
+            if not finished:
+                self.aborted.release()
+
+    async def _answer(self, request: Request) -> AsyncIterator[list[Delta]]:
+        words = self.text.tokenizer.decode(request.prompt).removesuffix("\nassistant: ").split()
+        command = words[-1] if words else ""
+        if command == "overloaded":
+            raise OverloadedError("the queue is full", retry_after=2.5)
+        if command == "boom":
+            raise RuntimeError("secret detail")
+        steps = [list(_branch(request, branch)) for branch in range(request.params.n)]
+        if command == "burst":
+            yield [delta for branch in steps for delta in branch]
+            return
+        for step in range(max(map(len, steps))):
+            await asyncio.sleep(0)
+            if step == 2 and command == "hang":
+                self.hanging.release()
+                await asyncio.Event().wait()
+            if step == 2 and command == "late-boom":
+                raise RuntimeError("secret detail")
+            if step == 2 and command == "dead":
+                raise EngineDeadError("the engine stopped")
+            if step == 2 and command == "aborted":
+                yield [Delta(finish_reason=FinishReason.ABORT)]
+            yield [branch[step] for branch in steps if step < len(branch)]
+
+
+def answer(params: SamplingParams, branch: int) -> str:
+    """What the fake says: the same for the same seed and branch, everything the same when greedy."""
+    flavour = "greedy" if params.greedy else f"{params.seed}/{branch}"
+    return f"€{flavour} für uns: one two three four five six seven eight nine ten"
+
+
+def _branch(request: Request, branch: int) -> list[Delta]:
+    params = request.params
+    tokens = [*answer(params, branch).encode(), *([] if params.ignore_eos else [EOS])]
+    text = bytes(token for token in tokens if token != EOS).decode()
+    cut = min((end for stop in params.stop if (end := text.find(stop)) >= 0), default=None)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    deltas: list[Delta] = []
+    shown = ""
+    for index, token in enumerate(tokens[: params.max_tokens or len(tokens)]):
+        delta = Delta(branch=branch, token_ids=[token], text="" if token == EOS else decoder.decode(bytes([token])))
+        if params.logprobs is not None:
+            delta.logprobs = [_scores(token, params.logprobs)]
+        if index == 0:
+            delta.cached_tokens = len(request.prompt) // 16 * 16
+            if params.prompt_logprobs is not None and branch == 0:
+                delta.prompt_logprobs = [_scores(token, params.prompt_logprobs) for token in request.prompt[1:]]
+        deltas.append(delta)
+        if cut is not None and len(shown) + len(delta.text) > cut:
+            delta.text = delta.text[: cut - len(shown)]
+            delta.finish_reason = FinishReason.STOP
+            return deltas
+        shown += delta.text
+    deltas[-1].finish_reason = FinishReason.STOP if deltas[-1].token_ids == [EOS] else FinishReason.LENGTH
+    return deltas
+
+
+def _scores(token: int, top: int) -> TokenLogprobs:
+    """The token is the likeliest, its successors follow; the last of them is impossible."""
+    ids = [(token + step) % 256 for step in range(top)]
+    return TokenLogprobs(token, -0.5, 1, ids, [-0.5 - step if step < 4 else float("-inf") for step in range(top)])
