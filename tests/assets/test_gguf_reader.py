@@ -185,18 +185,28 @@ def test_truncation_at_every_byte_of_the_header(tmp_path: Path) -> None:
             open_bytes(tmp_path, whole[:cut])
 
 
+def test_lies_are_cheap(tmp_path: Path) -> None:
+    """Counts and lengths are checked before memory is taken for what they promise."""
+    tracemalloc.start()
+    for data, _ in BAD.values():
+        with pytest.raises(ModelFileError):
+            open_bytes(tmp_path, data)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+
+
 def test_random_damage_never_surprises(sample: Path, tmp_path: Path) -> None:
-    """Thousands of damaged headers: each is read or refused with ModelFileError, and never with much memory."""
+    """Thousands of damaged headers: each is read, or refused with ModelFileError and nothing else."""
     rng = random.Random(20)
-    whole = bytearray(sample.read_bytes())
-    header = whole.index(b"i32", whole.index(b"t.nested")) + 600  # most of the header, no tensor data
+    whole = sample.read_bytes()
+    header = gguf.GGUFReader(sample).tensors[0].data_offset
     path = tmp_path / "fuzz.gguf"
     refused = 0
-    tracemalloc.start()
-    for _ in range(3000):
+    for _ in range(2500):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 1, 2, 8))):
-            at = rng.randrange(min(header, len(data)))
+            at = rng.randrange(header)
             if rng.random() < 0.3:
                 data[at : at + 8] = struct.pack("<Q", rng.choice((U64_MAX, 1 << 63, 1 << 32, len(whole), 0)))
             else:
@@ -209,7 +219,4 @@ def test_random_damage_never_surprises(sample: Path, tmp_path: Path) -> None:
         else:
             for name, entry in file.tensors().items():
                 assert len(file.read(name)) == entry.nbytes
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert refused > 1000
-    assert peak < 16 << 20
+    assert 800 < refused < 2500

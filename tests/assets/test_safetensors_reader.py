@@ -95,7 +95,7 @@ def test_random_damage_is_judged_as_the_library_judges_it(tmp_path: Path) -> Non
     whole = pack(header, bytes(16))
     path = tmp_path / "case.safetensors"
     accepted = 0
-    for _ in range(4000):
+    for _ in range(2500):
         data = bytearray(whole)
         for _ in range(rng.choice((1, 1, 1, 2, 4))):
             at = rng.randrange(len(data) - 16)
@@ -110,7 +110,7 @@ def test_random_damage_is_judged_as_the_library_judges_it(tmp_path: Path) -> Non
         accepted += 1
         with safe_open(path, "np") as oracle:  # must not raise: it accepts whatever is accepted here
             assert set(oracle.keys()) == set(ours.tensors)
-    assert 10 < accepted < 3900
+    assert 10 < accepted < 2400
 
 
 def test_truncation_everywhere(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class World:
         if kind.pop("bad", False):
             known, top = self.known(row), self.logits[row].argsort(descending=True).tolist()
             kind["bad_token_ids"] = [
-                [top[0]], [*known[-3:], top[1]], [*known[-2:], top[2]], [known[-1] + 1, top[3]], [9] * 60 + [top[3]],
+                [top[0]], [*known[-3:], top[1]], [*known[-2:], top[2]], [known[-1] + 1, top[3]], [9] * 60 + [top[3]]
             ]  # fmt: skip
         return SamplingParams(max_tokens=None, **kind)
 

@@ -48,7 +48,7 @@ def test_all_promised_kinds_are_there():
 
 
 def test_refusals():
-    with pytest.raises(ModelFileError, match="IQ2_XS.*known"):
+    with pytest.raises(ModelFileError, match=r"IQ2_XS.*known"):
         dequantize(torch.zeros(1, 74, dtype=torch.uint8), "IQ2_XS")
     with pytest.raises(ModelFileError, match="whole number"):
         dequantize(torch.zeros(1, 33, dtype=torch.uint8), "Q8_0")

@@ -90,6 +90,9 @@ def test_wrong_shape():
     source = source_of("llama2")
     source._tensors["model.embed_tokens.weight"] = torch.zeros(98, 48)
     refused(source, r"embed_tokens.*\(98, 48\).*\(97, 48\)")
+    source = source_of("llama2")
+    source._tensors["model.norm.weight"] = torch.tensor(1.0)
+    refused(source, r"model\.norm.*shape \(\).*\(48,\)")
     source = source_of("gpt2")
     source._tensors["transformer.h.0.attn.c_attn.weight"] = torch.zeros(48, 100)
     refused(source, r"c_attn.*shape \(100, 48\)")
@@ -113,14 +116,23 @@ def test_unsupported_type():
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*known: LlamaForCausalLM.*GPT2LMHeadModel"),
         ({"architectures": None, "model_type": None}, "None.*known"),
-        ({"hidden_size": None}, "'hidden_size' should be a positive integer, got None"),
+        ({"hidden_size": None}, "'hidden_size' should be an integer from 1 to 1048576, got None"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_attention_heads": True}, "num_attention_heads"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
         ({"hidden_act": "mish"}, "mish.*known: silu"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*known: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor', got None"),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "'factor', got nan"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1.0, "partial_rotary_factor": 2.0}}, "rotate 16"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of values"),
+        ({"rope_parameters": "yarn"}, "one set of values"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "does not work out"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "fast"}}, "does not work out"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": "fp8"}, "fp8"),
     ],
 )
 def test_configs_we_cannot_run(change, match):
@@ -132,6 +144,8 @@ def test_configs_we_cannot_run(change, match):
 def test_layer_types_must_fit():
     source = source_of("qwen2-layer-types")
     source._config["layer_types"] = ["full_attention"] * 3
+    refused(source, "layer_types should be 4")
+    source._config["layer_types"] = [["full_attention"]] * 4
     refused(source, "layer_types should be 4")
 
 

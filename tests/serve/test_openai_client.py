@@ -29,7 +29,7 @@ def test_models(client: openai.OpenAI, model: str) -> None:
 
 
 def test_chat(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(model=model, messages=QUESTION, max_completion_tokens=24, temperature=0)
+    answer = client.chat.completions.create(model=model, messages=QUESTION, max_completion_tokens=12, temperature=0)
     assert answer.object == "chat.completion"
     assert answer.model == model
     assert answer.id.startswith("chatcmpl-")
@@ -74,12 +74,12 @@ def test_usage_counts_tokens_and_cached_ones(client: openai.OpenAI, model: str) 
 
 
 def test_chat_streaming_equals_the_whole(client: openai.OpenAI, model: str) -> None:
-    whole = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=24, temperature=0)
+    whole = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=12, temperature=0)
     text, roles, finishes, usage = "", [], [], None
     with client.chat.completions.create(
         model=model,
         messages=QUESTION,
-        max_tokens=24,
+        max_tokens=12,
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
@@ -104,7 +104,7 @@ def test_chat_streaming_equals_the_whole(client: openai.OpenAI, model: str) -> N
 
 
 def test_completion_streaming_equals_the_whole(client: openai.OpenAI, model: str) -> None:
-    options: dict[str, Any] = {"model": model, "prompt": [PROMPT, "One, two,"], "max_tokens": 12, "temperature": 0}
+    options: dict[str, Any] = {"model": model, "prompt": [PROMPT, "One, two,"], "max_tokens": 6, "temperature": 0}
     whole = client.completions.create(**options, n=2)
     texts = dict.fromkeys(range(4), "")
     for chunk in client.completions.create(**options, n=2, stream=True):
@@ -114,29 +114,30 @@ def test_completion_streaming_equals_the_whole(client: openai.OpenAI, model: str
 
 
 def test_stop_string_is_not_in_the_text(client: openai.OpenAI, model: str) -> None:
-    free = client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=0)
+    free = client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0)
     text = free.choices[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    cut = client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=0, stop=[stop, "\0never"])
+    cut = client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0, stop=[stop, "\0never"])
     assert cut.choices[0].finish_reason == "stop"
     assert cut.choices[0].text == text[: text.index(stop)]
-    pieces = client.completions.create(model=model, prompt=PROMPT, max_tokens=24, temperature=0, stop=stop, stream=True)
+    pieces = client.completions.create(model=model, prompt=PROMPT, max_tokens=12, temperature=0, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in pieces) == cut.choices[0].text
 
 
 def test_n_choices(client: openai.OpenAI, model: str) -> None:
-    answer = client.chat.completions.create(model=model, messages=QUESTION, n=3, max_tokens=12, seed=7, temperature=1.5)
+    answer = client.chat.completions.create(model=model, messages=QUESTION, n=3, max_tokens=6, seed=7, temperature=1.5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.message.content for choice in answer.choices}) > 1
-    assert answer.usage is not None and answer.usage.completion_tokens <= 36
+    assert answer.usage is not None and answer.usage.completion_tokens <= 18
 
 
 def test_seed_repeats_and_differs(client: openai.OpenAI, model: str) -> None:
     def sample(seed: int) -> str:
-        return client.completions.create(model=model, prompt="I like", max_tokens=16, seed=seed).choices[0].text
+        return client.completions.create(model=model, prompt="I like", max_tokens=8, seed=seed).choices[0].text
 
-    assert sample(1) == sample(1)
-    assert len({sample(seed) for seed in range(4)}) > 1
+    first = sample(1)
+    assert sample(1) == first
+    assert {sample(2), sample(3)} != {first}
 
 
 def test_chat_logprobs(client: openai.OpenAI, model: str) -> None:
@@ -244,7 +245,7 @@ def test_bad_requests_name_the_field(client: openai.OpenAI, model: str, change: 
     assert caught.value.type == "invalid_request_error"
     body = caught.value.body
     assert isinstance(body, dict) and body["message"] and set(body) == {"message", "type", "param", "code"}
-    assert client.chat.completions.create(model=model, messages=QUESTION, max_tokens=1).choices  # still serving
+    assert client.completions.create(model=model, prompt="x", max_tokens=1).choices  # still serving
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [10**9], [-1]])

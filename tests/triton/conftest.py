@@ -7,6 +7,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import pytest
 import torch
 
+tl = pytest.importorskip("triton.language")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 _patch_tensor = interpreter._patch_lang_tensor
 
@@ -18,6 +19,21 @@ def _patch_tensor_and_index(tensor, scope):
 
 
 interpreter._patch_lang_tensor = _patch_tensor_and_index
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_of_bfloat16(self, a, b, *rest):
+    """The interpreter keeps bfloat16 as its bits and multiplies those; give it what they mean."""
+    return _dot(self, _widened(a), _widened(b), *rest)
+
+
+def _widened(handle):
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), tl.float32)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 
 
 @pytest.fixture(autouse=True)

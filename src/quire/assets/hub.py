@@ -82,7 +82,7 @@ def _explain(error: Exception, reference: HubReference, errors: ModuleType) -> s
         return f"the hub has no model {name!r} (or it is private: then set HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name} has no revision {reference.revision!r}"
-    if isinstance(error, errors.RemoteEntryNotFoundError):
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f"{name} has no file {reference.file!r}"
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (

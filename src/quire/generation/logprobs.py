@@ -27,7 +27,7 @@ class LogprobTensors:
 
     def start_copy(self) -> LogprobTensors:
         """Begin the copy to the host and do not wait; read the result with `to_host` after the device got there."""
-        tokens, logprobs, ranks, top_ids, top_logprobs = map(_begin_copy, self._tensors())
+        tokens, logprobs, ranks, top_ids, top_logprobs = map(begin_copy, self._tensors())
         return LogprobTensors(tokens, logprobs, ranks, top_ids, top_logprobs, self.tops)
 
     def to_host(self) -> list[TokenLogprobs | None]:
@@ -66,7 +66,8 @@ def _entry(
     return TokenLogprobs(token, logprob, rank, top_ids[:top], top_logprobs[:top])
 
 
-def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+def begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """To the host without waiting: pinned memory, valid once the device got there."""
     if not tensor.is_cuda:
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -67,6 +67,10 @@ class Sampler:
         """Take a slot's parameters; they reach the device with the next `sample`."""
         self._table.admit(admit)
 
+    def all_greedy(self, slots: list[int]) -> bool:
+        """Whether these slots want the most likely token and nothing else."""
+        return self._table.wanted(slots) in (Need.GREEDY, Need(0))
+
     def sample(
         self,
         logits: torch.Tensor,  # float32 [n, vocab]; left as it is

@@ -112,8 +112,7 @@ class SlotTable:
             self.bias_values.put(slot, np.array(list(params.logit_bias.values())))
         if params.min_tokens:
             self.stop_ids.put(slot, np.array(admit.stop_ids, np.int64))
-        if params.bad_token_ids:
-            words = params.bad_token_ids
+        if words := params.bad_token_ids:
             longest = max(len(word) for word in words) - 1
             self.word_ends.put(slot, np.array([word[-1] for word in words]))
             self.word_starts.put(slot, np.array([[PAD] * (longest + 1 - len(word)) + word[:-1] for word in words]))
@@ -128,6 +127,10 @@ class SlotTable:
             rows = ship(np.concatenate([self._ints[slots], self._floats[slots].view(np.int64)], 1), self.device)
             rows[:, 0] = streams(rows[:, 0], rows[:, 1])
             self._rows.index_copy_(0, rows[:, _INTS - 1], rows)
+
+    def wanted(self, slots: list[int]) -> Need:
+        """All that any of these slots may ask for."""
+        return Need(int(np.bitwise_or.reduce(self._needs[slots])) if slots else 0)
 
     def needs(self, slots: Ints, positions: Ints) -> Ints:
         """What each row asks for when it draws this position: a minimum length once reached is no more asked for."""
@@ -195,9 +198,9 @@ def _needs(params: SamplingParams, top_k: bool) -> Need:
     else:
         needs = Need.NUCLEUS if params.top_p < 1.0 else Need.PLAIN
     for need, wanted in (
-        (Need.MIN_P, params.min_p > 0.0),
+        (Need.MIN_P, params.min_p > 0.0 and not params.greedy),
         (Need.BIAS, params.logit_bias),
-        (Need.BAD_WORDS, params.bad_token_ids),
+        (Need.BAD_WORDS, any(params.bad_token_ids)),
         (Need.MIN_TOKENS, params.min_tokens),
         (Need.PENALTIES, params.penalised),
         (Need.COUNTS, params.presence_penalty or params.frequency_penalty),

@@ -41,6 +41,12 @@ class Architecture(Protocol):
         ...
 
 
+def named_in(config: Mapping[str, Any]) -> Any:
+    """The name of the architecture in a config.json: a class name, or a model type where none is given."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names else config.get("model_type")
+
+
 class Fields:
     """Checked access to a config: a wrong or missing value is named, never guessed around."""
 
@@ -50,12 +56,13 @@ class Fields:
     def raw(self, name: str) -> Any:
         return self._config.get(name)
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = 1 << 16) -> int:
+        """Bounded, so that a config alone cannot make us build without end."""
         value = self._config.get(name)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 31:
-            raise ModelFileError(f"model config: {name!r} should be a positive integer, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ModelFileError(f"model config: {name!r} should be an integer from {least} to {most}, got {value!r}")
         return value
 
     def number(self, name: str, default: float) -> float:
@@ -72,7 +79,7 @@ class Fields:
 
     def choice(self, name: str, default: str, known: Mapping[str, Any]) -> Any:
         value = self._config.get(name) or default
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ModelFileError(f"model config: {name} {value!r} is not supported; known: {', '.join(known)}")
         return known[value]
 
@@ -86,7 +93,10 @@ class Fields:
 
 def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeSpec:
     """From `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
-    params = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
+        raise ModelFileError(f"model config: RoPE parameters should be one set of values, got {said!r}")
+    params = dict(said)
     kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
     for name in [name for name, value in params.items() if value is None]:
         del params[name]
@@ -98,7 +108,9 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int) -> Ro
     if kind == "yarn" and isinstance(original, int) and original > 0:
         params.setdefault("factor", max_position / original)
     rope = RopeSpec(theta=theta, dim=int(head_dim * partial), kind=str(kind), params=params)
-    check_rope(rope)
+    if rope.dim > head_dim:
+        raise ModelFileError(f"model config: RoPE cannot rotate {rope.dim} dimensions of heads of {head_dim}")
+    check_rope(rope, max_position)
     return rope
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.model.architecture import Architecture
+from quire.model.architecture import Architecture, named_in
 from quire.model.gguf import config_from_gguf, is_gguf
 from quire.model.gpt2 import Gpt2Family
 from quire.model.llama import LlamaFamily
@@ -27,14 +27,14 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
         family = _find(named, {name: f for f in FAMILIES for name in f.gguf_names})
         return family, family.spec(config_from_gguf(metadata, source.tensors()))
     if metadata.get("quantization_config"):
-        method = metadata["quantization_config"].get("quant_method", "an unknown method")
-        raise ModelFileError(f"model is quantised with {method}, which is not supported; use float weights or GGUF")
-    named = (metadata.get("architectures") or [metadata.get("model_type")])[0]
-    family = _find(named, {name: f for f in FAMILIES for name in f.names})
+        how = metadata["quantization_config"]
+        method = how.get("quant_method") if isinstance(how, dict) else how
+        raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
+    family = _find(named_in(metadata), {name: f for f in FAMILIES for name in f.names})
     return family, family.spec(metadata)
 
 
 def _find(named: Any, known: dict[str, Architecture]) -> Architecture:
-    if named not in known:
+    if not isinstance(named, str) or named not in known:
         raise ModelFileError(f"architecture {named!r} is not supported; known: {', '.join(known)}")
     return known[named]

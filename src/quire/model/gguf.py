@@ -60,7 +60,7 @@ def _llama(arch: str, values: Mapping[str, Any], tensors: Mapping[str, TensorInf
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
     rotated = values.get("rope.dimension_count")
-    if rotated is not None and head_dim:
+    if isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0:
         config["partial_rotary_factor"] = rotated / head_dim
     if arch == "llama" and values.get("attention.sliding_window"):
         config |= {"model_type": "mistral", "sliding_window": values["attention.sliding_window"]}

@@ -46,20 +46,21 @@ class Gpt2Family:
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         fields = Fields(config)
-        hidden, layers, heads = fields.integer("n_embd"), fields.integer("n_layer"), fields.integer("n_head")
+        hidden, layers = fields.integer("n_embd", most=1 << 20), fields.integer("n_layer", most=4096)
+        heads = fields.integer("n_head")
         kv_heads, head_dim = fields.heads(hidden, heads, heads)
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_depth = fields.flag("scale_attn_by_inverse_layer_idx")
         return DecoderSpec(
             architecture="gpt2",
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.integer("vocab_size", most=1 << 24),
             hidden=hidden,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate=fields.integer("n_inner", 4 * hidden),
-            max_position=fields.integer("n_positions"),
+            intermediate=fields.integer("n_inner", 4 * hidden, most=1 << 24),
+            max_position=fields.integer("n_positions", most=1 << 30),
             windows=(None,) * layers,
             scales=tuple(scale / (i + 1) if by_depth else scale for i in range(layers)),
             norm="layer",

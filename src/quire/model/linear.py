@@ -48,7 +48,7 @@ class DenseScheme:
 
 
 class Linear:
-    """`parts` are the output sizes of the stacked matrices."""
+    """`parts` are the output sizes of the stacked matrices; `tied` is another module's tensor to use as weight."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Linear:
     ):
         self.columns = columns
         self.parts = parts
-        self.scheme = scheme
+        self.scheme = scheme if tied is None else DenseScheme()  # a table of embeddings is dense
         self.state = scheme.create(sum(parts), columns, device, dtype) if tied is None else {"weight": tied}
         self.tied = tied is not None
         self.bias = torch.empty(sum(parts), device=device, dtype=dtype) if bias else None

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.model.architecture import ACTIVATIONS, IGNORED, Fields, Target, rope_spec
+from quire.model.architecture import ACTIVATIONS, IGNORED, Fields, Target, named_in, rope_spec
 from quire.model.spec import DecoderSpec
 from quire.types.errors import ModelFileError
 
@@ -66,24 +66,23 @@ class LlamaFamily:
     gguf_names: tuple[str, ...] = ("llama", "qwen2", "qwen3")
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        name = (config.get("architectures") or [config.get("model_type")])[0]
-        kind = _KINDS.get(name, name)
+        kind = _KINDS.get(named_in(config), named_in(config))
         config = {**_DEFAULTS[kind], **config}
         fields = Fields(config)
-        hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+        hidden, layers = fields.integer("hidden_size", most=1 << 20), fields.integer("num_hidden_layers", most=4096)
         heads = fields.integer("num_attention_heads")
         kv_heads, head_dim = fields.heads(hidden, heads, fields.integer("num_key_value_heads", heads))
-        max_position = fields.integer("max_position_embeddings")
+        max_position = fields.integer("max_position_embeddings", most=1 << 30)
         attention_bias = fields.flag("attention_bias")
         return DecoderSpec(
             architecture=kind,
-            vocab_size=fields.integer("vocab_size"),
+            vocab_size=fields.integer("vocab_size", most=1 << 24),
             hidden=hidden,
             layers=layers,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate=fields.integer("intermediate_size"),
+            intermediate=fields.integer("intermediate_size", most=1 << 24),
             max_position=max_position,
             windows=_windows(fields, kind, layers),
             scales=(head_dim**-0.5,) * layers,
@@ -122,15 +121,15 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
     if kind == "llama" or fields.raw("sliding_window") is None:
         return (None,) * layers
     if kind == "mistral":
-        return (fields.integer("sliding_window"),) * layers
+        return (fields.integer("sliding_window", most=1 << 30),) * layers
     if not fields.flag("use_sliding_window"):
         return (None,) * layers
-    window = fields.integer("sliding_window")
+    window = fields.integer("sliding_window", most=1 << 30)
     types = fields.raw("layer_types")
     if types is None:
-        full = 28 if (said := fields.raw("max_window_layers")) is None else said
+        full = fields.integer("max_window_layers", 28, least=0)
         types = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     known = {"full_attention": None, "sliding_attention": window}
-    if len(types) != layers or any(t not in known for t in types):
+    if not isinstance(types, list) or len(types) != layers or any(str(t) not in known for t in types):
         raise ModelFileError(f"model config: layer_types should be {layers} of {', '.join(known)}, got {types!r}")
     return tuple(known[t] for t in types)

@@ -87,14 +87,17 @@ def _places(
     """The places a tensor fills: parts from target.part on, until its rows are used up."""
     if (target.kind, target.part) not in needs:
         raise ModelFileError(f"weights have tensor {name!r}, which the model's config has no place for")
-    places, rows = [], 0
+    places: list[Place] = []
+    first, rows = needs[target.kind, target.part], 0
+    if len(shape) != len(first):
+        raise ModelFileError(f"tensor {name!r} has shape {shape}, the model's config needs {first}")
     for part in range(target.part, len(needs)):
         wanted = needs.get((target.kind, part))
         if wanted is None or rows >= shape[0]:
             break
         rows += wanted[0]
         places.append((target.module, target.kind, part))
-    expected = (rows, *needs[target.kind, target.part][1:])
+    expected = (rows, *first[1:])
     if shape != expected:
         raise ModelFileError(f"tensor {name!r} has shape {shape}, the model's config needs {expected}")
     return places

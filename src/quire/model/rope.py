@@ -23,7 +23,7 @@ def inverse_frequencies(rope: RopeSpec, max_position: int, length: int) -> Scale
     return KINDS[rope.kind](rope, max_position, length)
 
 
-def check_rope(rope: RopeSpec) -> None:
+def check_rope(rope: RopeSpec, max_position: int) -> None:
     """Refuse, before anything is built, what `inverse_frequencies` could not compute."""
     if rope.kind not in KINDS:
         raise ModelFileError(f"RoPE scaling {rope.kind!r} is not supported; known: {', '.join(KINDS)}")
@@ -33,6 +33,15 @@ def check_rope(rope: RopeSpec) -> None:
         value = rope.params.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
             raise ModelFileError(f"RoPE scaling {rope.kind!r} needs a positive number {name!r}, got {value!r}")
+    try:
+        frequencies, scale = inverse_frequencies(rope, max_position, max_position)
+        sound = bool(frequencies.isfinite().all()) and math.isfinite(scale)
+    except (ArithmeticError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise ModelFileError(
+            f"RoPE scaling {rope.kind!r} does not work out with theta {rope.theta}, {dict(rope.params)}"
+        )
 
 
 def _plain(theta: float, dim: int) -> torch.Tensor:

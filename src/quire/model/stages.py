@@ -1,7 +1,7 @@
 """The stages a forward pass is made of, and how plain operations make them.
 
-    norm ─► qkv ─► attend ─► norm ─► mlp          one layer; `residual` runs beside it and is updated in place
-            └──── a layer's qkv, attend, mlp; after the last layer the final norm, and head for wanted rows ────┘
+    [ qkv ─► attend ─► mlp ] x layers ─► norm ─► head        each begins with its norm, which first adds what came
+                                                             before it to `residual`, in place
 
 A faster implementation claims stages by subclassing: whatever it does not override stays composed of QuantScheme,
 AttentionBackend and Ops. Refuses to know: how many layers there are, what tokens mean.

@@ -48,12 +48,15 @@ class LocalExecutor:
         self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
         self.reasons = [*resolved.reasons, *self._model.reasons, why]
         self.vocab_size = spec.vocab_size
+        self._graphs = self.device.type == "cuda" and options.device.graphs
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._runner: ModelRunner | None = None
 
     def start(self) -> Capacity:
         self._runner = ModelRunner(self._model, self.layout, self._capacity, self.device, self.dtype)
+        if self._graphs:
+            self._runner.capture()
         gc.collect()
         gc.freeze()  # weights and modules live as long as the process: never scan them again
         return self._capacity

@@ -10,9 +10,11 @@ import time
 import numpy as np
 import torch
 
-from quire.generation.logprobs import LogprobTensors, score
+from quire.generation.logprobs import LogprobTensors, begin_copy, score
+from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
 from quire.model import KVViews, Model, allocate_kv
+from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.slots import SlotState
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
@@ -29,6 +31,18 @@ class ModelRunner:
         self._slots = SlotState(layout, capacity, device)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
         self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
+        self._captured = CapturedSteps(
+            self._last_logits,
+            max_rows=capacity.slots,
+            max_kv=capacity.max_model_len,
+            max_tokens=capacity.max_batch_tokens,
+            device=device,
+        )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Record the steps a GPU will replay."""
+        self._captured.capture()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -40,22 +54,64 @@ class ModelRunner:
         if plan.copies:
             pairs = self._slots.upload(np.array(plan.copies, dtype=np.int64).T.copy())
             self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
-        input_ids, batch = self._slots.batch(plan)
+        counts = [row.count for row in plan.rows]
+        scored = any(row.score for row in plan.rows)
+        size = None if scored or not self._captured.ready else self._captured.fit(counts)
+        if size is not None:
+            return self._replay(plan, size, began)
+        return self._compute(plan, counts, scored, began)
+
+    def _compute(self, plan: StepPlan, counts: list[int], scored: bool, began: float) -> PendingStep:
+        """The step as it is, operation by operation."""
+        rows = self._slots.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T.copy())
+        kv_lens = [row.start + row.count for row in plan.rows]
+        input_ids, batch = self._slots.batch(rows, sum(counts), counts, kv_lens)
         hidden = self.model.forward(input_ids, batch, self._kv)  # [tokens, hidden]
-        scores = self._score(plan, hidden)
-        sampled = self._sample(plan, hidden) if plan.samples else None
+        scores = self._score(plan, hidden) if scored else {}
+        sampled = None
+        if plan.samples:
+            last = np.cumsum(counts) - 1
+            index = self._slots.upload(last[[s.row for s in plan.samples]])
+            sampled = self._sample(plan, self.model.logits(hidden[index]))
         return PendingStep(plan, sampled, scores, began, self._device)
 
-    def _sample(self, plan: StepPlan, hidden: torch.Tensor) -> Sampled:
-        last, end = [], 0
-        for row in plan.rows:
-            end += row.count
-            last.append(end - 1)
-        index = self._slots.upload(np.array([last[s.row] for s in plan.samples], dtype=np.int64))
-        logits = self.model.logits(hidden[index])
+    def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
+        """The step as one launch of a capture. Greedy draws are part of it; others follow."""
+        greedy = self._sampler.all_greedy([s.slot for s in plan.samples])
+        alone = len({s.row for s in plan.samples}) == len(plan.samples)
+        target = [self._slots.nobody] * len(plan.rows)
+        if greedy and alone:
+            for sample in plan.samples:
+                target[sample.row] = sample.slot
+        table = np.array(
+            [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
+        ).T
+        output = self._captured.replay(size, table, self._slots.nobody)
+        sampled = None
+        if plan.samples:
+            rows = [s.row for s in plan.samples]
+            if not (greedy and alone):
+                sampled = self._sample(plan, output.logits[self._slots.upload(np.array(rows, dtype=np.int64))])
+            elif rows == list(range(len(rows))):
+                sampled = Sampled(output.best[: len(rows)])
+            else:
+                sampled = Sampled(output.best[self._slots.upload(np.array(rows, dtype=np.int64))])
+        return PendingStep(plan, sampled, {}, began, self._device)
+
+    def _last_logits(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int]) -> StepOutput:
+        """What is captured: rows table in, logits of each row's last token and greedy draws out."""
+        input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens)
+        hidden = self.model.forward(input_ids, batch, self._kv)
+        logits = self.model.logits(hidden[(batch.query_start[1:] - 1).long()])
+        chosen = best(logits)
+        self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
+        return StepOutput(logits, chosen)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
         sampled = self._sampler.sample(logits, slots, positions, self._slots.tokens)
-        self._slots.store(plan, sampled.token_ids)
+        where = self._slots.upload(np.array([slots, positions], dtype=np.int64))
+        self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled
 
     def _score(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[LogprobTensors]]:
@@ -69,10 +125,13 @@ class ModelRunner:
             following = self._slots.tokens[row.slot, row.start + 1 : row.start + row.count + 1].long()
             count = following.shape[0]
             found[i] = [
-                score(self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]),
-                      following[a : a + SCORE_SLICE], self._tops[row.slot])
+                score(
+                    self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]),
+                    following[a : a + SCORE_SLICE],
+                    self._tops[row.slot],
+                )
                 for a in range(0, count, SCORE_SLICE)
-            ]  # fmt: skip
+            ]
         return found
 
 
@@ -89,7 +148,7 @@ class PendingStep:
     ):
         self._plan = plan
         self._began = began
-        self._tokens = sampled.token_ids.to("cpu", non_blocking=True) if sampled is not None else None
+        self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}

@@ -1,61 +1,68 @@
 """Slot state on the device: every sequence's tokens and page tables, changed by deltas only.
 
-    tokens   [slots, max_len]           prompt, outputs, and whatever the device drew but the host has not read
-    tables   per group [slots, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
+    tokens   [slots + 1, max_len]           prompt, outputs, and what the device drew but the host has not read
+    tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
 
-A step's batch is assembled on the device from these and three small integers a row.
+A step's batch is assembled on the device from these and four small integers a row. The last slot is nobody's:
+rows that pad a step to a captured size read and write there, and its pages are all the null page.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from quire.kernels.attention import Batch, GroupBatch
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
 
+Ints = npt.NDArray[np.int64]
+
 
 class SlotState:
     def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device):
         self._layout = layout
         self._device = device
+        self.nobody = capacity.slots
         length = capacity.max_model_len
-        self.tokens = torch.zeros(capacity.slots, length, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(capacity.slots + 1, length, dtype=torch.int32, device=device)
         self._tables = [
-            torch.zeros(capacity.slots, -(-length // g.tokens_per_page), dtype=torch.int32, device=device)
+            torch.zeros(capacity.slots + 1, -(-length // g.tokens_per_page), dtype=torch.int32, device=device)
             for g in layout.groups
         ]
 
     def apply(self, plan: StepPlan) -> None:
         """Fill newly occupied slots and bring page tables up to date."""
         if plan.admits:
-            slots = [a.slot for a in plan.admits]
             lengths = [len(a.tokens) for a in plan.admits]
             flat = np.concatenate([np.asarray(a.tokens, dtype=np.int64) for a in plan.admits])
-            at, column = _ragged(slots, [0] * len(slots), lengths)
-            rows = self.upload(np.stack([at, column, flat]))
-            self.tokens[rows[0], rows[1]] = rows[2].int()
+            self._put(self.tokens, [a.slot for a in plan.admits], [0] * len(lengths), lengths, flat)
         for group, table in enumerate(self._tables):
             deltas = [d for d in plan.deltas if d.group == group]
             if deltas:
-                at, column = _ragged(
-                    [d.slot for d in deltas], [d.index for d in deltas], [len(d.pages) for d in deltas]
-                )
                 pages = np.concatenate([np.asarray(d.pages, dtype=np.int64) for d in deltas])
-                rows = self.upload(np.stack([at, column, pages]))
-                table[rows[0], rows[1]] = rows[2].int()
+                lengths = [len(d.pages) for d in deltas]
+                self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
-    def batch(self, plan: StepPlan) -> tuple[torch.Tensor, Batch]:
-        """Input token ids [tokens] and the batch, gathered on the device."""
-        counts = [row.count for row in plan.rows]
-        kv_lens = [row.start + row.count for row in plan.rows]
-        host = np.array([[row.slot, row.start, row.count] for row in plan.rows], dtype=np.int64).T
-        slots, starts, lengths = self.upload(np.ascontiguousarray(host))
-        total = sum(counts)
-        row_of = torch.repeat_interleave(lengths, output_size=total)  # [tokens]
+    def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
+        """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
+        counts = np.asarray(lengths)
+        columns = np.arange(len(flat)) + np.repeat(np.asarray(starts) + counts - counts.cumsum(), counts)
+        sent = self.upload(np.stack([np.repeat(np.asarray(rows), counts), columns, flat]))
+        target[sent[0], sent[1]] = sent[2].int()
+
+    def batch(
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int]
+    ) -> tuple[torch.Tensor, Batch]:
+        """Input token ids [tokens] and the batch of `rows` [3 or more, rows]: slot, start, count.
+
+        `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
+        """
+        slots, starts, lengths = rows[0], rows[1], rows[2]
+        row_of = torch.repeat_interleave(lengths, output_size=tokens)  # [tokens]
         ends = lengths.cumsum(0)
-        positions = torch.arange(total, device=self._device) + (starts + lengths - ends)[row_of]
+        positions = torch.arange(tokens, device=self._device) + (starts + lengths - ends)[row_of]
         slot_of = slots[row_of]
         groups = []
         for spec, table in zip(self._layout.groups, self._tables, strict=True):
@@ -68,10 +75,9 @@ class SlotState:
                     kv_slots=pages * size + positions % size,
                 )
             )
-        query_start = torch.nn.functional.pad(ends, (1, 0)).int()
         batch = Batch(
             positions=positions,
-            query_start=query_start,
+            query_start=torch.nn.functional.pad(ends, (1, 0)).int(),
             kv_len=(starts + lengths).int(),
             counts=counts,
             kv_lens=kv_lens,
@@ -79,22 +85,12 @@ class SlotState:
         )
         return self.tokens[slot_of, positions].long(), batch
 
-    def store(self, plan: StepPlan, token_ids: torch.Tensor) -> None:
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""
-        host = np.array([[s.slot for s in plan.samples], [s.position for s in plan.samples]], dtype=np.int64)
-        slots, positions = self.upload(host)
         self.tokens[slots, positions] = token_ids.int()
 
-    def upload(self, array: np.ndarray) -> torch.Tensor:
+    def upload(self, array: Ints) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         if self._device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self._device, non_blocking=True)
-
-
-def _ragged(rows: list[int], starts: list[int], lengths: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Row index and column of each element of ragged runs that begin at `starts`."""
-    counts = np.asarray(lengths)
-    ends = counts.cumsum()
-    columns = np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(np.asarray(starts) + counts - ends, counts)
-    return np.repeat(np.asarray(rows), counts), columns

@@ -13,9 +13,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire.assets import LocalModel
 from quire.assets.files import read_json
-from quire.text.from_gguf import surround
 from quire.text.pieces import BYTE_ALPHABET
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, library_errors
 from quire.types.errors import ModelFileError
 
 MAX_TOKENIZER = 256 << 20
@@ -32,7 +31,6 @@ def tokenizer_from_files(model: LocalModel) -> Tokenizer:
     _add_missing(backend, config, named)
     tokens = _tokens(backend)
     ids = {name: backend.token_to_id(text) for name, text in named.items()}
-    _obey_flags(backend, config, tokens, ids)
     eos = [ids.get("eos_token"), *_declared_ends(_json(model, "config.json"))]
     eos += _declared_ends(_json(model, "generation_config.json"))
     return Tokenizer(
@@ -47,10 +45,8 @@ def tokenizer_from_files(model: LocalModel) -> Tokenizer:
 def _read(path: Path) -> tokenizers.Tokenizer:
     if path.stat().st_size > MAX_TOKENIZER:
         raise ModelFileError(f"{path} is larger than {MAX_TOKENIZER} bytes; that is no tokenizer")
-    try:
+    with library_errors(f"{path} is not a tokenizer that can be read"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelFileError(f"{path} is not a tokenizer that can be read: {error}") from error
 
 
 def _json(model: LocalModel, name: str) -> dict[str, Any]:
@@ -90,18 +86,6 @@ def _tokens(backend: tokenizers.Tokenizer) -> list[str]:
     for token, i in vocabulary.items():
         tokens[i] = token
     return tokens
-
-
-def _obey_flags(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], tokens: list[str], ids: dict[str, int | None]
-) -> None:
-    """add_bos_token and add_eos_token, where they are written down, override what tokenizer.json puts around."""
-    flags = [config.get("add_bos_token"), config.get("add_eos_token")]
-    if any(isinstance(flag, bool) for flag in flags):
-        before, after = (
-            ids.get(n) if flag else None for n, flag in zip(("bos_token", "eos_token"), flags, strict=True)
-        )
-        backend.post_processor = surround(tokens, before, after)
 
 
 def _declared_ends(config: dict[str, Any]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.text.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer, library_errors
 from quire.types.errors import ModelFileError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
@@ -66,17 +66,11 @@ def tokenizer_from_gguf(meta: dict[str, Any], where: str) -> Tokenizer:
             f"{', '.join(builders)}); use the model's safetensors directory with its tokenizer.json instead"
         )
     vocabulary = _Vocabulary(meta, where)
-    try:
+    bos_id, eos_id = vocabulary.id_of("bos"), vocabulary.id_of("eos")
+    with library_errors(f"{where}: a tokenizer cannot be made of its vocabulary"):
         backend, add_bos = builders[kind](vocabulary)
         _add_special(backend, vocabulary)
-        bos_id, eos_id = vocabulary.id_of("bos"), vocabulary.id_of("eos")
-        around = _around(vocabulary, add_bos, bos_id, eos_id)
-    except ModelFileError:
-        raise
-    except Exception as error:  # the library raises bare exceptions on vocabularies that contradict themselves
-        raise ModelFileError(f"{where}: the tokenizer's vocabulary and merges do not fit together: {error}") from error
-    if around is not None:
-        backend.post_processor = around
+        _surround(backend, vocabulary, add_bos)
     ends = (eos_id, vocabulary.id_of("eot"), vocabulary.id_of("eom"))
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {f"{short}_token": vocabulary.id_of(long) for short, long in names.items()}
@@ -138,6 +132,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         )
     maker, compose, whole_words, add_bos = PRE_TOKENIZERS[pre]
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
+    for left, right in merges:
+        if not (left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids):
+            raise ModelFileError(f"{vocabulary.where}: the merge of {left!r} and {right!r} is not in the vocabulary")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=whole_words))
     if compose:
         backend.normalizer = normalizers.NFC()
@@ -191,18 +188,12 @@ def _add_special(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t in vocabulary.of_type(_USER_DEFINED)])
 
 
-def _around(vocabulary: _Vocabulary, add_bos: bool, bos_id: int | None, eos_id: int | None) -> Any:
-    """What is put around an encoded text, as the file says or its kind implies."""
-    before = bos_id if vocabulary.flag("add_bos_token", add_bos) else None
-    after = eos_id if vocabulary.flag("add_eos_token", False) else None
-    return surround(vocabulary.tokens, before, after)
-
-
-def surround(tokens: list[str], before: int | None, after: int | None) -> Any:
-    """A post-processor that adds these ids; None if there is nothing to add."""
+def _surround(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary, add_bos: bool) -> None:
+    """Put BOS before and EOS after an encoded text, as the file says or its kind implies."""
+    before = vocabulary.id_of("bos") if vocabulary.flag("add_bos_token", add_bos) else None
+    after = vocabulary.id_of("eos") if vocabulary.flag("add_eos_token", False) else None
     named = [(alias, i) for alias, i in (("BOS", before), ("EOS", after)) if i is not None]
-    if not named:
-        return None
-    single = " ".join(["BOS"] * (before is not None) + ["$A"] + ["EOS"] * (after is not None))
-    special = [{"id": alias, "ids": [i], "tokens": [tokens[i]]} for alias, i in named]
-    return processors.TemplateProcessing(single=single, special_tokens=special)
+    if named:
+        single = " ".join(["BOS"] * (before is not None) + ["$A"] + ["EOS"] * (after is not None))
+        special = [{"id": alias, "ids": [i], "tokens": [vocabulary.tokens[i]]} for alias, i in named]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)

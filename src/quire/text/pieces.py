@@ -2,8 +2,10 @@
 
 Text is the UTF-8 reading of the bytes of its tokens, one after another. That holds for byte-level vocabularies
 (GPT-2's alphabet of printable stand-ins for bytes) and for SentencePiece-type ones (a visible mark for the space,
-`<0x0A>` for a single byte), so for these decoding is a table and a join. Other decoders are not described here:
-`pieces_of` then answers None and decoding is left to the tokenizers library.
+`<0x0A>` for a single byte), so for these decoding is a table and a join, and text once said stays said. (The
+library's own ByteFallback, meeting one wrong byte, turns a whole run of byte tokens into U+FFFD, the right ones
+before it too; here only the wrong ones are.) Other decoders are not described here: `pieces_of` then answers None
+and decoding is left to the tokenizers library.
 
 Knows: alphabets. Refuses to know: files, special tokens, streams.
 """

@@ -2,8 +2,8 @@
 
 The library's immutable sandbox keeps templates away from Python's internals. What it leaves open is time and
 memory, so each rendering has a budget. The parsed template is rewritten so that whatever loops, writes, compares
-or builds a value passes through the budget; a value is weighed as if it were written out, so nothing small can
-hide something huge. Filters and methods are lists of known ones.
+or builds a value passes through the budget. A value is weighed when it is built, as if it were written out, so
+nothing small can hide something huge, and what exists may be written. Filters and methods are lists of known ones.
 
 Knows: jinja2. Refuses to know: chats, models, tokens.
 """
@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Template, TemplateRuntimeError, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -146,7 +146,6 @@ def _loop(context: Context, iterable: Iterable[Any]) -> Iterator[Any]:
 
 @pass_context
 def _write(context: Context, value: Any) -> str:
-    weigh(value)
     text = str(value)
     _budget.get().write(len(text))
     return text
@@ -194,7 +193,7 @@ def _through(node: nodes.Node, name: str) -> nodes.Filter:
 class _Generation(Extension):
     """{% generation %} marks the assistant's words for training; here it is only its contents."""
 
-    tags = {"generation"}  # noqa: RUF012 (the library declares it so)
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -243,7 +242,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return built(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        weigh([args, kwargs])
+        if isinstance(__obj, Macro) and (__obj.catch_varargs or __obj.catch_kwargs):
+            weigh([args, kwargs])  # the macro will see them as collections
         if isinstance(__obj, LoopContext):  # a recursive loop goes one level down
             args = (rounds(args[0]), *args[1:])
         owner = getattr(__obj, "__self__", None)

@@ -17,7 +17,7 @@ from jinja2.filters import make_attrgetter
 from jinja2.sandbox import SecurityError
 from jinja2.utils import Namespace
 
-from quire.text.sandbox import MAX_CHARACTERS, built, check_replace, rounds, weigh
+from quire.text.sandbox import MAX_CHARACTERS, built, check_replace, rounds
 
 MAX_WIDTH = 64  # of an indentation
 MAX_FORMAT = 256  # characters of a date format
@@ -46,12 +46,10 @@ def functions() -> dict[str, Any]:
 
 
 def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the library's filters with its input and output weighed."""
-    receives_context = 1 if hasattr(function, "jinja_pass_arg") else 0
+    """One of the library's filters with its result weighed."""
 
     @functools.wraps(function)  # also copies the library's mark for functions that receive the context
     def metered(*args: Any, **kwargs: Any) -> Any:
-        weigh([args[receives_context:], kwargs])
         return built(function(*args, **kwargs))
 
     return metered
@@ -60,7 +58,6 @@ def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    weigh(value)
     _check_width(indent or 0)
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     return str(built(text))
@@ -72,7 +69,6 @@ def _join(environment: Any, value: Any, d: Any = "", attribute: Any = None) -> s
     parts: list[str] = []
     size = 0
     for item in rounds(items):
-        weigh(item)
         parts.append(str(item))
         size += len(parts[-1]) + len(str(d))
         if size > MAX_CHARACTERS:
@@ -81,14 +77,12 @@ def _join(environment: Any, value: Any, d: Any = "", attribute: Any = None) -> s
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
-    weigh(value)
     text, old, new = str(value), str(old), str(new)
     check_replace(text, old, new)
     return str(built(text.replace(old, new, -1 if count is None else count)))
 
 
 def _indent(value: Any, width: Any = 4, first: bool = False, blank: bool = False) -> str:
-    weigh(value)
     _check_width(width)
     check_replace(str(value), "\n", "\n" + " " * MAX_WIDTH)
     return str(built(DEFAULT_FILTERS["indent"](str(value), width, first, blank)))
@@ -119,6 +113,9 @@ class _Namespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         Namespace.__setitem__(self, _plain_name(name), value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"  # its contents were never weighed together
 
 
 def _plain_name(name: Any) -> str:

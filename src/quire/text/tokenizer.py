@@ -8,13 +8,14 @@ Knows: tokens. Refuses to know: requests, chats, models' weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 
 import tokenizers
 
 from quire.text.pieces import pieces_of
-from quire.types.errors import InputError
+from quire.types.errors import InputError, ModelFileError, QuireError
 
 # Tokens that end a turn or a text, by the names model families give them. They count only if the model marks
 # them as special.
@@ -119,3 +120,16 @@ def strip_leading(text: str, spaces: int) -> str:
     while spaces and text.startswith(" "):
         text, spaces = text[1:], spaces - 1
     return text
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """The tokenizers library meets bad data with bare exceptions and with panics, which are not even Exceptions."""
+    try:
+        yield
+    except QuireError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ModelFileError(f"{what}: {error}") from error
+        raise

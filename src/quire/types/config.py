@@ -34,6 +34,7 @@ class DeviceOptions:
     device: str = option("auto", "auto, cpu, cuda or cuda:N")
     threads: int | None = option(None, "CPU threads for compute (default: physical cores)")
     depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)")
+    graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD = 64
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -73,8 +74,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError(f"stop takes up to {MAX_STOPS} non-empty strings of at most 1024 characters", param="stop")
         if len(self.stop_token_ids) > MAX_STOPS:
             raise InputError(f"stop_token_ids takes at most {MAX_STOPS} ids", param="stop_token_ids")
-        if len(self.bad_words) > MAX_BAD_WORDS or len(self.bad_token_ids) > MAX_BAD_WORDS:
-            raise InputError(f"bad_words takes at most {MAX_BAD_WORDS} entries", param="bad_words")
+        if max(len(self.bad_words), len(self.bad_token_ids)) > MAX_BAD_WORDS or any(not w for w in self.bad_words):
+            raise InputError(f"bad_words takes at most {MAX_BAD_WORDS} non-empty words", param="bad_words")
+        if any(not 0 < len(word) <= MAX_BAD_WORD for word in self.bad_token_ids):
+            raise InputError(f"a bad word must have 1 to {MAX_BAD_WORD} tokens", param="bad_words")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InputError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias")
         for value in self.logit_bias.values():

@@ -19,7 +19,7 @@ import triton.language as tl
 @triton.jit
 def _walk(
     acc, peak, mass, q, at, k, v, table, begin, end, first, scale,
-    stride_kp, stride_kt, stride_vp, stride_vt,
+    stride_page, stride_slot,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -35,12 +35,11 @@ def _walk(
         else:
             page = tl.load(table + n // PAGE).to(tl.int64)
             there = (n >= 0)[:, None] & (d < D)[None, :]
-        k_at = k + (page * stride_kp + (n % PAGE) * stride_kt)[:, None] + d[None, :]
-        v_at = v + (page * stride_vp + (n % PAGE) * stride_vt)[:, None] + d[None, :]
+        where = (page * stride_page + (n % PAGE) * stride_slot)[:, None] + d[None, :]
         if MASKED or D != DP:
-            keys = tl.load(k_at, mask=there, other=0.0)
+            keys = tl.load(k + where, mask=there, other=0.0)
         else:
-            keys = tl.load(k_at)
+            keys = tl.load(k + where)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
         if MASKED:
             seen = (n[None, :] <= at[:, None]) & inside[None, :]
@@ -54,9 +53,9 @@ def _walk(
         mass = mass * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         if MASKED or D != DP:
-            values = tl.load(v_at, mask=there, other=0.0)
+            values = tl.load(v + where, mask=there, other=0.0)
         else:
-            values = tl.load(v_at)
+            values = tl.load(v + where)
         acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision=PRECISION)
         peak = higher
     return acc, peak, mass
@@ -92,18 +91,14 @@ def _store(
         tl.store(lse_ptr + flat, lse * 0.6931471805599453, mask=valid)
 
 
-_VARYING = ["splits", "split_min", "shortest", "longest", "members"]
-
-
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=["splits", "split_min", "shortest", "longest"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
     prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...
     partial, partial_lse, counters,
-    items, members_ptr, page_table, positions, query_start, kv_len,
-    scale, v_scale, splits, split_min, shortest, longest, members, heads,
-    stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh, stride_ot, stride_oh,
-    stride_table,
+    items, members, page_table, positions, query_start, kv_len,
+    scale, v_scale, splits, split_min, shortest, longest, heads,
+    stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_ot, stride_oh, stride_table,
     FORM: tl.constexpr,  # "row", "block" or "prefix"
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
@@ -130,7 +125,7 @@ def attend_kernel(
         count = tl.load(items + block * 4 + 2)
         end = tl.load(items + block * 4 + 3)
         valid = (index < count) & (index < BLOCK_Q)
-        member = members_ptr + (run + index) * 2
+        member = members + (run + index) * 2
         member_row = tl.load(member, mask=valid, other=0)
         within = tl.load(member + 1, mask=valid, other=0)
         token = tl.load(query_start + member_row, mask=valid, other=0) + within
@@ -179,64 +174,22 @@ def attend_kernel(
     q_at = q_ptr + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + d[None, :]
     q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
     table = page_table + row.to(tl.int64) * stride_table
-    k = k_ptr + kv_head * stride_kh
-    v = v_ptr + kv_head * stride_vh
+    k = k_ptr + kv_head * stride_head
+    v = v_ptr + kv_head * stride_head
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     if TWO_PHASE:
         middle = begin + tl.maximum(tl.minimum(full, last) - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, mass = _walk(
-            acc,
-            peak,
-            mass,
-            q,
-            at,
-            k,
-            v,
-            table,
-            begin,
-            middle,
-            first,
-            scale,
-            stride_kp,
-            stride_kt,
-            stride_vp,
-            stride_vt,
-            PAGE,
-            D,
-            DP,
-            BLOCK_N,
-            WINDOW,
-            False,
-            PRECISION,
-        )
+            acc, peak, mass, q, at, k, v, table, begin, middle, first, scale, stride_page, stride_slot,
+            PAGE, D, DP, BLOCK_N, WINDOW, False, PRECISION,
+        )  # fmt: skip
         begin = middle
     acc, peak, mass = _walk(
-        acc,
-        peak,
-        mass,
-        q,
-        at,
-        k,
-        v,
-        table,
-        begin,
-        last,
-        first,
-        scale,
-        stride_kp,
-        stride_kt,
-        stride_vp,
-        stride_vt,
-        PAGE,
-        D,
-        DP,
-        BLOCK_N,
-        WINDOW,
-        True,
-        PRECISION,
-    )
+        acc, peak, mass, q, at, k, v, table, begin, last, first, scale, stride_page, stride_slot,
+        PAGE, D, DP, BLOCK_N, WINDOW, True, PRECISION,
+    )  # fmt: skip
 
     out = acc * tl.where(mass > 0.0, v_scale / mass, 0.0)[:, None]
     lse = peak + tl.log2(mass)

@@ -107,7 +107,7 @@ class TritonAttention:
         scales = (spec.scale * self.k_scale, self.v_scale)
         shared = None
         if plan.prefix is not None:
-            shared = (torch.empty_like(out, memory_format=torch.contiguous_format), out.new_empty(q.shape[:2], dtype=torch.float32))
+            shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
             launch = prefix_launch(plan.prefix, spec, q.element_size(), processors(q.device))
             _run(launch, spec, q, k_pages, v_pages, batch, group, scales, *shared, prefix=plan.prefix)
         for launch in plan.launches:
@@ -125,10 +125,9 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, i
         blocks = _most_blocks(bounds, 1, tile.block_m // group)
         return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT)]
     few, many = _tile("few", element, spec.head_dim), _tile("many", element, spec.head_dim)
-    limit = max(64 // group, 1)  # query tokens of the longest short row
-    short = min(bounds.longest, limit) if bounds.longest <= limit or bounds.shortest > limit else limit
-    if bounds.longest > limit:
-        short = max(16 // group, 1)  # beside prefill rows: only what the smallest tile takes
+    limit = max(64 // group, 1)
+    # beside prefill rows, the short launch takes only what fits the smallest tile
+    short = bounds.longest if bounds.longest <= limit else max(16 // group, 1)
     launches = []
     if bounds.shortest <= short:
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
@@ -195,7 +194,7 @@ def _run(
         partial = torch.empty(slots * launch.splits * tile.block_m, padded, dtype=torch.float32, device=device)
         partial_lse = torch.empty(slots * launch.splits * tile.block_m, dtype=torch.float32, device=device)
         counts = counters(device, slots)
-    apart = launch.form == "prefix"
+    assert k.stride() == v.stride() and k.stride(3) == q.stride(2) == 1
     assert prefix is None or spec.window is None, "shared prefixes are for full attention"
     attend_kernel[(spec.kv_heads, launch.blocks, launch.splits)](
         q, k, v, out, out if lse is None else lse,
@@ -203,9 +202,8 @@ def _run(
         partial, partial_lse, counts,
         batch.kv_len if launch.items is None else launch.items, batch.kv_len if prefix is None else prefix.members,
         group.page_table, batch.positions, batch.query_start, batch.kv_len,
-        scales[0] * LOG2E, scales[1], launch.splits, launch.split_min, launch.shortest, launch.longest, 0, spec.heads,
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-        out.stride(0), out.stride(1), group.page_table.stride(0),
+        scales[0] * LOG2E, scales[1], launch.splits, launch.split_min, launch.shortest, launch.longest, spec.heads,
+        q.stride(0), q.stride(1), *k.stride()[:3], out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
         SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
@@ -213,4 +211,3 @@ def _run(
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         **overlap(device),
     )  # fmt: skip
-    assert apart or launch.form in ("row", "block")

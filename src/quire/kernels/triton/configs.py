@@ -53,10 +53,10 @@ PROGRAMS_PER_PROCESSOR = 8  # split long rows until there are about this many pr
 
 # Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config)
 SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
-    (2, 16): [(16384, Matmul(64, 256, 4, 4)), (6144, Matmul(32, 256, 4, 5)), (0, Matmul(32, 256, 4, 5, splits=2))],
+    (2, 16): [(16384, Matmul(128, 128, 4, 4)), (6144, Matmul(32, 256, 4, 5)), (0, Matmul(32, 256, 4, 5, splits=2))],
     (2, 32): [(16384, Matmul(64, 128, 4, 5)), (6144, Matmul(64, 128, 4, 5, splits=2)), (0, Matmul(64, 128, 4, 5, 2))],
     (2, 64): [(16384, Matmul(128, 64, 4, 5)), (0, Matmul(64, 128, 4, 4, splits=2))],
-    (1, 16): [(16384, Matmul(64, 256, 4, 5)), (0, Matmul(32, 512, 4, 4, splits=2))],
+    (1, 16): [(16384, Matmul(128, 256, 4, 4)), (0, Matmul(32, 512, 4, 4, splits=2))],
     (1, 64): [(16384, Matmul(128, 128, 4, 5)), (0, Matmul(64, 256, 4, 4, splits=2))],
     (4, 64): [(0, Matmul(32, 64, 4, 3))],
 }

@@ -27,6 +27,7 @@ void begin() {  // tiles 0, 1: products; 2, 3: activations [16, 32]; 4, 5: weigh
     config.rows[t] = t < 4 ? 16 : 8;
     config.bytes[t] = t == 2 || t == 3 ? 32 : 64;
   }
+  asm volatile("" ::"r"(&config) : "memory");  // the intrinsic names only its first bytes as read
   _tile_loadconfig(&config);
 }
 
@@ -54,26 +55,23 @@ Unpacked unpack(const Matrix& w, int g, uint8_t* scratch) {
       for (int i = 0; i < 8; i++) _mm512_store_si512(quants + b * 512 + 64 * i, v[i]);
     }
   }
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
   return {Bits == 4 ? quants : w.quants(g, 0), scales, minima};
 }
 
-template <int Bits>
-inline void multiply(const Unpacked& u, const int8_t* xq, int k, int b, int32_t* products) {
-  _tile_zero(0);
-  _tile_loadd(2, xq + b * kBlock, k);
-  _tile_loadd(4, u.quants + b * 512, 64);
-  Bits == 4 ? _tile_dpbsud(0, 2, 4) : _tile_dpbssd(0, 2, 4);
-  _tile_stored(0, products, 64);
-}
-
-template <int Bits>
-inline void multiply_other(const Unpacked& u, const int8_t* xq, int k, int b, int32_t* products) {
-  _tile_zero(1);
-  _tile_loadd(3, xq + b * kBlock, k);
-  _tile_loadd(5, u.quants + b * 512, 64);
-  Bits == 4 ? _tile_dpbsud(1, 3, 5) : _tile_dpbssd(1, 3, 5);
-  _tile_stored(1, products, 64);
-}
+// The product of block b into `products`; C, A and B are tile numbers, which must be literals.
+#define QUIRE_MULTIPLY(C, A, B, b, products)       \
+  do {                                             \
+    _tile_zero(C);                                 \
+    _tile_loadd(A, xq + (b)*kBlock, x.k);          \
+    _tile_loadd(B, u.quants + size_t(b) * 512, 64); \
+    if (Bits == 4) {                               \
+      _tile_dpbsud(C, A, B);                       \
+    } else {                                       \
+      _tile_dpbssd(C, A, B);                       \
+    }                                              \
+    _tile_stored(C, products, 64);                 \
+  } while (0)
 
 template <int Bits>
 inline void add(const Unpacked& u, Rows x, int m, int blocks, int b, const int32_t* products, __m512* acc) {
@@ -94,11 +92,11 @@ void tile16(const Unpacked& u, const Matrix& w, int g, Rows x, int m, int count,
   __m512 acc[kTile];
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) acc[r] = _mm512_setzero_ps();
-  multiply<Bits>(u, xq, x.k, 0, products[0]);
+  QUIRE_MULTIPLY(0, 2, 4, 0, products[0]);
   for (int b = 0; b < blocks; b += 2) {
-    if (b + 1 < blocks) multiply_other<Bits>(u, xq, x.k, b + 1, products[1]);
+    if (b + 1 < blocks) QUIRE_MULTIPLY(1, 3, 5, b + 1, products[1]);
     add<Bits>(u, x, m, blocks, b, products[0], acc);
-    if (b + 2 < blocks) multiply<Bits>(u, xq, x.k, b + 2, products[0]);
+    if (b + 2 < blocks) QUIRE_MULTIPLY(0, 2, 4, b + 2, products[0]);
     if (b + 1 < blocks) add<Bits>(u, x, m, blocks, b + 1, products[1], acc);
   }
 #pragma GCC unroll 16
@@ -121,5 +119,7 @@ void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scra
 }
 
 const Kernels kTable = QUIRE_KERNELS("amx", gemm);
+
+#undef QUIRE_MULTIPLY
 
 }  // namespace amx

@@ -53,6 +53,9 @@ struct Out {
   size_t stride;
   const float* bias;  // or null
   bool add;           // add to what is there (the residual)
+  int32_t row, group;  // what data[0] is
+
+  float* at(int m, int g) const { return data + size_t(m - row) * stride + size_t(g - group) * kLanes; }
 };
 
 struct Paged {
@@ -84,8 +87,7 @@ struct AttendArgs {
 };
 
 struct Scratch {
-  uint8_t* bytes;  // at least scratch_bytes(largest k)
-  float* floats;   // at least kFloats floats
+  uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
 constexpr size_t scratch_bytes(size_t k) { return k * 16 + k / kBlock * 128 + 8192; }
 

@@ -54,7 +54,7 @@ inline void dots16(const float* q, const float* const* k, int dim, float* out) {
 #include "attend.h"
 
 inline void finish(Out out, int m, int g, __m512 acc) {
-  float* to = out.data + m * out.stride + g * kLanes;
+  float* to = out.at(m, g);
   if (out.bias) acc = _mm512_add_ps(acc, _mm512_loadu_ps(out.bias + g * kLanes));
   if (out.add) acc = _mm512_add_ps(_mm512_loadu_ps(to), acc);
   _mm512_storeu_ps(to, acc);

@@ -59,7 +59,7 @@ void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scra
           if (w.bits == 4) acc += half_to_float(scales[kLanes + lane]) * x.sum[at];
         }
         if (out.bias) acc += out.bias[g * kLanes + lane];
-        float* to = out.data + m * out.stride + g * kLanes + lane;
+        float* to = out.at(m, g) + lane;
         *to = out.add ? *to + acc : acc;
       }
 }

@@ -125,7 +125,7 @@ size_t row_bytes(int kind, int k) {
 
 // Rows first .. first + count of the matrix, stored as `kind`. The matrix starts zeroed: lanes past n stay zero.
 void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into) {
-  Block block;
+  Block block = {};
   for (int r = 0; r < count; r++) {
     int group = (first + r) / kLanes, lane = (first + r) % kLanes;
     const uint8_t* row = rows + r * row_bytes(kind, into.k);

@@ -1,5 +1,7 @@
 #include "pool.h"
 
+#include <chrono>
+
 namespace quire {
 
 namespace {
@@ -12,8 +14,22 @@ inline void pause() {
 #endif
 }
 
-constexpr int kSpins = 4096;         // within a step: before giving the core away for a moment
-constexpr int kIdleSpins = 1 << 14;  // between steps: about as long as a host takes to make the next batch
+using Clock = std::chrono::steady_clock;
+constexpr auto kSpin = std::chrono::microseconds(20);   // within a step: then the core may serve who we wait for
+constexpr auto kIdle = std::chrono::microseconds(300);  // between steps: about what a host takes to make a batch
+
+// Spins while `waiting`, for at most `limit`; a pause takes from 1 to 140 cycles, so time is what counts.
+template <typename Waiting>
+void spin(Waiting waiting, Clock::duration limit) {
+  Clock::time_point end{};
+  for (int i = 1; waiting(); i++) {
+    pause();
+    if (i % 16) continue;
+    Clock::time_point now = Clock::now();
+    if (end == Clock::time_point{}) end = now + limit;
+    if (now > end) return;
+  }
+}
 
 }  // namespace
 
@@ -52,20 +68,17 @@ void Pool::barrier() {
     phase_.store(phase + 1, std::memory_order_release);
     return;
   }
-  for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; spins++) {
-    if (spins < kSpins) {
-      pause();
-    } else {
-      std::this_thread::yield();
-    }
-  }
+  auto waiting = [&] { return phase_.load(std::memory_order_acquire) == phase; };
+  spin(waiting, kSpin);
+  while (waiting()) std::this_thread::yield();
 }
 
 void Pool::work(int worker) {
   uint64_t seen = 0;
   while (true) {
-    for (int spins = 0; epoch_.load(std::memory_order_acquire) == seen && spins < kIdleSpins; spins++) pause();
-    if (epoch_.load(std::memory_order_acquire) == seen) {
+    auto waiting = [&] { return epoch_.load(std::memory_order_acquire) == seen; };
+    spin(waiting, kIdle);
+    if (waiting()) {
       std::unique_lock<std::mutex> lock(mutex_);
       parked_.fetch_add(1, std::memory_order_seq_cst);
       wake_.wait(lock, [&] { return epoch_.load(std::memory_order_seq_cst) != seen; });

@@ -1,0 +1,1 @@
+namespace quire { struct Kernels; const Kernels* kernels_avx2() { return nullptr; } }

@@ -1,0 +1,108 @@
+// The C face of the extension, called through ctypes, and the empty Python module that carries it.
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <sys/mman.h>
+
+#include <cstring>
+
+#include "program.h"
+
+using namespace quire;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+const Kernels* by_place(int i) {
+  const Kernels* all[] = {kernels_amx(), kernels_avx512(), kernels_avx2(), kernels_neon(), kernels_base()};
+  int seen = 0;
+  for (const Kernels* k : all)
+    if (k && seen++ == i) return k;
+  return nullptr;
+}
+
+}  // namespace
+
+// Names of the kernel sets this host can run, best first; null past the last.
+EXPORT const char* quire_isa(int place) {
+  const Kernels* k = by_place(place);
+  return k ? k->name : nullptr;
+}
+
+EXPORT const Kernels* quire_kernels(const char* name) {
+  for (int i = 0; const Kernels* k = by_place(i); i++)
+    if (!std::strcmp(k->name, name)) return k;
+  return nullptr;
+}
+
+// Zeroed memory for packed weights, in huge pages where the system gives them.
+EXPORT void* quire_reserve(size_t bytes) {
+  void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (p == MAP_FAILED) return nullptr;
+#ifdef MADV_HUGEPAGE
+  madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+  return p;
+}
+
+EXPORT void quire_release(void* p, size_t bytes) { munmap(p, bytes); }
+
+EXPORT size_t quire_matrix_bytes(int n, int k, int bits) {
+  Matrix m{nullptr, n, k, bits};
+  return m.group_bytes() * m.groups();
+}
+
+EXPORT void quire_pack(int kind, const uint8_t* rows, int first, int count, const Matrix* into) {
+  pack(kind, rows, first, count, *into);
+}
+
+EXPORT Pool* quire_pool(int threads) { return new Pool(threads); }
+EXPORT void quire_pool_free(Pool* pool) { delete pool; }
+
+EXPORT Program* quire_program(const Decoder* decoder, const Kernels* kernels, Pool* pool) {
+  return new Program(*decoder, *kernels, *pool);
+}
+EXPORT void quire_program_free(Program* program) { delete program; }
+EXPORT int quire_forward(Program* program, const Step* step) { return program->forward(*step); }
+EXPORT void quire_logits(Program* program, const float* hidden, int rows, float* out, size_t stride) {
+  program->logits(hidden, rows, out, stride);
+}
+
+// Single stages, for tests.
+
+// out [rows, pad16(n)] = w . quantised(x [rows, k])
+EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x, int rows, float* out) {
+  size_t padded = (size_t(rows) + 15) / 16 * 16, blocks = padded * w->blocks();
+  std::vector<int8_t> q(padded * w->k);
+  std::vector<float> scale(blocks), sum(blocks);
+  std::vector<int32_t> total(blocks);
+  std::vector<uint8_t> bytes(scratch_bytes(w->k) + 64);
+  uint8_t* aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
+  Rows quantised{q.data(), scale.data(), sum.data(), total.data(), w->k};
+  kernels->begin();
+  for (int r = 0; r < rows; r++) kernels->quantise(x + size_t(r) * w->k, quantised, r);
+  kernels->gemm(*w, 0, w->groups(), quantised, 0, rows, {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0},
+                {aligned});
+  kernels->end();
+}
+
+// out [count, heads, dim]; queries [count, heads, dim] of tokens 0 .. count, row i reading through tables[i]
+EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int window, const float* q,
+                         const int32_t* positions, const int32_t* tables, int64_t table_stride, int count, int shared,
+                         float* out) {
+  std::vector<Query> queries;
+  for (int i = 0; i < count; i++)
+    queries.push_back({q + size_t(i) * heads * kv->head_dim, positions[i], i, tables + i * table_stride});
+  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, {}, out};
+  std::vector<float> scratch(kernels->attend_floats(args));
+  for (args.kv_head = 0; args.kv_head < kv->kv_heads && count; args.kv_head++) kernels->attend(args, scratch.data());
+}
+
+EXPORT void quire_norm(const Kernels* kernels, const float* x, const float* weight, float eps, int k, float* out) {
+  kernels->norm(x, weight, eps, k, out);
+}
+
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; called through ctypes.", -1,
+                                 nullptr, nullptr, nullptr, nullptr, nullptr};
+
+PyMODINIT_FUNC PyInit__native() { return PyModule_Create(&definition); }

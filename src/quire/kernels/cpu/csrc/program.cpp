@@ -1,0 +1,296 @@
+#include "program.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace quire {
+
+namespace {
+
+constexpr int kStages = 8;         // of a layer
+constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: a multiple of 16
+constexpr int kQueryTile = 16;     // query tokens attended together
+constexpr int kSharedLeast = 32;   // KV positions worth reading together
+
+int pad16(int n) { return (n + 15) / 16 * 16; }
+
+int chunk_for(int total, int workers) { return std::max(1, total / (workers * 4)); }
+
+}  // namespace
+
+Rows Program::RowBuffers::reserve(int rows, int k) {
+  rows = pad16(rows);
+  size_t blocks = size_t(rows) * (k / kBlock);
+  q.need(size_t(rows) * k);
+  scale.need(blocks);
+  sum.need(blocks);
+  total.need(blocks);
+  return {q.data(), scale.data(), sum.data(), total.data(), k};
+}
+
+Program::Program(const Decoder& decoder, const Kernels& kernels, Pool& pool)
+    : d_(decoder), layers_(decoder.layer, decoder.layer + decoder.layers), k_(kernels), pool_(pool) {
+  qkv_ = (d_.heads + 2 * d_.kv_heads) * d_.head_dim;
+  size_t widest = std::max({d_.hidden, d_.intermediate, d_.heads * d_.head_dim});
+  scratch_stride_ = (scratch_bytes(widest) + 63) / 64 * 64;
+  scratch_.need(scratch_stride_ * pool.size());
+  gates_.need(size_t(pool.size()) * 2 * kRowChunk * kBlock);
+}
+
+void Program::reserve(int tokens) {
+  if (tokens <= capacity_) return;
+  capacity_ = pad16(tokens);
+  x_.need(size_t(capacity_) * d_.hidden);
+  qkv_buffer_.need(size_t(capacity_) * qkv_);
+  angles_.need(size_t(capacity_) * d_.rotary);
+  normed_ = normed_store_.reserve(capacity_, d_.hidden);
+  attended_ = attended_store_.reserve(capacity_, d_.heads * d_.head_dim);
+  gated_ = gated_store_.reserve(capacity_, d_.intermediate);
+}
+
+static int check(const Step& s, int vocab) {
+  if (s.tokens < 0 || s.rows < 0) return kBadShape;
+  for (int t = 0; t < s.tokens; t++)
+    if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
+  for (int g = 0; g < s.groups; g++) {
+    const StepGroup& group = s.group[g];
+    int64_t slots = s.pages * group.tokens_per_page;
+    for (int t = 0; t < s.tokens; t++)
+      if (group.kv_slots[t] < 0 || group.kv_slots[t] >= slots) return kBadSlot;
+    for (int r = 0; r < s.rows; r++) {
+      if (s.query_start[r + 1] < s.query_start[r] || s.query_start[r + 1] > s.tokens) return kBadShape;
+      int64_t need = 0;
+      for (int t = s.query_start[r]; t < s.query_start[r + 1]; t++) {
+        if (s.positions[t] < 0) return kBadShape;
+        need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
+      }
+      if (need > group.table_stride) return kBadShape;
+      const int32_t* pages = group.page_table + r * group.table_stride;
+      for (int64_t p = 0; p < need; p++)
+        if (pages[p] < 0 || pages[p] >= s.pages) return kBadPage;
+    }
+  }
+  return 0;
+}
+
+int Program::forward(const Step& step) {
+  if (int refusal = check(step, d_.embed.n)) return refusal;
+  if (step.tokens == 0) return 0;
+  reserve(step.tokens);
+  plans_.resize(step.groups);
+  size_t widest = 0;
+  for (int g = 0; g < step.groups; g++) {
+    plan(step, step.group[g], plans_[g]);
+    for (const Item& item : plans_[g].items) widest = std::max<size_t>(widest, item.count);
+  }
+  AttendArgs shape{};
+  shape.kv.kv_heads = d_.kv_heads;
+  shape.kv.head_dim = d_.head_dim;
+  shape.heads = d_.heads;
+  shape.count = int(widest);
+  attend_stride_ = (k_.attend_floats(shape) + 15) / 16 * 16;
+  attend_scratch_.need(attend_stride_ * pool_.size());
+
+  pool_.run(kStages * d_.layers + 2, [&](int worker) {
+    k_.begin();
+    embed(step, kStages * d_.layers);
+    pool_.barrier();
+    for (int i = 0; i < d_.layers; i++) layer(step, layers_[i], i, worker);
+    int stage = kStages * d_.layers + 1, chunk = chunk_for(step.tokens, pool_.size());
+    for (int t; (t = pool_.take(stage, chunk)) < step.tokens;)
+      for (int end = std::min(t + chunk, step.tokens); t < end; t++) {
+        size_t at = size_t(t) * d_.hidden;
+        k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
+      }
+    k_.end();
+  });
+  return 0;
+}
+
+void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
+  if (rows <= 0) return;
+  Rows x = head_store_.reserve(rows, d_.hidden);
+  Job job{&d_.head, {out, stride, nullptr, false, 0, 0}};
+  pool_.run(2, [&](int worker) {
+    k_.begin();
+    for (int t; (t = pool_.take(0, 1)) < rows;) k_.quantise(hidden + size_t(t) * d_.hidden, x, t);
+    pool_.barrier();
+    multiply(1, &job, 1, x, rows, worker);
+    k_.end();
+  });
+}
+
+// Which queries are attended together: neighbours of a prompt, and single tokens of rows with a common prefix.
+void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
+  plan.queries.clear();
+  plan.items.clear();
+  std::vector<int> single;
+  for (int r = 0; r < step.rows; r++) {
+    int begin = step.query_start[r], end = step.query_start[r + 1];
+    if (end - begin == 1) {
+      single.push_back(r);
+      continue;
+    }
+    const int32_t* pages = group.page_table + r * group.table_stride;
+    for (int t = begin; t < end; t += kQueryTile) {
+      int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
+      for (int i = t; i < t + count; i++)
+        plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages});
+      plan.items.push_back({first, count, 0, int64_t(count) * step.positions[t + count - 1]});
+    }
+  }
+  share(step, group, single, plan);
+  std::stable_sort(plan.items.begin(), plan.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+}
+
+// Groups of up to kQueryTile rows whose tables start with the same pages; alone where nothing worth is common.
+void Program::share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const {
+  std::vector<char> taken(rows.size(), 0);
+  auto pages = [&](int r) { return group.page_table + r * group.table_stride; };
+  auto whole = [&](int r) { return int(step.positions[step.query_start[r]] / group.tokens_per_page); };
+  auto add = [&](int r) {
+    int t = step.query_start[r];
+    plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r)});
+  };
+  const int least = (kSharedLeast + group.tokens_per_page - 1) / group.tokens_per_page;
+  for (size_t i = 0; i < rows.size(); i++) {
+    if (taken[i]) continue;
+    int first = int(plan.queries.size()), common = whole(rows[i]), count = 1;
+    int64_t cost = step.positions[step.query_start[rows[i]]];
+    add(rows[i]);
+    for (size_t j = i + 1; j < rows.size() && count < kQueryTile; j++) {
+      if (taken[j]) continue;
+      int most = std::min(common, whole(rows[j])), same = 0;
+      while (same < most && pages(rows[i])[same] == pages(rows[j])[same]) same++;
+      if (same < least) continue;
+      taken[j] = 1;
+      common = same;
+      count++;
+      cost += step.positions[step.query_start[rows[j]]];
+      add(rows[j]);
+    }
+    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost});
+  }
+}
+
+void Program::embed(const Step& step, int stage) {
+  int half = d_.rotary / 2;
+  for (int t; (t = pool_.take(stage, 1)) < step.tokens;) {
+    unpack_row(d_.embed, int32_t(step.ids[t]), x_.data() + size_t(t) * d_.hidden);
+    float* cos = angles_.data() + size_t(t) * d_.rotary;
+    for (int i = 0; i < half; i++) {
+      float angle = float(step.positions[t]) * d_.inverse_frequencies[i];
+      cos[i] = std::cos(angle) * d_.rope_scale;
+      cos[half + i] = std::sin(angle) * d_.rope_scale;
+    }
+  }
+}
+
+void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
+  const StepGroup& group = step.group[layer.kv_group];
+  Paged kv{};
+  kv.tokens_per_page = group.tokens_per_page;
+  kv.kv_heads = d_.kv_heads;
+  kv.head_dim = d_.head_dim;
+  kv.half = step.half;
+  kv.v_offset = size_t(group.tokens_per_page) * kv.token_stride();
+  kv.page_stride = size_t(step.page_bytes);
+  kv.k = step.pool + size_t(layer.place) * 2 * kv.v_offset;
+  int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
+  float* qkv = qkv_buffer_.data();
+
+  normalise(stage, layer.input_norm, step.tokens);
+  pool_.barrier();
+  const Job jobs[] = {{&layer.q, {qkv, size_t(qkv_), layer.q_bias, false, 0, 0}},
+                      {&layer.k, {qkv + q, size_t(qkv_), layer.k_bias, false, 0, 0}},
+                      {&layer.v, {qkv + q + k, size_t(qkv_), layer.v_bias, false, 0, 0}}};
+  multiply(stage + 1, jobs, 3, normed_, step.tokens, worker);
+  pool_.barrier();
+  rotate(step, layer, kv, stage + 2);
+  pool_.barrier();
+  attend(layer, kv, stage + 3, worker);
+  pool_.barrier();
+  const Job o{&layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0}};
+  multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
+  pool_.barrier();
+  normalise(stage + 5, layer.post_norm, step.tokens);
+  pool_.barrier();
+  gate_up(layer, step.tokens, stage + 6, worker);
+  pool_.barrier();
+  const Job down{&layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0}};
+  multiply(stage + 7, &down, 1, gated_, step.tokens, worker);
+  pool_.barrier();
+}
+
+void Program::normalise(int stage, const float* weight, int tokens) {
+  int chunk = chunk_for(tokens, pool_.size());
+  for (int t; (t = pool_.take(stage, chunk)) < tokens;)
+    for (int end = std::min(t + chunk, tokens); t < end; t++)
+      k_.norm_quantise(x_.data() + size_t(t) * d_.hidden, weight, d_.eps, normed_, t);
+}
+
+// Work is numbered (row chunk, matrix, group), groups innermost, and taken in runs of groups.
+void Program::multiply(int stage, const Job* jobs, int count, Rows x, int rows, int worker) {
+  int groups = 0;
+  for (int j = 0; j < count; j++) groups += jobs[j].w->groups();
+  int chunk = std::min(chunk_for(groups, pool_.size()), 64), runs = (groups + chunk - 1) / chunk;
+  int total = runs * ((rows + kRowChunk - 1) / kRowChunk);
+  for (int item; (item = pool_.take(stage, 1)) < total;) {
+    int m0 = item / runs * kRowChunk, m1 = std::min(m0 + kRowChunk, rows);
+    int first = item % runs * chunk, last = std::min(first + chunk, groups), base = 0;
+    for (int j = 0; j < count; j++) {
+      int size = jobs[j].w->groups(), g0 = std::max(first - base, 0), g1 = std::min(last - base, size);
+      if (g0 < g1) k_.gemm(*jobs[j].w, g0, g1, x, m0, m1, jobs[j].out, scratch(worker));
+      base += size;
+    }
+  }
+}
+
+void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int stage) {
+  const StepGroup& group = step.group[layer.kv_group];
+  int dim = d_.head_dim, half = d_.rotary / 2, chunk = chunk_for(step.tokens, pool_.size());
+  for (int t; (t = pool_.take(stage, chunk)) < step.tokens;) {
+    for (int end = std::min(t + chunk, step.tokens); t < end; t++) {
+      float* heads = qkv_buffer_.data() + size_t(t) * qkv_;
+      const float *cos = angles_.data() + size_t(t) * d_.rotary, *sin = cos + half;
+      for (int h = 0; h < d_.heads + d_.kv_heads; h++) {
+        float* x = heads + h * dim;
+        bool query = h < d_.heads;
+        const float* weight = query ? layer.q_norm : layer.k_norm;
+        if (weight) k_.norm(x, weight, d_.eps, dim, x);
+        k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
+      }
+      int64_t slot = group.kv_slots[t];
+      uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
+                    size_t(slot % group.tokens_per_page) * kv.token_stride();
+      const float* k = heads + d_.heads * dim;
+      k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
+      k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+    }
+  }
+}
+
+void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker) {
+  const Plan& plan = plans_[layer.kv_group];
+  int total = int(plan.items.size()) * d_.kv_heads;
+  for (int i; (i = pool_.take(stage, 1)) < total;) {
+    const Item& item = plan.items[i / d_.kv_heads];
+    AttendArgs args{kv,          d_.heads,         layer.window, plan.queries.data() + item.first, item.count,
+                    item.shared, i % d_.kv_heads, attended_,    nullptr};
+    k_.attend(args, attend_scratch_.data() + worker * attend_stride_);
+  }
+}
+
+void Program::gate_up(const Layer& layer, int tokens, int stage, int worker) {
+  float* gates = gates_.data() + size_t(worker) * 2 * kRowChunk * kBlock;
+  float* ups = gates + kRowChunk * kBlock;
+  int blocks = d_.intermediate / kBlock, total = blocks * ((tokens + kRowChunk - 1) / kRowChunk);
+  for (int item; (item = pool_.take(stage, 1)) < total;) {
+    int m0 = item / blocks * kRowChunk, m1 = std::min(m0 + kRowChunk, tokens), b = item % blocks;
+    k_.gemm(layer.gate, 2 * b, 2 * b + 2, normed_, m0, m1, {gates, kBlock, nullptr, false, m0, 2 * b}, scratch(worker));
+    k_.gemm(layer.up, 2 * b, 2 * b + 2, normed_, m0, m1, {ups, kBlock, nullptr, false, m0, 2 * b}, scratch(worker));
+    for (int m = m0; m < m1; m++) k_.gate(gates + (m - m0) * kBlock, ups + (m - m0) * kBlock, gated_, m, b);
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,118 @@
+// A whole decoder as data, and one step of it. Plain structs: Python fills them through ctypes.
+// Refuses to know: where weights came from, requests, sampling.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common.h"
+#include "pool.h"
+
+namespace quire {
+
+struct Layer {
+  Matrix q, k, v, o, gate, up, down;
+  const float *input_norm, *post_norm;
+  const float *q_norm, *k_norm;                  // or null
+  const float *q_bias, *k_bias, *v_bias, *o_bias;  // or null; padded to 16
+  int32_t kv_group, place;                       // which page table, and which layer of its pages
+  int32_t window;                                // 0: none
+  float scale;
+};
+
+struct Decoder {
+  int32_t hidden, heads, kv_heads, head_dim, intermediate, rotary, layers;
+  float eps, rope_scale;
+  Matrix embed, head;
+  const float *final_norm, *inverse_frequencies;
+  const Layer* layer;  // [layers]
+};
+
+struct StepGroup {
+  const int32_t* page_table;  // [rows, table_stride]
+  int64_t table_stride;
+  const int64_t* kv_slots;  // [tokens]
+  int32_t tokens_per_page, layers;
+};
+
+struct Step {
+  int32_t tokens, rows;
+  const int64_t *ids, *positions;
+  const int32_t* query_start;  // [rows + 1]
+  const StepGroup* group;
+  int32_t groups, half;
+  uint8_t* pool;
+  int64_t pages, page_bytes;
+  float* hidden;  // [tokens, hidden], out
+};
+
+class Program {
+ public:
+  Program(const Decoder& decoder, const Kernels& kernels, Pool& pool);
+
+  // 0, or a code of `Refusal`.
+  int forward(const Step& step);
+  void logits(const float* hidden, int rows, float* out, size_t stride);
+
+ private:
+  struct Item {  // attention work: queries [first, first + count) of a group's list
+    int32_t first, count, shared;
+    int64_t cost;
+  };
+  struct Plan {
+    std::vector<Query> queries;
+    std::vector<Item> items;
+  };
+  struct Job {  // one multiplication of a stage
+    const Matrix* w;
+    Out out;
+  };
+
+  void reserve(int tokens);
+  void plan(const Step& step, const StepGroup& group, Plan& plan) const;
+  void share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const;
+  void embed(const Step& step, int stage);
+  void layer(const Step& step, const Layer& layer, int index, int worker);
+  void multiply(int stage, const Job* jobs, int count, Rows x, int rows, int worker);
+  void normalise(int stage, const float* weight, int tokens);
+  void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage);
+  void attend(const Layer& layer, const Paged& kv, int stage, int worker);
+  void gate_up(const Layer& layer, int tokens, int stage, int worker);
+  Scratch scratch(int worker) { return {scratch_.data() + worker * scratch_stride_}; }
+
+  const Decoder d_;
+  const std::vector<Layer> layers_;
+  const Kernels& k_;
+  Pool& pool_;
+  int qkv_, capacity_ = 0;
+  size_t scratch_stride_ = 0;
+
+  template <typename T>
+  struct Buffer {  // aligned, grows, never keeps contents
+    std::unique_ptr<T[]> owner;
+    size_t size = 0;
+    void need(size_t count) {
+      if (count + 64 / sizeof(T) > size) owner.reset(new T[size = count + 64 / sizeof(T)]());
+    }
+    T* data() const {
+      return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(owner.get()) + 63) & ~uintptr_t(63));
+    }
+  };
+  struct RowBuffers {
+    Buffer<int8_t> q;
+    Buffer<float> scale, sum;
+    Buffer<int32_t> total;
+    Rows reserve(int rows, int k);
+  };
+
+  Buffer<float> x_, qkv_buffer_, angles_, gates_, attend_scratch_;
+  Buffer<uint8_t> scratch_;
+  RowBuffers normed_store_, attended_store_, gated_store_, head_store_;
+  Rows normed_{}, attended_{}, gated_{};
+  std::vector<Plan> plans_;
+  size_t attend_stride_ = 0;
+};
+
+enum Refusal { kBadToken = 1, kBadSlot = 2, kBadPage = 3, kBadShape = 4 };
+
+}  // namespace quire

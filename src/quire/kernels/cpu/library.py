@@ -1,0 +1,149 @@
+"""The shared object and its C structs. Refuses to know: what the numbers mean."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from functools import cache
+from typing import Any, ClassVar
+
+
+class Matrix(Structure):
+    _fields_: ClassVar = [("data", c_void_p), ("n", c_int32), ("k", c_int32), ("bits", c_int32)]
+
+
+class Layer(Structure):
+    _fields_: ClassVar = [
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias")),
+        *((name, c_int32) for name in ("kv_group", "place", "window")),
+        ("scale", c_float),
+    ]
+
+
+class Decoder(Structure):
+    _fields_: ClassVar = [
+        *((n, c_int32) for n in ("hidden", "heads", "kv_heads", "head_dim", "intermediate", "rotary", "layers")),
+        ("eps", c_float),
+        ("rope_scale", c_float),
+        ("embed", Matrix),
+        ("head", Matrix),
+        ("final_norm", c_void_p),
+        ("inverse_frequencies", c_void_p),
+        ("layer", POINTER(Layer)),
+    ]
+
+
+class StepGroup(Structure):
+    _fields_: ClassVar = [
+        ("page_table", c_void_p),
+        ("table_stride", c_int64),
+        ("kv_slots", c_void_p),
+        ("tokens_per_page", c_int32),
+        ("layers", c_int32),
+    ]
+
+
+class Step(Structure):
+    _fields_: ClassVar = [
+        ("tokens", c_int32),
+        ("rows", c_int32),
+        ("ids", c_void_p),
+        ("positions", c_void_p),
+        ("query_start", c_void_p),
+        ("group", POINTER(StepGroup)),
+        ("groups", c_int32),
+        ("half", c_int32),
+        ("pool", c_void_p),
+        ("pages", c_int64),
+        ("page_bytes", c_int64),
+        ("hidden", c_void_p),
+    ]
+
+
+class Paged(Structure):
+    _fields_: ClassVar = [
+        ("k", c_void_p),
+        ("page_stride", c_size_t),
+        ("v_offset", c_size_t),
+        *((name, c_int32) for name in ("tokens_per_page", "kv_heads", "head_dim", "half")),
+    ]
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "quire_isa": (c_char_p, [c_int]),
+    "quire_kernels": (c_void_p, [c_char_p]),
+    "quire_reserve": (c_void_p, [c_size_t]),
+    "quire_release": (None, [c_void_p, c_size_t]),
+    "quire_matrix_bytes": (c_size_t, [c_int, c_int, c_int]),
+    "quire_pack": (None, [c_int, c_void_p, c_int, c_int, POINTER(Matrix)]),
+    "quire_pool": (c_void_p, [c_int]),
+    "quire_pool_free": (None, [c_void_p]),
+    "quire_program": (c_void_p, [POINTER(Decoder), c_void_p, c_void_p]),
+    "quire_program_free": (None, [c_void_p]),
+    "quire_forward": (c_int, [c_void_p, POINTER(Step)]),
+    "quire_logits": (None, [c_void_p, c_void_p, c_int, c_void_p, c_size_t]),
+    "quire_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
+    "quire_attend": (
+        None,
+        [c_void_p, POINTER(Paged), c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p],
+    ),
+    "quire_norm": (None, [c_void_p, c_void_p, c_void_p, c_float, c_int, c_void_p]),
+}
+
+
+def open_library(path: str) -> ctypes.CDLL:
+    """Calls release the GIL; arguments are checked by ctypes."""
+    library = ctypes.CDLL(path)
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL | str:
+    """The library, or the reason it is not there."""
+    found = importlib.util.find_spec("quire.kernels.cpu._native")
+    if found is None or found.origin is None:
+        return "the compiled kernels were not built; reinstall with a C++17 compiler to have them"
+    try:
+        return open_library(found.origin)
+    except (OSError, AttributeError) as error:
+        return f"the compiled kernels do not load: {error}"
+
+
+def native() -> ctypes.CDLL:
+    library = load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+def available() -> str | None:
+    """None if the compiled kernels can run here, else the reason they cannot."""
+    library = load()
+    return library if isinstance(library, str) else None
+
+
+def features() -> list[str]:
+    """The kernel sets this host can run, best first; `base` runs anywhere."""
+    library = load()
+    if isinstance(library, str):
+        return []
+    names: list[str] = []
+    while name := library.quire_isa(len(names)):
+        names.append(name.decode())
+    return names
+
+
+def kernels(isa: str | None = None) -> int:
+    """The address of a kernel set: by name, or the best."""
+    names = features()
+    chosen = isa or (names[0] if names else "")
+    address = native().quire_kernels(chosen.encode())
+    if not address:
+        raise ValueError(f"no kernel set {chosen!r} on this host; there are {', '.join(names)}")
+    return int(address)

@@ -1,0 +1,227 @@
+"""Packed weights and the program that runs them, as Python objects over the library.
+
+Owns native memory and frees it when collected. Refuses to know: names of tensors, families, files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.kernels.attention import Batch
+from quire.kernels.cpu import library as lib
+from quire.kernels.kv import KVViews
+from quire.kernels.reference.dequant import dequantize
+from quire.types.errors import QuireError
+
+# Stored kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
+# least twice as fine as the 6 bits of the finest K-quant.
+DIRECT = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8), "Q4_K": (3, 4)}
+FLOAT = (4, 8)
+SLICE = 1 << 22  # elements dequantised at a time
+ALIGN = 64
+
+_REFUSALS = {
+    1: "a token id is outside the vocabulary",
+    2: "a KV slot is outside the page pool",
+    3: "a page table names a page outside the pool",
+    4: "the batch's shapes or positions contradict each other",
+}
+
+
+def bits_of(kind: str) -> int:
+    return DIRECT.get(kind, FLOAT)[1]
+
+
+class Store:
+    """One block of memory for packed matrices, in huge pages where the system gives them."""
+
+    def __init__(self, size: int):
+        self._at = 0
+        self._size = max(size, ALIGN)
+        base = lib.native().quire_reserve(self._size)
+        if not base:
+            raise MemoryError(f"no memory for {self._size} bytes of packed weights")
+        self._base = int(base)
+        weakref.finalize(self, lib.native().quire_release, self._base, self._size)
+
+    def take(self, size: int) -> int:
+        start, self._at = self._at, self._at + -(-size // ALIGN) * ALIGN
+        if self._at > self._size:
+            raise MemoryError("packed weights need more than was reserved for them")
+        return self._base + start
+
+    @staticmethod
+    def needs(rows: int, columns: int, kind: str) -> int:
+        size = int(lib.native().quire_matrix_bytes(rows, columns, bits_of(kind)))
+        return -(-size // ALIGN) * ALIGN
+
+
+class PackedMatrix:
+    """A matrix [rows, columns] in the layout of csrc/common.h, filled from stored blocks."""
+
+    def __init__(self, store: Store, rows: int, columns: int, kind: str):
+        if columns % 32:
+            raise ValueError(f"packed matrices take multiples of 32 columns, not {columns}")
+        self.store = store
+        self.kind = kind
+        self.rows, self.columns = rows, columns
+        self.struct = lib.Matrix(store.take(Store.needs(rows, columns, kind)), rows, columns, bits_of(kind))
+
+    def fill(self, raw: torch.Tensor) -> None:
+        """From raw bytes by row, [rows, bytes per row] uint8."""
+        assert raw.shape[0] == self.rows
+        number, _ = DIRECT.get(self.kind, FLOAT)
+        step = max(1, SLICE // self.columns)
+        for first in range(0, self.rows, step):
+            piece = raw[first : first + step]
+            if self.kind not in DIRECT:
+                piece = dequantize(piece, self.kind).float()
+            piece = piece.contiguous()
+            lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
+
+    def linear(self, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
+        """x [tokens, columns] float32, quantised as the program does → [tokens, rows]."""
+        out = torch.empty(x.shape[0], -(-self.rows // 16) * 16)
+        x = x.contiguous()
+        lib.native().quire_linear(
+            lib.kernels(isa), ctypes.byref(self.struct), x.data_ptr(), x.shape[0], out.data_ptr()
+        )
+        return out[:, : self.rows]
+
+
+@dataclass
+class LayerWeights:
+    """Vectors are float32; those named None are absent."""
+
+    q: PackedMatrix
+    k: PackedMatrix
+    v: PackedMatrix
+    o: PackedMatrix
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    q_bias: torch.Tensor | None
+    k_bias: torch.Tensor | None
+    v_bias: torch.Tensor | None
+    o_bias: torch.Tensor | None
+    scale: float
+    window: int | None
+
+
+@dataclass
+class DecoderWeights:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    eps: float
+    rope_scale: float
+    inverse_frequencies: torch.Tensor  # [rotary / 2] float32
+    embed: PackedMatrix
+    head: PackedMatrix
+    final_norm: torch.Tensor
+    layers: list[LayerWeights]
+
+
+class _Place(NamedTuple):
+    kv_group: int
+    place: int
+
+
+class NativeProgram:
+    """A decoder ready to run. Layers' places in the pages come with the KV of the first step."""
+
+    def __init__(self, weights: DecoderWeights, *, threads: int, isa: str | None = None):
+        self.isa = isa or lib.features()[0]
+        self._library = lib.native()
+        self._weights = weights  # keeps all memory the structs point at
+        self._threads = threads
+        self._keep: list[torch.Tensor] = []
+        self._pool = self._library.quire_pool(threads)
+        weakref.finalize(self, self._library.quire_pool_free, self._pool)
+        self._program: int | None = None
+        self._kv: KVViews | None = None
+        self._step = lib.Step()
+        self._width = -(-weights.head.rows // 16) * 16
+
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""
+        if kv is not self._kv:
+            self._build(kv)
+        tokens, step, pool = input_ids.shape[0], self._step, kv.pool
+        hidden = torch.empty(tokens, self._weights.hidden)
+        for struct, group in zip(self._groups, batch.groups, strict=True):
+            table = group.page_table
+            struct.page_table, struct.table_stride = table.data_ptr(), table.stride(0)
+            struct.kv_slots, struct.tokens_per_page = group.kv_slots.data_ptr(), group.tokens_per_page
+        step.tokens, step.rows = tokens, batch.rows
+        step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
+        step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
+        step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        refusal = self._library.quire_forward(self._program, ctypes.byref(step))
+        if refusal:
+            raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [rows, hidden] → logits [rows, vocabulary] float32."""
+        hidden = hidden.contiguous()
+        out = torch.empty(hidden.shape[0], self._width)
+        self._library.quire_logits(self._program, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), self._width)
+        return out[:, : self._weights.head.rows]
+
+    def _build(self, kv: KVViews) -> None:
+        """For these pages. Structs point into tensors; `_keep` holds those made here."""
+        weights, layout = self._weights, kv.layout
+        places = {
+            layer: _Place(index, place)
+            for index, group in enumerate(layout.groups)
+            for place, layer in enumerate(group.layers)
+        }
+        layers = (lib.Layer * len(weights.layers))(
+            *(self._layer(layer, places[i]) for i, layer in enumerate(weights.layers))
+        )
+        decoder = lib.Decoder(
+            weights.hidden, weights.heads, weights.kv_heads, weights.head_dim, weights.intermediate,
+            2 * weights.inverse_frequencies.shape[0], len(weights.layers), weights.eps, weights.rope_scale,
+            weights.embed.struct, weights.head.struct, self._pointer(weights.final_norm),
+            self._pointer(weights.inverse_frequencies), layers,
+        )  # fmt: skip
+        self._program = self._library.quire_program(ctypes.byref(decoder), lib.kernels(self.isa), self._pool)
+        weakref.finalize(self, self._library.quire_program_free, self._program)
+        self._kv = kv
+        self._groups = (lib.StepGroup * len(layout.groups))()
+        self._step.group, self._step.groups = self._groups, len(layout.groups)
+        self._step.half = int(kv.pool.dtype == torch.float16)
+        self._step.page_bytes = kv.pool.shape[1] * kv.pool.itemsize
+
+    def _layer(self, layer: LayerWeights, place: _Place) -> lib.Layer:
+        return lib.Layer(
+            *(getattr(layer, name).struct for name in ("q", "k", "v", "o", "gate", "up", "down")),
+            *(self._pointer(getattr(layer, name)) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+            *(self._padded(getattr(layer, name)) for name in ("q_bias", "k_bias", "v_bias", "o_bias")),
+            *place,
+            layer.window or 0,
+            layer.scale,
+        )
+
+    def _pointer(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.float().contiguous()
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+    def _padded(self, bias: torch.Tensor | None) -> int | None:
+        """Kernels read whole groups of 16."""
+        return None if bias is None else self._pointer(torch.nn.functional.pad(bias.float(), (0, -len(bias) % 16)))

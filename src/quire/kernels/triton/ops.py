@@ -1,0 +1,19 @@
+"""`quire.kernels.ops.Ops` on a GPU: Triton where a launch saved or fused pays, plain torch for the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.eager import ops as eager
+from quire.kernels.eager.ops import act, layer_norm, rope, rope_tables, write_kv
+from quire.kernels.ops import Activation
+from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.norm import add_rms_norm, rms_norm
+
+__all__ = [
+    "act", "act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope", "rope_tables", "write_kv",
+]  # fmt: skip
+
+
+def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+    return silu_and_mul(x) if kind == "silu" else eager.act_and_mul(x, kind)

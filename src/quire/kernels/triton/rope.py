@@ -1,0 +1,127 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Between the QKV projection and attention, in one kernel: norm and rotate queries and keys, write K and V to pages.
+
+    qkv [tokens, (H + 2 KV) * D]:   q heads ── norm? ── rotate ──► in place, or to `q_out`
+                                    k heads ── norm? ── rotate ──► k_pages[slot]
+                                    v heads ────────────────────► v_pages[slot]
+
+Plain twin: `twins.rope_and_write`. Pages may be 8-bit; keys and values are then divided by their scales.
+Refuses to know: how angles come about.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.launch import overlap, power_of_two
+
+
+@triton.jit
+def _scaled(x, scale, target, EIGHT_BIT: tl.constexpr):
+    if EIGHT_BIT:
+        x = tl.clamp(x / scale, -448.0, 448.0)
+    return x.to(target.dtype.element_ty)
+
+
+@triton.jit
+def rope_kernel(
+    qkv, q_out, k_pages, v_pages, kv_slots, cos_ptr, sin_ptr, q_weight, k_weight, eps, k_scale, v_scale,
+    stride_x, stride_q, stride_page, stride_slot, stride_head,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, EIGHT_BIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a token's HEADS heads of one kind. HALF and REST: powers of two that hold ROTARY // 2 and the
+    dimensions that are not rotated (0: none)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    Q_PARTS: tl.constexpr = (H + HEADS - 1) // HEADS
+    K_PARTS: tl.constexpr = (KV + HEADS - 1) // HEADS
+    MIDDLE: tl.constexpr = ROTARY // 2
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    is_q = part < Q_PARTS
+    is_v = part >= Q_PARTS + K_PARTS
+    within = tl.where(is_q, part, tl.where(is_v, part - Q_PARTS - K_PARTS, part - Q_PARTS))
+    head = within * HEADS + tl.arange(0, HEADS)
+    valid = (head < tl.where(is_q, H, KV))[:, None]
+    source = qkv + token * stride_x + (head + tl.where(is_q, 0, tl.where(is_v, H + KV, H)))[:, None] * D
+
+    i = tl.arange(0, HALF)
+    half = valid & (i < MIDDLE)[None, :]
+    x1 = tl.load(source + i[None, :], mask=half, other=0.0).to(tl.float32)
+    x2 = tl.load(source + MIDDLE + i[None, :], mask=half, other=0.0).to(tl.float32)
+    if REST > 0:
+        j = ROTARY + tl.arange(0, REST)
+        rest = valid & (j < D)[None, :]
+        x3 = tl.load(source + j[None, :], mask=rest, other=0.0).to(tl.float32)
+
+    if not is_v:
+        if NORM:
+            weight = tl.where(is_q, q_weight, k_weight)
+            square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+            if REST > 0:
+                square += tl.sum(x3 * x3, 1)
+            rms = tl.rsqrt(square / D + eps)[:, None]
+            kind = qkv.dtype.element_ty  # a norm of its own would have rounded here
+            x1 = (x1 * rms * tl.load(weight + i, mask=i < MIDDLE, other=0.0).to(tl.float32)[None, :]).to(kind)
+            x2 = (x2 * rms * tl.load(weight + MIDDLE + i, mask=i < MIDDLE, other=0.0).to(tl.float32)[None, :]).to(kind)
+            x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+            if REST > 0:
+                x3 = x3 * rms * tl.load(weight + j, mask=j < D, other=0.0).to(tl.float32)[None, :]
+        # tables hold the angles twice, the first half of sin negated
+        cos = tl.load(cos_ptr + token * ROTARY + i, mask=i < MIDDLE, other=0.0).to(tl.float32)[None, :]
+        sin = tl.load(sin_ptr + token * ROTARY + MIDDLE + i, mask=i < MIDDLE, other=0.0).to(tl.float32)[None, :]
+        x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+
+    if is_q:
+        target = q_out + token * stride_q + head[:, None] * D
+        tl.store(target + i[None, :], x1.to(q_out.dtype.element_ty), mask=half)
+        tl.store(target + MIDDLE + i[None, :], x2.to(q_out.dtype.element_ty), mask=half)
+        if REST > 0:
+            tl.store(target + j[None, :], x3.to(q_out.dtype.element_ty), mask=rest)
+    else:
+        slot = tl.load(kv_slots + token)
+        place = (slot // PAGE) * stride_page + (slot % PAGE) * stride_slot + head[:, None] * stride_head
+        target = tl.where(is_v, v_pages, k_pages) + place
+        scale = tl.where(is_v, v_scale, k_scale)
+        tl.store(target + i[None, :], _scaled(x1, scale, k_pages, EIGHT_BIT), mask=half)
+        tl.store(target + MIDDLE + i[None, :], _scaled(x2, scale, k_pages, EIGHT_BIT), mask=half)
+        if REST > 0:
+            tl.store(target + j[None, :], _scaled(x3, scale, k_pages, EIGHT_BIT), mask=rest)
+
+
+def rope_and_write(
+    qkv: torch.Tensor,  # [tokens, (heads + 2 kv_heads) * dim]
+    heads: int,
+    cos: torch.Tensor,  # [tokens, 1, rotary], as `ops.rope_tables` makes them
+    sin: torch.Tensor,
+    k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, dim], strided view
+    v_pages: torch.Tensor,
+    kv_slots: torch.Tensor,  # [tokens] int64
+    q_norm: torch.Tensor | None = None,  # [dim]
+    k_norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    q_out: torch.Tensor | None = None,  # [tokens, heads, dim]; None: in place
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:  # the queries, [tokens, heads, dim]
+    tokens, (_, page, kv_heads, dim), rotary = qkv.shape[0], k_pages.shape, cos.shape[-1]
+    if q_out is None:
+        q_out = qkv[:, : heads * dim].unflatten(1, (heads, dim))
+    assert k_pages.stride() == v_pages.stride() and k_pages.stride(3) == qkv.stride(1) == 1
+    assert q_out.stride(1) == dim and (q_norm is None) == (k_norm is None) and cos.is_contiguous()
+    if tokens == 0:
+        return q_out
+    together = min(power_of_two(kv_heads), 8)
+    rope_kernel[(tokens, -(-heads // together) + 2 * -(-kv_heads // together))](
+        qkv, q_out, k_pages, v_pages, kv_slots, cos, sin, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, eps, k_scale, v_scale, qkv.stride(0), q_out.stride(0), *k_pages.stride()[:3],
+        H=heads, KV=kv_heads, D=dim, ROTARY=rotary, HALF=power_of_two(rotary // 2),
+        REST=power_of_two(dim - rotary) if rotary < dim else 0, PAGE=page, HEADS=together,
+        NORM=q_norm is not None, EIGHT_BIT=k_pages.element_size() == 1, num_warps=4 if together >= 4 else 1,
+        **overlap(qkv.device),
+    )  # fmt: skip
+    return q_out

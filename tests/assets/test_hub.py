@@ -1,0 +1,220 @@
+"""Fetching from a hub, against a small one on the loopback that drops connections when told to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import huggingface_hub
+import numpy as np
+import pytest
+from safetensors.numpy import save
+
+from quire.assets import list_models, pull, remove, resolve
+from quire.types.errors import ModelFileError, ModelNotFoundError
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """`files` by repository; `drops` says after how many bytes a file's next download breaks off."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.drops: dict[str, list[int]] = {}
+        self.downloads: list[tuple[str, str | None]] = []  # file, Range
+        self.requests = 0
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self.answer(with_body=True)
+
+    def answer(self, with_body: bool) -> None:
+        self.server.requests += 1
+        path = unquote(urlsplit(self.path).path)
+        if match := re.fullmatch(r"/api/models/(\w+/\w+)(?:/revision/(\S+)|/tree/(\S+))?", path):
+            self.describe(match[1], match[2], match[3])
+        elif match := re.fullmatch(r"/(\w+/\w+)/resolve/([^/]+)/(.+)", path):
+            self.file(match[1], match[3], with_body)
+        else:
+            self.missing("EntryNotFound")
+
+    def missing(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def describe(self, repository: str, revision: str | None, tree: str | None) -> None:
+        files = self.server.files.get(repository)
+        if files is None:
+            return self.missing("RepoNotFound")
+        if revision not in (None, "main", COMMIT):
+            return self.missing("RevisionNotFound")
+        entries = [
+            {"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()} for n, d in files.items()
+        ]
+        info = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+        body = json.dumps(entries if tree else info).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def file(self, repository: str, name: str, with_body: bool) -> None:
+        data = self.server.files.get(repository, {}).get(name)
+        if data is None:
+            return self.missing("EntryNotFound")
+        wanted = self.headers.get("Range")
+        start = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1]) if wanted else 0  # type: ignore[index]
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if not with_body:
+            return
+        self.server.downloads.append((name, wanted))
+        drops = self.server.drops.get(name)
+        if drops:
+            self.wfile.write(data[start : start + drops.pop(0)])
+            self.wfile.flush()
+            self.close_connection = True  # fewer bytes than promised, then silence
+        else:
+            self.wfile.write(data[start:])
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)  # small files, many pieces
+    huggingface_hub.close_session()
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield server
+    huggingface_hub.close_session()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def model_files() -> dict[str, bytes]:
+    weights = np.frombuffer(random.Random(9).randbytes(400_000), np.float32)
+    return {
+        "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
+        "tokenizer.json": b'{"version": "1.0"}',
+        "tokenizer_config.json": b"{}",
+        "model.safetensors": save({"w": weights}),
+        "consolidated.safetensors": b"the same again",
+        "pytorch_model.bin": b"pickle",
+        "onnx/model.safetensors": b"other",
+        "README.md": b"# hello",
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a_dropped_download_resumes_and_is_exact(hub: Hub, tmp_path: Path) -> None:
+    files = hub.files["org/tiny"] = model_files()
+    hub.drops["model.safetensors"] = [123_457, 50_000]
+    model = resolve("org/tiny", progress=False)
+    assert (model.name, model.kind) == ("org/tiny", "safetensors")
+    data = model.path.joinpath("model.safetensors").read_bytes()
+    assert data == files["model.safetensors"]
+    ranges = [wanted for name, wanted in hub.downloads if name == "model.safetensors"]
+    assert ranges[0] is None
+    assert len(ranges) == 3
+    starts = [int(r.removeprefix("bytes=").removesuffix("-")) for r in ranges[1:] if r]
+    assert 0 < starts[0] < starts[1] < len(data)  # it went on, it did not start over
+    fetched = {name for name, _ in hub.downloads}
+    assert fetched == {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"}
+
+
+def test_what_is_here_is_not_asked_for_again(hub: Hub) -> None:
+    hub.files["org/tiny"] = model_files()
+    first = resolve("org/tiny", progress=False)
+    before = hub.requests
+    assert resolve("org/tiny") == first
+    assert hub.requests == before
+    assert pull("org/tiny", progress=False) == first
+    assert hub.requests > before
+    assert [info.name for info in list_models()] == ["org/tiny"]
+    remove("org/tiny")
+    assert list_models() == []
+    assert not first.path.exists()
+
+
+def test_one_gguf_of_many(hub: Hub, tiny_gguf: bytes) -> None:
+    hub.files["org/quants"] = {"a.gguf": tiny_gguf, "sub/b.gguf": tiny_gguf + bytes(32), "README.md": b""}
+    a = resolve("org/quants:a.gguf", progress=False)
+    b = resolve("org/quants:sub/b.gguf@main", progress=False)
+    assert (a.kind, b.kind) == ("gguf", "gguf")
+    assert a.path.read_bytes() == tiny_gguf
+    assert {name for name, _ in hub.downloads} == {"a.gguf", "sub/b.gguf"}
+    assert [info.name for info in list_models()] == ["org/quants:a.gguf", "org/quants:sub/b.gguf@main"]
+    remove("org/quants:a.gguf")
+    assert not a.path.exists()
+    assert b.path.exists()
+    remove("org/quants:sub/b.gguf@main")
+    assert not b.path.exists()
+    with pytest.raises(ModelNotFoundError, match=r"name one of them: org/quants:a\.gguf, org/quants:sub/b\.gguf"):
+        resolve("org/quants", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("org/nothing", "no model 'org/nothing'"),
+        ("org/tiny@other", "no revision 'other'"),
+        ("org/tiny:x.gguf", r"no file 'x\.gguf'"),
+        ("org/empty", "no model that can be read"),
+    ],
+)
+def test_what_the_hub_does_not_have(hub: Hub, reference: str, message: str) -> None:
+    hub.files["org/tiny"] = model_files()
+    hub.files["org/empty"] = {"README.md": b""}
+    with pytest.raises(ModelNotFoundError, match=message):
+        resolve(reference, progress=False)
+    assert list_models() == []
+
+
+def test_an_unsound_model_is_not_recorded(hub: Hub) -> None:
+    hub.files["org/bad"] = model_files() | {"model.safetensors": b"nonsense, and short"}
+    with pytest.raises(ModelFileError):
+        resolve("org/bad", progress=False)
+    assert list_models() == []
+
+
+@pytest.mark.timeout(60)
+def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFoundError, match="Check the network"):
+        resolve("org/tiny", progress=False)
+    assert hub.requests == 0

@@ -1,0 +1,217 @@
+"""The paged attention kernel against the plain one: ragged batches, page boundaries, windows, splits, shared prefixes."""
+
+import pytest
+import torch
+
+from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.triton import cascade, configs
+from quire.kernels.triton.attention import Bounds, Plan, TritonAttention, _with_items, plan_launches
+
+
+class Case:
+    """Rows of (query tokens, KV length) over a pool whose unowned places hold NaN."""
+
+    def __init__(self, rows, *, heads=4, kv_heads=2, dim=16, page=4, window=None, dtype=torch.float32, shared=()):
+        counts, lens = [c for c, _ in rows], [n for _, n in rows]
+        self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
+        needs = [-(-n // page) for n in lens]
+        pages = torch.randperm(sum(needs)) + 1
+        pool = torch.full((sum(needs) + 1, 2, 2, page, kv_heads, dim), float("nan"))  # [pages, layers, K and V, ...]
+        self.k, self.v = pool[:, 1, 0].to(dtype), pool[:, 1, 1].to(dtype)
+        if dtype == torch.float32:
+            self.k, self.v = pool[:, 1, 0], pool[:, 1, 1]  # strided, as the engine's are
+        table = torch.zeros(len(rows), max(needs), dtype=torch.int32)
+        used = 0
+        for row, need in enumerate(needs):
+            table[row, :need] = pages[used : used + need]
+            used += need
+        for leader, rows_sharing, n in shared:
+            for row in rows_sharing:
+                table[row, :n] = table[leader, :n]
+        for row, n in enumerate(lens):
+            at = torch.arange(n)
+            where = (table[row, at // page].long(), at % page)
+            for part in (self.k, self.v):
+                part[where] = torch.randn(n, kv_heads, dim).to(dtype)
+        positions = torch.cat([torch.arange(n - c, n) for c, n in rows])
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        self.group = GroupBatch(page, table, positions)
+        kv_len = torch.tensor(lens, dtype=torch.int32)
+        self.batch = Batch(positions, start, kv_len, counts, lens, (self.group,))
+        self.q = torch.randn(len(positions), heads, dim).to(dtype)
+
+    def plain(self):
+        args = (self.spec, self.q, self.k, self.v, self.batch, self.group, None)
+        return ReferenceAttention().forward(*args)
+
+    def triton(self, backend=None, plan=None, **kw):
+        backend = backend or TritonAttention()
+        plan = plan or backend.plan(self.batch, self.group, self.spec, element=self.q.element_size())
+        return backend.forward(self.spec, self.q, self.k, self.v, self.batch, self.group, plan, **kw)
+
+    def check(self, got, tolerance=2e-6):
+        torch.testing.assert_close(got.float(), self.plain().float(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1)],
+        [(1, 4)],  # a full page
+        [(1, 5), (1, 3), (1, 32)],
+        [(1, 9), (3, 17), (40, 60), (7, 7)],  # decoding, speculation, a chunk, a whole prompt
+        [(33, 33), (1, 64), (65, 65)],
+    ],
+)
+def test_ragged_rows(rows):
+    case = Case(rows)
+    case.check(case.triton())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 3, 16), (9, 3, 12), (7, 1, 32), (8, 2, 24)])
+def test_heads_and_dims_that_are_no_powers_of_two(heads, kv_heads, dim):
+    case = Case([(1, 10), (25, 30)], heads=heads, kv_heads=kv_heads, dim=dim)
+    case.check(case.triton())
+
+
+@pytest.mark.parametrize("window", [1, 5, 32])
+def test_windows(window):
+    case = Case([(1, 50), (2, 9), (50, 70)], window=window)
+    case.check(case.triton())
+
+
+def test_pages_a_window_has_left_behind_may_hold_anything():
+    case = Case([(1, 90)], window=6)
+    case.group.page_table[0, :20] = 0  # the null page, here NaN throughout
+    expected = Case.plain(case)
+    assert not expected.isnan().any()
+    case.check(case.triton())
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_split_keys_are_joined(window, monkeypatch):
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
+    case = Case([(1, 150), (1, 31), (4, 100), (1, 1)], window=window)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec, element=4)
+    assert plan.launches[0].splits > 2
+    for _ in range(2):  # counters are back at zero
+        case.check(case.triton(plan=plan))
+
+
+def test_long_rows_split_too(monkeypatch):
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
+    case = Case([(40, 150), (1, 20)])
+    case.check(case.triton())
+
+
+def test_log_sums():
+    case = Case([(1, 40), (20, 20)])
+    lse = torch.empty(21, 4)
+    case.triton(lse=lse)
+    row = case.group.page_table[0, :10].long()
+    keys = case.k[row].flatten(0, 1).repeat_interleave(2, dim=1)  # [40, heads, dim]
+    scores = torch.einsum("hd,khd->hk", case.q[0], keys) * case.spec.scale
+    torch.testing.assert_close(lse[0], scores.logsumexp(-1))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_half_precision(dtype, tolerance):
+    case = Case([(1, 40), (20, 30)], dtype=dtype)
+    case.check(case.triton(), tolerance)
+
+
+def test_eight_bit_pages():
+    case = Case([(1, 40), (20, 30)])
+    scale = 0.02
+    eight = [(part.clone(memory_format=torch.contiguous_format) / scale).to(torch.float8_e4m3fn) for part in (case.k, case.v)]
+    case.k, case.v = (part.float() * scale for part in eight)
+    expected = case.plain()
+    case.k, case.v = eight
+    got = case.triton(TritonAttention(k_scale=scale, v_scale=scale))
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_queries_in_place_of_a_fused_projection():
+    case = Case([(1, 12), (30, 30)])
+    fused = torch.randn(31, 8 * 16)
+    fused[:, : 4 * 16] = case.q.flatten(1)
+    case.q = fused[:, : 4 * 16].unflatten(1, (4, 16))
+    case.check(case.triton())
+
+
+def test_a_plan_from_bounds_serves_every_batch_within_them():
+    """What a captured graph does: one plan, rows of all kinds, some empty."""
+    bounds = Bounds(tokens=48, rows=6, shortest=1, longest=48, longest_kv=64)
+    for rows in ([(1, 3), (40, 60), (5, 5)], [(1, 9)] * 6, [(48, 48)]):
+        case = Case(rows)
+        batch, empty = case.batch, 6 - len(rows)
+        expected = case.plain()
+        end = batch.query_start[-1:]
+        batch.query_start = torch.cat([batch.query_start, end.repeat(empty)])
+        batch.kv_len = torch.cat([batch.kv_len, torch.zeros(empty, dtype=torch.int32)])
+        case.group.page_table = torch.cat([case.group.page_table, torch.zeros(empty, case.group.page_table.shape[1])]).int()
+        launches = plan_launches(bounds, case.spec, 4, 132, invariant=False)
+        assert len(launches) == 2
+        plan = Plan(tuple(_with_items(one, batch, case.spec) for one in launches))
+        torch.testing.assert_close(case.triton(plan=plan), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_invariant_mode_gives_a_row_the_same_bits_alone_and_in_company(monkeypatch):
+    monkeypatch.setattr(configs, "INVARIANT_SPLIT", 64)
+    backend = TritonAttention(invariant=True)
+    case = Case([(1, 90), (40, 100), (3, 70)])
+    together = case.triton(backend)
+    case.check(together)
+    whole, table = case.batch, case.group.page_table
+    for row, (first, count, n) in enumerate([(0, 1, 90), (1, 40, 100), (41, 3, 70)]):
+        group = GroupBatch(4, table[row : row + 1], case.group.kv_slots)
+        start = torch.tensor([0, count], dtype=torch.int32)
+        positions = whole.positions[first : first + count]
+        batch = Batch(positions, start, whole.kv_len[row : row + 1], [count], [n], (group,))
+        plan = backend.plan(batch, group, case.spec, element=4)
+        alone = backend.forward(case.spec, case.q[first : first + count], case.k, case.v, batch, group, plan)
+        assert torch.equal(alone, together[first : first + count])
+
+
+def test_rows_that_share_prefixes_attend_them_together():
+    rows = [(1, 41), (1, 50), (3, 44), (1, 30), (2, 33), (1, 9)]
+    case = Case(rows, shared=[(0, (1, 2), 9), (3, (4,), 5)])
+    tables = [case.group.page_table[r, : -(-n // 4)].tolist() for r, (_, n) in enumerate(rows)]
+    groups = cascade.find_groups(tables, [n - c for c, n in rows], 4, worth=1)
+    assert [(g.rows, g.pages) for g in groups] == [((0, 1, 2), 9), ((3, 4), 5)]
+    lists = cascade.prefix_lists(groups, [c for c, _ in rows], 4, 2, torch.device("cpu"), most_items=4)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists, element=4)
+    case.check(case.triton(plan=plan))
+
+
+def test_many_queries_over_one_prefix_and_splits(monkeypatch):
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
+    rows = [(1, 130 + r) for r in range(20)]
+    case = Case(rows, shared=[(0, tuple(range(1, 20)), 32)])
+    groups = [cascade.Group(tuple(range(20)), 32)]
+    lists = cascade.prefix_lists(groups, [1] * 20, 4, 2, torch.device("cpu"))
+    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists, element=4)
+    case.check(case.triton(plan=plan))
+
+
+def test_groups_save_the_most_reading():
+    def find(tables, page=16, worth=1):
+        return {(g.rows, g.pages) for g in cascade.find_groups(tables, [1000] * len(tables), page, worth)}
+
+    assert find([[1, 2], [3, 4]]) == set()
+    assert find([[1, 2, 3], [1, 2, 4], [1, 2]]) == {((0, 1, 2), 2)}
+    # one short system prompt under two long ones: the two are worth more
+    assert find([[1, *range(10, 30), 2], [1, *range(10, 30), 3], [1, *range(40, 60)], [1, *range(40, 60)]]) == {
+        ((0, 1), 21),
+        ((2, 3), 21),
+    }
+    assert find([[1, 2], [1, 3]], worth=1000) == set()
+    # a page that a query of the step still fills is not shared
+    assert cascade.find_groups([[1, 2], [1, 2]], [20, 40], 16, 1) == [cascade.Group((0, 1), 1)]
+
+
+def test_refusals():
+    backend = TritonAttention()
+    assert "cuda" in str(backend.supports(AttentionSpec(4, 2, 64, 1.0), torch.device("cpu"))).lower()
+    assert "head_dim" in str(backend.supports(AttentionSpec(4, 2, 512, 1.0), torch.device("cuda")))

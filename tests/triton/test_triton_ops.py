@@ -1,0 +1,97 @@
+"""Norms, activations, gathers and the fused rotation against plain torch."""
+
+import pytest
+import torch
+
+from quire.kernels.reference import ops as plain
+from quire.kernels.triton import twins
+from quire.kernels.triton.activation import quantise_fp8, silu_and_mul
+from quire.kernels.triton.gather import gather_rows
+from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
+from quire.kernels.triton.rope import rope_and_write
+
+
+@pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 300), (17, 16)])
+def test_norms(shape):
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5))
+    stream, twin = residual.clone(), residual.clone()
+    got = add_rms_norm(x, stream, weight, 1e-5)
+    torch.testing.assert_close(got, plain.add_rms_norm(x, twin, weight, 1e-5))
+    assert torch.equal(stream, twin)
+
+
+def test_norm_of_heads_inside_a_fused_projection():
+    heads = torch.randn(5, 96)[:, 16:80].unflatten(1, (4, 16))
+    weight = torch.randn(16)
+    torch.testing.assert_close(rms_norm(heads, weight, 1e-6), plain.rms_norm(heads, weight, 1e-6))
+
+
+def test_no_rows():
+    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
+    assert silu_and_mul(torch.empty(0, 8)).shape == (0, 4)
+    assert gather_rows(torch.ones(2, 3), torch.empty(0, dtype=torch.int64)).shape == (0, 3)
+
+
+@pytest.mark.parametrize("width", [5, 48, 2050])
+def test_silu_and_mul(width):
+    x = torch.randn(3, 2 * width)
+    torch.testing.assert_close(silu_and_mul(x), plain.act_and_mul(x, "silu"))
+
+
+def check_fp8(got, expected):
+    """The interpreter loses the carry where rounding would reach the next power of two; the rest is equal."""
+    (eight, scales), (twin, twin_scales) = got, expected
+    torch.testing.assert_close(scales, twin_scales)
+    assert (eight.float() == twin.float()).float().mean() > 0.95
+
+
+def test_eight_bit_rows():
+    x, residual, weight = torch.randn(4, 100), torch.randn(4, 100), torch.randn(100)
+    check_fp8(quantise_fp8(x), twins.quantise_fp8(x))
+    check_fp8(quantise_fp8(x, gated=True), twins.quantise_fp8(plain.act_and_mul(x, "silu")))
+    stream, twin = residual.clone(), residual.clone()
+    expected = twins.quantise_fp8(plain.add_rms_norm(x, twin, weight, 1e-5))
+    check_fp8(rms_norm_fp8(x, stream, weight, 1e-5), expected)
+    assert torch.equal(stream, twin)
+    check_fp8(rms_norm_fp8(x, None, weight, 1e-5), twins.quantise_fp8(plain.rms_norm(x, weight, 1e-5)))
+
+
+def test_gather():
+    table = torch.randn(9, 70)[:, :65]
+    index = torch.tensor([3, 0, 8, 3])
+    assert torch.equal(gather_rows(table, index), table[index])
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(4, 2, 16, 16), (9, 3, 12, 8), (1, 1, 8, 8)])
+def test_rotation_and_page_writes(heads, kv_heads, dim, rotary, normed):
+    tokens, page = 6, 4
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * dim)
+    frequencies = 100.0 ** -(torch.arange(rotary // 2) / rotary)
+    cos, sin = plain.rope_tables(torch.tensor([0, 1, 2, 90, 7, 1000]), frequencies, 1.0, torch.float32)
+    slots = torch.tensor([3, 4, 5, 17, 22, 8])
+    norms = {"q_norm": torch.randn(dim), "k_norm": torch.randn(dim), "eps": 1e-5} if normed else {}
+    pool = torch.randn(6, 2, 2, page, kv_heads, dim)
+    results = []
+    for function in (rope_and_write, twins.rope_and_write):
+        mine, fused = pool.clone(), qkv.clone()
+        q = function(fused, heads, cos, sin, mine[:, 1, 0], mine[:, 1, 1], slots, **norms)
+        assert q.data_ptr() == fused.data_ptr()  # in place
+        out = torch.empty(tokens, heads, dim)
+        again = function(qkv.clone(), heads, cos, sin, mine[:, 1, 0], mine[:, 1, 1], slots, q_out=out, **norms)
+        assert again is out and torch.equal(out, q)
+        results.append((q, mine))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_eight_bit_page_writes():
+    qkv = torch.randn(3, 8 * 16)
+    cos, sin = plain.rope_tables(torch.arange(3), torch.ones(8), 1.0, torch.float32)
+    pages = [torch.zeros(2, 4, 2, 16).to(torch.float8_e4m3fn) for _ in range(4)]
+    slots = torch.tensor([1, 2, 7])
+    rope_and_write(qkv.clone(), 4, cos, sin, *pages[:2], slots, k_scale=0.01, v_scale=0.02)
+    twins.rope_and_write(qkv.clone(), 4, cos, sin, *pages[2:], slots, k_scale=0.01, v_scale=0.02)
+    for got, expected in ((pages[0], pages[2]), (pages[1], pages[3])):
+        assert (got.float() == expected.float()).float().mean() > 0.95
