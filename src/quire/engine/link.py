@@ -127,6 +127,8 @@ class ProcessLink:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         address = f"ipc://{self._directory / 'engine.sock'}"
         self._socket.bind(address)
@@ -153,7 +155,12 @@ class ProcessLink:
             raise
 
     def send(self, message: ToEngine) -> None:
-        self._socket.send(self._encoder.encode(message))
+        import zmq
+
+        try:
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # nobody is connected: queues have no limit of their own
+            raise EngineDeadError("the engine process is gone") from None
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         import zmq
@@ -184,10 +191,10 @@ class ProcessLink:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self.send(Shutdown())
             try:
+                self.send(Shutdown())
                 self._process.wait(CLOSE_TIMEOUT)
-            except subprocess.TimeoutExpired:
+            except (EngineDeadError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
         self._socket.close()

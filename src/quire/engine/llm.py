@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from quire.engine.outputs import RequestText
 from quire.engine.results import Collector
 from quire.text import TextModel
 from quire.types.config import EngineOptions
-from quire.types.errors import InputError, QuireError
+from quire.types.errors import EngineDeadError, InputError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import Request
@@ -106,8 +107,9 @@ class LLM:
                 for message in self._link.receive(None):
                     yield from self._take(message, views)
         finally:
-            for request_id in views:
-                self._link.send(Abort(request_id))
+            with contextlib.suppress(EngineDeadError):
+                for request_id in views:
+                    self._link.send(Abort(request_id))
 
     def _take(self, message: ToClient, views: dict[str, RequestText]) -> Iterator[tuple[Request, Delta]]:
         if not isinstance(message, Events):

@@ -32,6 +32,8 @@ class EngineProcess:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()

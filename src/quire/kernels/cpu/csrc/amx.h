@@ -5,7 +5,7 @@
 namespace amx {
 
 constexpr int kTile = 16;
-constexpr int kFew = 6;  // rows left over that VNNI does sooner than a mostly empty tile
+constexpr int kFew = 9;  // rows left over that VNNI does sooner than a mostly empty tile
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -63,7 +63,7 @@ Unpacked unpack(const Matrix& w, int g, uint8_t* scratch) {
 #define QUIRE_MULTIPLY(C, A, B, b, products)       \
   do {                                             \
     _tile_zero(C);                                 \
-    _tile_loadd(A, xq + (b)*kBlock, x.k);          \
+    _tile_loadd(A, xq + size_t(b) * 512, kBlock);  \
     _tile_loadd(B, u.quants + size_t(b) * 512, 64); \
     if (Bits == 4) {                               \
       _tile_dpbsud(C, A, B);                       \
@@ -74,13 +74,13 @@ Unpacked unpack(const Matrix& w, int g, uint8_t* scratch) {
   } while (0)
 
 template <int Bits>
-inline void add(const Unpacked& u, Rows x, int m, int blocks, int b, const int32_t* products, __m512* acc) {
+inline void add(const Unpacked& u, const float* factors, int b, const int32_t* products, __m512* acc) {
   __m512 d = load(u.scales + b * kLanes), minimum = Bits == 4 ? load(u.minima + b * kLanes) : d;
-  const float *scale = x.scale + size_t(m) * blocks + b, *sum = x.sum + size_t(m) * blocks + b;
+  factors += b * 32;
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) {
     __m512i dot = _mm512_load_si512(products + r * kLanes);
-    acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, scale[size_t(r) * blocks], sum[size_t(r) * blocks]);
+    acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, factors[r], factors[16 + r]);
   }
 }
 
@@ -88,16 +88,17 @@ template <int Bits>
 void tile16(const Unpacked& u, const Matrix& w, int g, Rows x, int m, int count, Out out) {
   alignas(64) int32_t products[2][kTile * kLanes];
   int blocks = w.blocks();
-  const int8_t* xq = x.q + size_t(m) * x.k;
+  const int8_t* xq = x.quants(m, 0);
+  const float* factors = x.scale(m, 0);
   __m512 acc[kTile];
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) acc[r] = _mm512_setzero_ps();
   QUIRE_MULTIPLY(0, 2, 4, 0, products[0]);
   for (int b = 0; b < blocks; b += 2) {
     if (b + 1 < blocks) QUIRE_MULTIPLY(1, 3, 5, b + 1, products[1]);
-    add<Bits>(u, x, m, blocks, b, products[0], acc);
+    add<Bits>(u, factors, b, products[0], acc);
     if (b + 2 < blocks) QUIRE_MULTIPLY(0, 2, 4, b + 2, products[0]);
-    if (b + 1 < blocks) add<Bits>(u, x, m, blocks, b + 1, products[1], acc);
+    if (b + 1 < blocks) add<Bits>(u, factors, b + 1, products[1], acc);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++)

@@ -38,13 +38,20 @@ struct Matrix {
   }
 };
 
-// Activations, int8 per block of 32 inputs. Rows are padded to a multiple of 16 in memory.
+// Activations, int8 per block of 32 inputs, in tiles of 16 rows so that a block of a tile is contiguous and a kernel
+// finds all its rows at fixed distances. Memory is there for whole tiles.
 struct Rows {
-  int8_t* q;       // [rows, k]
-  float* scale;    // [rows, k / 32]
-  float* sum;      // [rows, k / 32]: scale * sum of the block's quants, for minima
-  int32_t* total;  // [rows, k / 32]: sum of the block's quants
+  int8_t* q;       // [tile, block, 16 rows, 32]
+  float* factors;  // [tile, block, 2, 16 rows]: the scale; and scale * sum of the quants, for minima
+  int32_t* total;  // [tile, block, 16 rows]: sum of the quants
   int32_t k;
+
+  int blocks() const { return k / kBlock; }
+  size_t place(int row, int block) const { return (size_t(row / 16) * blocks() + block) * 16; }
+  int8_t* quants(int row, int block) const { return q + (place(row, block) + row % 16) * kBlock; }
+  float* scale(int row, int block) const { return factors + place(row, block) * 2 + row % 16; }
+  float* sum(int row, int block) const { return scale(row, block) + 16; }
+  int32_t* totals(int row, int block) const { return total + place(row, block) + row % 16; }
 };
 
 // Where a multiplication puts its results.

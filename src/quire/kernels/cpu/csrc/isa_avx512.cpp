@@ -85,19 +85,20 @@ inline void load_block(const uint8_t* p, __m512i* w) {
   }
 }
 
+// R rows from m on, within one tile of 16.
 template <int Bits, int R>
 void tile(const Matrix& w, int g, Rows x, int m, Out out) {
   int blocks = w.blocks();
-  const int8_t* xq = x.q + size_t(m) * x.k;
-  const float *scale = x.scale + size_t(m) * blocks, *sum = x.sum + size_t(m) * blocks;
-  const int32_t* total = x.total + size_t(m) * blocks;
+  const int8_t* xq = x.quants(m, 0);
+  const float* factors = x.scale(m, 0);
+  const int32_t* total = x.totals(m, 0);
   const uint8_t* quants = w.quants(g, 0);
   const uint8_t* scales = reinterpret_cast<const uint8_t*>(w.scales(g, 0));
   const size_t quants_step = Bits == 4 ? 320 : 512, scales_step = Bits == 4 ? 320 : 32;
   __m512 acc[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-  for (int b = 0; b < blocks; b++, quants += quants_step, scales += scales_step) {
+  for (int b = 0; b < blocks; b++, quants += quants_step, scales += scales_step, xq += 512, factors += 32, total += 16) {
     __m512i v[8];
     load_block<Bits>(quants, v);
     if (R <= 2)
@@ -106,8 +107,8 @@ void tile(const Matrix& w, int g, Rows x, int m, Out out) {
     if (Bits == 4) minimum = load_half(reinterpret_cast<const uint16_t*>(scales) + kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
-      const int32_t* quads = reinterpret_cast<const int32_t*>(xq + size_t(r) * x.k + b * kBlock);
-      __m512i dot = Bits == 4 ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * total[size_t(r) * blocks + b]);
+      const int32_t* quads = reinterpret_cast<const int32_t*>(xq + r * kBlock);
+      __m512i dot = Bits == 4 ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * total[r]);
       __m512i other = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
@@ -115,7 +116,7 @@ void tile(const Matrix& w, int g, Rows x, int m, Out out) {
         other = _mm512_dpbusd_epi32(other, v[i + 4], _mm512_set1_epi32(quads[i + 4]));
       }
       dot = _mm512_add_epi32(dot, other);
-      acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, scale[size_t(r) * blocks + b], sum[size_t(r) * blocks + b]);
+      acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, factors[r], factors[16 + r]);
     }
   }
 #pragma GCC unroll 8

@@ -53,10 +53,9 @@ void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scra
         float acc = 0;
         for (int b = 0; b < blocks; b++) {
           const uint16_t* scales = w.scales(g, b);
-          size_t at = size_t(m) * blocks + b;
-          int32_t dot = block_dot(w, w.quants(g, b), lane, x.q + size_t(m) * x.k + b * kBlock);
-          acc += float(dot) * (half_to_float(scales[lane]) * x.scale[at]);
-          if (w.bits == 4) acc += half_to_float(scales[kLanes + lane]) * x.sum[at];
+          int32_t dot = block_dot(w, w.quants(g, b), lane, x.quants(m, b));
+          acc += float(dot) * (half_to_float(scales[lane]) * *x.scale(m, b));
+          if (w.bits == 4) acc += half_to_float(scales[kLanes + lane]) * *x.sum(m, b);
         }
         if (out.bias) acc += out.bias[g * kLanes + lane];
         float* to = out.at(m, g) + lane;

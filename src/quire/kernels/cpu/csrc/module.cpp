@@ -74,11 +74,11 @@ EXPORT void quire_logits(Program* program, const float* hidden, int rows, float*
 EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x, int rows, float* out) {
   size_t padded = (size_t(rows) + 15) / 16 * 16, blocks = padded * w->blocks();
   std::vector<int8_t> q(padded * w->k);
-  std::vector<float> scale(blocks), sum(blocks);
+  std::vector<float> factors(blocks * 2);
   std::vector<int32_t> total(blocks);
   std::vector<uint8_t> bytes(scratch_bytes(w->k) + 64);
   uint8_t* aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
-  Rows quantised{q.data(), scale.data(), sum.data(), total.data(), w->k};
+  Rows quantised{q.data(), factors.data(), total.data(), w->k};
   kernels->begin();
   for (int r = 0; r < rows; r++) kernels->quantise(x + size_t(r) * w->k, quantised, r);
   kernels->gemm(*w, 0, w->groups(), quantised, 0, rows, {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0},

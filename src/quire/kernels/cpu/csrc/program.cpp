@@ -22,10 +22,9 @@ Rows Program::RowBuffers::reserve(int rows, int k) {
   rows = pad16(rows);
   size_t blocks = size_t(rows) * (k / kBlock);
   q.need(size_t(rows) * k);
-  scale.need(blocks);
-  sum.need(blocks);
+  factors.need(blocks * 2);
   total.need(blocks);
-  return {q.data(), scale.data(), sum.data(), total.data(), k};
+  return {q.data(), factors.data(), total.data(), k};
 }
 
 Program::Program(const Decoder& decoder, const Kernels& kernels, Pool& pool)

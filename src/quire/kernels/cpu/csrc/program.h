@@ -100,7 +100,7 @@ class Program {
   };
   struct RowBuffers {
     Buffer<int8_t> q;
-    Buffer<float> scale, sum;
+    Buffer<float> factors;
     Buffer<int32_t> total;
     Rows reserve(int rows, int k);
   };

@@ -7,7 +7,7 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   for (int i = W; i < kBlock; i += W) most = maximum(most, magnitude(load(x + i)));
   float top = highest(most);
   float inverse = top > 0 ? 127.0f / top : 0.0f;
-  int8_t* q = out.q + size_t(row) * out.k + b * kBlock;
+  int8_t* q = out.quants(row, b);
   vi total = {};
   for (int i = 0; i < kBlock; i += W) {
     vi rounded = (vi)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000;
@@ -16,14 +16,13 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   }
   int32_t sums = 0;
   for (int i = 0; i < W; i++) sums += total[i];
-  size_t at = size_t(row) * (out.k / kBlock) + b;
-  out.scale[at] = top / 127.0f;
-  out.sum[at] = top / 127.0f * float(sums);
-  out.total[at] = sums;
+  *out.scale(row, b) = top / 127.0f;
+  *out.sum(row, b) = top / 127.0f * float(sums);
+  *out.totals(row, b) = sums;
 }
 
 void quantise(const float* x, Rows out, int row) {
-  for (int b = 0; b < out.k / kBlock; b++) quantise_block(x + b * kBlock, out, row, b);
+  for (int b = 0; b < out.blocks(); b++) quantise_block(x + b * kBlock, out, row, b);
 }
 
 inline float inverse_rms(const float* x, int k, float eps) {
@@ -45,7 +44,7 @@ void norm(const float* x, const float* weight, float eps, int k, float* out) {
 void norm_quantise(const float* x, const float* weight, float eps, Rows out, int row) {
   float factor = inverse_rms(x, out.k, eps);
   float block[kBlock];
-  for (int b = 0; b < out.k / kBlock; b++) {
+  for (int b = 0; b < out.blocks(); b++) {
     for (int i = 0; i < kBlock; i += W)
       store(block + i, load(x + b * kBlock + i) * factor * load(weight + b * kBlock + i));
     quantise_block(block, out, row, b);

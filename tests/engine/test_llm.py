@@ -1,0 +1,193 @@
+"""The Python API over the default model: what users call, and what happens when they call it wrongly."""
+
+import math
+
+import pytest
+import torch
+
+from quire import LLM, AsyncLLM, SamplingParams
+from quire.types.errors import ConfigError, ContextLengthError, InputError, ModelNotFoundError
+from quire.types.request import FinishReason
+
+PROMPT = "The capital of France is"
+
+
+def greedy(**params):
+    return SamplingParams(**{"temperature": 0, "max_tokens": 8, **params})
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(llm):
+    yield
+    stats = llm.stats()
+    assert stats.running == stats.waiting == stats.pages_used == 0
+    llm._link.core.scheduler.check()
+
+
+def test_results_have_the_known_shape(llm):
+    (result,) = llm.generate(PROMPT, greedy())
+    (output,) = result.outputs
+    assert result.prompt == PROMPT and result.prompt_token_ids == llm.text.tokenizer.encode(PROMPT)
+    assert output.text.startswith(" Paris") and len(output.token_ids) == 8
+    assert output.finish_reason == "length" and output.logprobs is None
+    assert result.times.submitted <= result.times.first_token <= result.times.finished
+
+
+def test_token_ids_and_text_are_the_same_prompt(llm):
+    ids = llm.text.tokenizer.encode(PROMPT)
+    by_text, by_ids, many = llm.generate(PROMPT, greedy()), llm.generate(ids, greedy()), llm.generate([ids], greedy())
+    assert by_text[0].outputs[0].text == by_ids[0].outputs[0].text == many[0].outputs[0].text
+
+
+def test_each_prompt_may_have_its_own_parameters(llm):
+    short, long = llm.generate([PROMPT, PROMPT], [greedy(max_tokens=2), greedy(max_tokens=5)])
+    assert [len(r.outputs[0].token_ids) for r in (short, long)] == [2, 5]
+    with pytest.raises(InputError, match="2 prompts but 1"):
+        llm.generate([PROMPT, PROMPT], [greedy()])
+
+
+def test_chat_stops_at_the_end_of_the_turn(llm):
+    (result,) = llm.chat([{"role": "user", "content": "Say hello."}], greedy(max_tokens=60))
+    assert result.outputs[0].finish_reason is FinishReason.STOP
+    assert "<|im_end|>" not in result.outputs[0].text
+
+
+def test_stream_is_the_answer_in_pieces(llm):
+    whole = llm.generate(PROMPT, greedy())[0].outputs[0]
+    deltas = list(llm.stream(PROMPT, greedy()))
+    assert "".join(d.text for d in deltas) == whole.text
+    assert [t for d in deltas for t in d.token_ids] == whole.token_ids
+    assert deltas[-1].finish_reason is FinishReason.LENGTH and not any(d.finish_reason for d in deltas[:-1])
+
+
+def test_leaving_a_stream_ends_the_request(llm):
+    for delta in llm.stream(PROMPT, greedy(max_tokens=500)):
+        if delta.token_ids:
+            break
+
+
+def test_seeds_repeat_and_branches_differ(llm):
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, n=3)
+    first, second = llm.generate(PROMPT, params), llm.generate([PROMPT, "Noise beside it"], params)[:1]
+    texts = [o.token_ids for o in first[0].outputs]
+    assert texts == [o.token_ids for o in second[0].outputs]
+    assert len({tuple(t) for t in texts}) == 3
+    (other,) = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=6, max_tokens=6))
+    assert other.outputs[0].token_ids != texts[0]
+
+
+def test_branches_share_the_prompt(llm):
+    llm.reset()
+    prompt = list(range(1000, 1100))
+    llm.generate(prompt, SamplingParams(temperature=1.0, seed=1, max_tokens=2, n=4))
+    stats = llm.stats()
+    assert stats.rows < 100 + 4 * 2 and stats.pages_peak <= 7 + 3
+
+
+def test_unseeded_requests_differ(llm):
+    a, b = llm.generate([PROMPT] * 2, SamplingParams(temperature=1.5, max_tokens=12))
+    assert a.outputs[0].token_ids != b.outputs[0].token_ids
+
+
+def test_stop_strings_end_the_text_before_them(llm):
+    whole = llm.generate(PROMPT, greedy(max_tokens=12))[0].outputs[0]
+    stop = whole.text[5:9]
+    cut = llm.generate(PROMPT, greedy(max_tokens=12, stop=[stop]))[0].outputs[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert (cut.finish_reason, cut.stop_reason) == (FinishReason.STOP, stop)
+    kept = llm.generate(PROMPT, greedy(max_tokens=12, stop=[stop], include_stop=True))[0].outputs[0]
+    assert kept.text == cut.text + stop
+
+
+def test_stop_tokens_and_min_tokens(llm):
+    whole = llm.generate(PROMPT, greedy())[0].outputs[0].token_ids
+    stopped = llm.generate(PROMPT, greedy(stop_token_ids=[whole[2]]))[0].outputs[0]
+    assert stopped.token_ids == whole[: whole.index(whole[2]) + 1] and stopped.stop_reason == whole[2]
+    longer = llm.generate(PROMPT, greedy(stop_token_ids=[whole[2]], min_tokens=6))[0].outputs[0]
+    assert len(longer.token_ids) >= 6 and whole[2] not in longer.token_ids[:5]
+
+
+def test_bad_words_and_bias_change_the_choice(llm):
+    plain = llm.generate(PROMPT, greedy())[0].outputs[0]
+    banned = llm.generate(PROMPT, greedy(bad_words=["Paris"]))[0].outputs[0]
+    assert "Paris" not in banned.text
+    biased = llm.generate(PROMPT, greedy(logit_bias={plain.token_ids[0]: -100}))[0].outputs[0]
+    assert biased.token_ids[0] != plain.token_ids[0]
+
+
+def test_logprobs_equal_the_oracles(llm, oracle):
+    (result,) = llm.generate(PROMPT, greedy(logprobs=3, prompt_logprobs=2))
+    ids = result.prompt_token_ids + result.outputs[0].token_ids
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([ids])).logits[0].log_softmax(-1)
+    start = len(result.prompt_token_ids) - 1
+    for i, entry in enumerate(result.outputs[0].logprobs):
+        row = expected[start + i]
+        assert entry.token == result.outputs[0].token_ids[i] and entry.rank == 1
+        assert math.isclose(entry.logprob, row[entry.token], abs_tol=1e-3)
+        assert torch.allclose(torch.tensor(entry.top_logprobs), row.topk(3).values, atol=1e-3)
+    assert len(result.prompt_logprobs) == start
+    for i, entry in enumerate(result.prompt_logprobs):
+        assert entry.token == ids[i + 1] and len(entry.top_ids) == 2
+        assert math.isclose(entry.logprob, expected[i][entry.token], abs_tol=1e-3)
+        assert entry.rank == int((expected[i] > expected[i][entry.token]).sum()) + 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", {}, InputError),
+        ([], {}, InputError),
+        ([10**6], {}, InputError),
+        ([-1], {}, InputError),
+        ([1] * 9000, {}, ContextLengthError),
+        (PROMPT, {"logit_bias": {10**6: 1.0}}, InputError),
+        (PROMPT, {"stop_token_ids": [10**6]}, InputError),
+    ],
+)
+def test_wrong_prompts_are_refused(llm, prompt, params, error):
+    with pytest.raises(error):
+        llm.generate([prompt], greedy(**params))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 1.1},
+        {"top_k": -1}, {"min_p": 2}, {"n": 0}, {"max_tokens": 0}, {"min_tokens": 5, "max_tokens": 4},
+        {"repetition_penalty": 0}, {"presence_penalty": 3}, {"logprobs": 1000}, {"stop": [""]}, {"seed": 1 << 70},
+        {"logit_bias": {1: math.nan}}, {"bad_words": [""]},
+    ],
+)  # fmt: skip
+def test_wrong_parameters_are_refused(params):
+    with pytest.raises(InputError) as caught:
+        SamplingParams(**params)
+    assert caught.value.param in params
+
+
+def test_wrong_options_are_refused():
+    with pytest.raises(ConfigError, match="unknown option 'page_sise'"):
+        LLM("smollm2-135m", page_sise=3)
+    with pytest.raises(ModelNotFoundError, match="no-such-model"):
+        LLM("no-such-model")
+    with pytest.raises(ConfigError, match="float8"):
+        LLM("smollm2-135m", dtype="float8")
+    with pytest.raises(ConfigError, match="needs more KV memory"):
+        LLM("smollm2-135m", max_model_len=4000, kv_pages=10)
+
+
+async def test_async_form(default_model):
+    async with await AsyncLLM.open("smollm2-135m", dtype="float32", kv_memory="128M") as engine:
+        result = await engine.generate(PROMPT, greedy())
+        assert result.outputs[0].text.startswith(" Paris")
+        pieces = []
+        request = engine.prepare(PROMPT, greedy(max_tokens=50))
+        stream = engine.stream(request)
+        async for deltas in stream:
+            pieces += deltas
+            break
+        await stream.aclose()
+        answer = await engine.chat([{"role": "user", "content": "Say hello."}], greedy(max_tokens=4))
+        assert answer.outputs[0].token_ids
+        stats = await engine.client.stats()
+        assert stats.finished.get("abort") == 1 and stats.pages_used == 0
