@@ -50,6 +50,10 @@ class Trial:
     error: Callable[[], float] | None = None  # relative, against the twin
 
 
+def against(run: Callable[[int], torch.Tensor], x: torch.Tensor, w: torch.Tensor, options: dict) -> Callable[[], float]:
+    return lambda: distance(run(0), twins.matmul(x, w, **options))
+
+
 def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
     return ((got.float() - expected.float()).norm() / expected.float().norm()).item()
 
@@ -68,7 +72,8 @@ def elementwise() -> Iterator[Trial]:
         size = tokens * HIDDEN * 2
         yield Trial("rms_norm", f"{tokens}", "triton", lambda i, x=x: norm.rms_norm(x, weight, 1e-5), 1, 2 * size, 0,
                     lambda x=x: distance(norm.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5)))  # fmt: skip
-        yield Trial("rms_norm", f"{tokens}", "torch", lambda i, x=x: F.rms_norm(x, (HIDDEN,), weight, 1e-5), 1, 2 * size)
+        yield Trial("rms_norm", f"{tokens}", "torch", lambda i, x=x: F.rms_norm(x, (HIDDEN,), weight, 1e-5), 1,
+                    2 * size)  # fmt: skip
 
         def added(x: torch.Tensor = x, residual: torch.Tensor = residual) -> float:
             a, b = residual.clone(), residual.clone()
@@ -76,8 +81,8 @@ def elementwise() -> Iterator[Trial]:
             return distance(y, z) + distance(a, b)
 
         small = x * 0.001
-        yield Trial("add_rms_norm", f"{tokens}", "triton",
-                    lambda i, x=small, r=residual: norm.add_rms_norm(x, r, weight, 1e-5), 1, 4 * size, 0, added)  # fmt: skip
+        run = lambda i, x=small, r=residual: norm.add_rms_norm(x, r, weight, 1e-5)  # noqa: E731
+        yield Trial("add_rms_norm", f"{tokens}", "triton", run, 1, 4 * size, 0, added)
         yield Trial("rms_norm_fp8", f"{tokens}", "triton", lambda i, x=x: norm.rms_norm_fp8(x, None, weight, 1e-5), 1,
                     1.5 * size, 0, lambda x=x: fp8_error(norm.rms_norm_fp8(x, None, weight, 1e-5),
                                                          plain.rms_norm(x.float(), weight, 1e-5)))  # fmt: skip
@@ -95,7 +100,8 @@ def elementwise() -> Iterator[Trial]:
 
 
 def fp8_error(got: tuple[torch.Tensor, torch.Tensor], expected: torch.Tensor) -> float:
-    return distance(got[0].float() * got[1][:, None], expected)
+    twin = twins.quantise_fp8(expected)
+    return distance(got[0].float() * got[1][:, None], twin[0].float() * twin[1][:, None])
 
 
 def rotations(tokens: int) -> Iterator[Trial]:
@@ -114,9 +120,10 @@ def rotations(tokens: int) -> Iterator[Trial]:
             return distance(q, r) + distance(a, b)
 
         out = torch.empty(tokens, HEADS, DIM, device="cuda", dtype=BF16)
-        yield Trial(name, f"{tokens}", "triton",
-                    lambda i, n=norms: rope.rope_and_write(qkv, HEADS, cos, sin, pool[:, 1, 0], pool[:, 1, 1], slots,
-                                                           q_out=out, **n), 1, 4 * tokens * QKV, 0, check)  # fmt: skip
+        run = lambda i, n=norms, out=out: rope.rope_and_write(  # noqa: E731
+            qkv, HEADS, cos, sin, pool[:, 1, 0], pool[:, 1, 1], slots, q_out=out, **n
+        )
+        yield Trial(name, f"{tokens}", "triton", run, 1, 4 * tokens * QKV, 0, check)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------
@@ -149,8 +156,8 @@ def draws() -> Iterator[Trial]:
         yield Trial("argmax", f"{rows}", "triton", lambda i, x=logits: sampling.argmax(x), 1, size, 0,
                     lambda x=logits: differ(sampling.argmax(x), x))  # fmt: skip
         yield Trial("argmax", f"{rows}", "torch", lambda i, x=logits: x.argmax(-1), 1, size)
-        yield Trial("gumbel_argmax", f"{rows}", "triton", lambda i, a=(logits, keys, heat): sampling.argmax(*a), 1, size,
-                    0, lambda a=(logits, keys, heat): differ(sampling.argmax(*a), noisy()))  # fmt: skip
+        yield Trial("gumbel_argmax", f"{rows}", "triton", lambda i, a=(logits, keys, heat): sampling.argmax(*a), 1,
+                    size, 0, lambda a=(logits, keys, heat): differ(sampling.argmax(*a), noisy()))  # fmt: skip
         off = (torch.full_like(ids, VOCAB), torch.full((rows,), math.inf, device="cuda", dtype=torch.float64),
                torch.full((rows,), -math.inf, device="cuda"))  # fmt: skip
         for name, cuts in (
@@ -162,7 +169,7 @@ def draws() -> Iterator[Trial]:
 
             def check(args=args) -> float:
                 x, _, heat, top_k, top_p, _ = args
-                order = x.sort(-1, descending=True, stable=True)
+                order = x.sort(dim=-1, descending=True, stable=True)
                 kept = torch.arange(VOCAB, device="cuda") < top_k[:, None]
                 mass = ((order.values - order.values[:, :1]) / heat[:, None]).exp().double() * kept
                 upto = mass.cumsum(-1)
@@ -210,7 +217,7 @@ def small_products() -> Iterator[Trial]:
                     continue
                 run = lambda i, x=x, w=copies, o=options, c=config: gemv.small_matmul(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("small_matmul", f"{name} {rows}", repr(config), run, len(copies), moved, 0,
-                            lambda run=run, x=x, w=copies, o=options: distance(run(0), twins.matmul(x, w[0], **o)))  # fmt: skip
+                            against(run, x, copies[0], options))  # fmt: skip
         eight = weights(outputs, width, FP8)
         scale = torch.full((outputs,), 0.01, device="cuda")
         for rows in (1, 16, 64):
@@ -224,8 +231,7 @@ def small_products() -> Iterator[Trial]:
                         a[0], w[i], config=c, **o, **a[1]
                     )
                     yield Trial("small_matmul_fp8", f"{name} {rows}", f"{label} {config!r}", run, len(eight), moved, 0,
-                                lambda run=run, a=args, w=eight, o=options: distance(
-                                    run(0), twins.matmul(a[0], w[0], **o, **a[1])))  # fmt: skip
+                                against(run, args[0], eight[0], options | args[1]))  # fmt: skip
 
 
 LARGE = [
@@ -249,12 +255,12 @@ def large_products() -> Iterator[Trial]:
             shape = f"{name} {rows}"
             yield Trial("matmul", shape, "cublas", lambda i, x=x, w=copies: F.linear(x, w[i]), len(copies), 0, flops)
             if gated:
-                yield Trial("matmul", shape, "cublas + silu",
-                            lambda i, x=x, w=copies: activation.silu_and_mul(F.linear(x, w[i])), len(copies), 0, flops)  # fmt: skip
+                run = lambda i, x=x, w=copies: activation.silu_and_mul(F.linear(x, w[i]))  # noqa: E731
+                yield Trial("matmul", shape, "cublas + silu", run, len(copies), 0, flops)
             for config in LARGE:
                 run = lambda i, x=x, w=copies, o=options, c=config: gemm.matmul(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("matmul", shape, repr(config), run, len(copies), 0, flops,
-                            lambda run=run, x=x, w=copies, o=options: distance(run(0), twins.matmul(x, w[0], **o)))  # fmt: skip
+                            against(run, x, copies[0], options))  # fmt: skip
             xq, xs = twins.quantise_fp8(x)
             by_row, by_output = xs[:, None].contiguous(), scale[None, :].contiguous()
             yield Trial("matmul_fp8", shape, "scaled_mm",
@@ -264,7 +270,7 @@ def large_products() -> Iterator[Trial]:
             for config in LARGE_FP8:
                 run = lambda i, x=xq, w=eight, o=options, c=config: gemm.matmul(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("matmul_fp8", shape, repr(config), run, len(eight), 0, flops,
-                            lambda run=run, x=xq, w=eight, o=options: distance(run(0), twins.matmul(x, w[0], **o)))  # fmt: skip
+                            against(run, xq, eight[0], options))  # fmt: skip
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -307,7 +313,8 @@ class Rows:
         got = self.run(0, backend, plan)
         ends = self.batch.query_start.tolist()
         worst = 0.0
-        for r in {0, len(self.batch.counts) - 1, *range(0, len(self.batch.counts), max(1, len(self.batch.counts) // rows))}:
+        last = len(self.batch.counts) - 1
+        for r in {*range(0, last, max(1, last // rows)), last}:
             part = slice(ends[r], min(ends[r + 1], ends[r] + 64))
             one = replace(self.batch, positions=self.batch.positions[part], kv_len=self.batch.kv_len[r : r + 1],
                           query_start=torch.tensor([0, part.stop - part.start], device="cuda"))  # fmt: skip
@@ -341,7 +348,8 @@ MANY = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 5), Tile(128, 128, 8, 3), Tile(64,
 
 def decoding() -> Iterator[Trial]:
     backend = paged.TritonAttention()
-    for rows, length, layers in ((1, 1024, 32), (1, 16384, 8), (8, 1024, 8), (32, 8192, 2), (128, 1024, 2), (256, 512, 2)):
+    sizes = ((1, 1024, 32), (1, 16384, 8), (8, 1024, 8), (32, 8192, 2), (128, 1024, 2), (256, 512, 2))
+    for rows, length, layers in sizes:
         case = Rows([(1, length)] * rows, layers)
         shape = f"{rows} x {length}"
         for tile in FEW:
@@ -412,12 +420,14 @@ def shared_prefixes() -> Iterator[Trial]:
         groups = cascade.find_groups(case.tables, [n - c for c, n in rows], PAGE)
         own = 4.0 * KV * DIM * (sum(n - prefix for _, n in rows) + prefix)
         plan = planned(case)
-        yield Trial("prefix", name, "each row alone", lambda i, c=case, p=plan: c.run(i, backend, p), 1, own, case.flops)
+        run = lambda i, c=case, p=plan: c.run(i, backend, p)  # noqa: E731
+        yield Trial("prefix", name, "each row alone", run, 1, own, case.flops)
         for per in (2, 4, 8):
             lists = cascade.prefix_lists(groups, counts, PAGE, HEADS // KV, torch.device("cuda"))
             joint = planned(case, per=per, prefix=lists)
-            yield Trial("prefix", name, f"cascade per SM {per}", lambda i, c=case, p=joint: c.run(i, backend, p), 1, own,
-                        case.flops, lambda c=case, p=joint: c.error(backend, p))  # fmt: skip
+            run = lambda i, c=case, p=joint: c.run(i, backend, p)  # noqa: E731
+            yield Trial("prefix", name, f"cascade per SM {per}", run, 1, own, case.flops,
+                        lambda c=case, p=joint: c.error(backend, p))  # fmt: skip
 
 
 # --- a whole decoding step --------------------------------------------------------------------------------------
@@ -507,7 +517,9 @@ def median_seconds(trial: Trial) -> float:
 
 
 def describe(trial: Trial, seconds: float, error: float | None) -> str:
-    rate = f"{trial.bytes / seconds / 1e12:6.2f} TB/s" if trial.bytes else f"{trial.flops / seconds / 1e12:6.0f} TFLOP/s"
+    rate = f"{trial.bytes / seconds / 1e12:6.2f} TB/s"
+    if not trial.bytes:
+        rate = f"{trial.flops / seconds / 1e12:6.0f} TFLOP/s"
     wrong = "" if error is None else f"error {error:.1e}" + ("  <-- WRONG" if not error < 0.03 else "")
     return f"{trial.kernel:18} {trial.shape:28} {seconds * 1e6:10.1f} us {rate:16} {wrong:16} {trial.variant}"
 

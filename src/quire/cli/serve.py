@@ -28,9 +28,8 @@ def serve(
     from quire.serve import run_server
     from quire.text import TextModel
 
-    local = resolve(engine.model.model, progress=True)  # fetch here, where there is a terminal to show progress
-
     async def open_frontend() -> Frontend:
+        local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
         client = await AsyncClient.open(engine, process=True)
         return Frontend(client, TextModel.load(local), served_model_name or local.name)
 

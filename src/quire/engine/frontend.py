@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from quire.assets import resolve
@@ -38,7 +38,7 @@ class Frontend:
             prompt, params, text=self.text, info=self.client.info, request_id=request_id, priority=priority, salt=salt
         )
 
-    async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
+    async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
         """Deltas of all branches as they come; closing the iterator aborts the request."""
         view = RequestText(request, self.text)
         events = self.client.submit(request)

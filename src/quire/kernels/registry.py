@@ -9,14 +9,23 @@ from quire.kernels.eager import ops as eager_ops
 from quire.kernels.eager.attention import TorchSdpa
 from quire.kernels.ops import Ops
 from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.triton import why_not
 
-BACKENDS: tuple[AttentionBackend, ...] = (TorchSdpa(), ReferenceAttention())
+
+def backends_for(device: torch.device) -> list[AttentionBackend]:
+    """Those worth considering there, best first."""
+    backends: list[AttentionBackend] = [TorchSdpa(), ReferenceAttention()]
+    if why_not(device) is None:
+        from quire.kernels.triton.attention import TritonAttention
+
+        backends.insert(0, TritonAttention())
+    return backends
 
 
 def choose_backend(spec: AttentionSpec, device: torch.device) -> tuple[AttentionBackend, list[str]]:
     """The backend for layers like `spec` on `device`, with one line for each that was considered."""
     reasons = []
-    for backend in BACKENDS:
+    for backend in backends_for(device):
         refusal = backend.supports(spec, device)
         if refusal is None:
             reasons.append(f"attention {describe(spec)}: {backend.name}")
@@ -32,4 +41,8 @@ def describe(spec: AttentionSpec) -> str:
 
 def choose_ops(device: torch.device) -> Ops:
     """The operations for `device`; plain torch runs on all of them."""
+    if why_not(device) is None:
+        from quire.kernels.triton import ops as triton_ops
+
+        return triton_ops
     return eager_ops

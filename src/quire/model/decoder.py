@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from quire.kernels.attention import AttentionSpec, Batch
 from quire.kernels.kv import KVViews
+from quire.model.fused import choose_stages
 from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
@@ -43,7 +44,7 @@ class Model:
                 f"positions; ask for at most {spec.max_position}"
             )
         self.scheme = scheme or DenseScheme()
-        self.stages = stages or Stages(spec, device)
+        self.stages = stages or choose_stages(spec, device)
         self.embed = self._plain(spec.vocab_size, spec.hidden)
         self.positions = None if spec.rope else self._plain(spec.max_position, spec.hidden)
         self.layers = [self._layer(index) for index in range(spec.layers)]
@@ -118,8 +119,8 @@ class Model:
         step = Step(batch, kv, rope)
         x: torch.Tensor | None = None
         for layer in self.layers:
-            q, k, v = stages.qkv(layer, x, residual, step)
-            x = stages.attend(layer, q, k, v, step)
+            q = stages.qkv(layer, x, residual, step)
+            x = stages.attend(layer, q, residual, step)
             x = stages.mlp(layer, x, residual)
         return stages.norm(self.final_norm, x, residual)
 

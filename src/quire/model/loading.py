@@ -117,8 +117,8 @@ def _fill(model: Model, targets: dict[str, Target], source: WeightSource, progre
 
 
 def fill_random(model: Model, seed: int) -> None:
-    """Small normal matrices, norms that change nothing, no biases: the same for a seed on every device."""
-    generator = torch.Generator().manual_seed(seed)
+    """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there."""
+    generator = torch.Generator(model.device).manual_seed(seed)
     for module in model.modules().values():
         for kind, tensor in module.tensors().items():
             if kind == "bias":
@@ -126,7 +126,7 @@ def fill_random(model: Model, seed: int) -> None:
             elif tensor.dim() == 1:
                 tensor.fill_(1)
             else:
-                tensor.copy_(torch.empty(tensor.shape).normal_(0, 0.02, generator=generator))
+                tensor.normal_(0, 0.02, generator=generator)
 
 
 def _some(names: list[str]) -> str:

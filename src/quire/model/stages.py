@@ -3,7 +3,8 @@
     [ qkv ─► attend ─► mlp ] x layers ─► norm ─► head        each begins with its norm, which first adds what came
                                                              before it to `residual`, in place
 
-A faster implementation claims stages by subclassing: whatever it does not override stays composed of QuantScheme,
+A stage hands on `x`, which is still to be added to the residual, or None if it has added it itself. A faster
+implementation claims stages by subclassing: whatever it does not override stays composed of QuantScheme,
 AttentionBackend and Ops. Refuses to know: how many layers there are, what tokens mean.
 """
 
@@ -71,10 +72,8 @@ class Stages:
             return self.ops.rms_norm(residual, norm.weight, self._eps)
         return self.ops.add_rms_norm(x, residual, norm.weight, self._eps)
 
-    def qkv(
-        self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rotated q [tokens, heads, dim], rotated k and plain v [tokens, kv_heads, dim]."""
+    def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        """Rotated queries [tokens, heads, dim]; keys and values go to their pages."""
         heads, kv_heads, dim = layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim
         qkv = layer.qkv(self.norm(layer.input_norm, x, residual)).unflatten(1, (heads + 2 * kv_heads, dim))
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -84,20 +83,24 @@ class Stages:
             qk = torch.cat((q, k), dim=1)
         if step.rope is not None:
             qk = self.ops.rope(qk, *step.rope)
-        return qk[:, :heads], qk[:, heads:], v
+        k_pages, v_pages, group = step.kv.layers[layer.index]
+        self.ops.write_kv(qk[:, heads:], v, k_pages, v_pages, step.batch.groups[group].kv_slots)
+        return qk[:, :heads]
 
-    def attend(self, layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, step: Step) -> torch.Tensor:
-        """K and V into their pages, attention over pages, output projection: [tokens, hidden]."""
+    def attend(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Attention over pages and the output projection, [tokens, hidden]."""
+        return layer.o(self.attention(layer, q, step).flatten(1))
+
+    def attention(self, layer: Layer, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """[tokens, heads, dim]; the backend plans once a step for all layers of a KV group."""
         k_pages, v_pages, index = step.kv.layers[layer.index]
         group = step.batch.groups[index]
-        self.ops.write_kv(k, v, k_pages, v_pages, group.kv_slots)
         backend = self.backends[layer.attention.window]
         if index not in step.plans:
             step.plans[index] = backend.plan(step.batch, group, layer.attention)
-        out = backend.forward(layer.attention, q, k_pages, v_pages, step.batch, group, step.plans[index])
-        return layer.o(out.flatten(1))
+        return backend.forward(layer.attention, q, k_pages, v_pages, step.batch, group, step.plans[index])
 
-    def mlp(self, layer: Layer, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
         up = layer.up(self.norm(layer.post_norm, x, residual))
         act = self.ops.act_and_mul if self._gated else self.ops.act
         return layer.down(act(up, self._activation))

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.observe.metrics import Metrics
 from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
@@ -95,7 +95,7 @@ class Generation:
         branches = request.params.n
         meter = self.serving.metrics.request(len(request.prompt), self.arrived)
         try:
-            source = cast("AsyncGenerator[list[Delta], None]", self.serving.frontend.stream(request))
+            source = self.serving.frontend.stream(request)
             async with aclosing(source) as stream:
                 async for deltas in stream:
                     meter.deltas(deltas)

@@ -69,6 +69,7 @@ class PrefixLists:
 class Plan:
     launches: tuple[Launch, ...]
     prefix: PrefixLists | None = None
+    ahead: Launch | None = None  # over the shared prefixes, before the others
 
 
 class TritonAttention:
@@ -95,7 +96,8 @@ class TritonAttention:
         """`element`: bytes of a query element. `bounds`: of all batches this plan is for, if not of this one only."""
         bounds = bounds or Bounds.of(batch)
         launches = plan_launches(bounds, spec, element, processors(batch.positions.device), self.invariant)
-        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix)
+        ahead = None if prefix is None else prefix_launch(prefix, spec, element, processors(batch.positions.device))
+        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
 
     def forward(
         self, spec: AttentionSpec, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
@@ -106,10 +108,9 @@ class TritonAttention:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         scales = (spec.scale * self.k_scale, self.v_scale)
         shared = None
-        if plan.prefix is not None:
+        if plan.ahead is not None:
             shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
-            launch = prefix_launch(plan.prefix, spec, q.element_size(), processors(q.device))
-            _run(launch, spec, q, k_pages, v_pages, batch, group, scales, *shared, prefix=plan.prefix)
+            _run(plan.ahead, spec, q, k_pages, v_pages, batch, group, scales, *shared, prefix=plan.prefix)
         for launch in plan.launches:
             _run(launch, spec, q, k_pages, v_pages, batch, group, scales, out, lse, prefix=plan.prefix, shared=shared)
         return out

@@ -66,7 +66,8 @@ def cut(
     groups: Sequence[Group], counts: Sequence[int], page_size: int, block_q: int
 ) -> tuple[Ints, Ints, Ints]:
     """(items, members, row_begin) as `PrefixLists` holds them, for tiles of `block_q` query tokens."""
-    items, members = [], []
+    items: list[tuple[int, int, int, int]] = []
+    members: list[tuple[int, int]] = []
     row_begin = np.zeros(len(counts), np.int32)
     for group in groups:
         keys = group.pages * page_size
@@ -98,9 +99,8 @@ def prefix_lists(
         items = np.concatenate([items, np.full((most_items - len(items), 4), -1, np.int32)])
     if most_members is not None:
         members = np.concatenate([members, np.zeros((most_members - len(members), 2), np.int32)])
-    on_device = (_ship(array, device) for array in (items, members, row_begin))
     longest = max(group.pages for group in groups) * page_size
-    return PrefixLists(*on_device, block_m=block_m, longest=longest)
+    return PrefixLists(_ship(items, device), _ship(members, device), _ship(row_begin, device), block_m, longest)
 
 
 def _ship(array: Ints, device: torch.device) -> torch.Tensor:

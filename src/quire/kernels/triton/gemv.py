@@ -49,6 +49,14 @@ def _tile(weight, n, n_mask, k, K, EVEN: tl.constexpr):
     return tl.load(where, mask=n_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
+@triton.jit
+def _prefetch(address, SIZE: tl.constexpr):
+    """SIZE bytes from each address on their way to the cache."""
+    size = tl.full(address.shape, SIZE, tl.int32)
+    fetch: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(fetch, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
 @triton.jit(do_not_specialize=["M"])
 def small_matmul_kernel(
     x_ptr, weight_ptr, out_ptr, norm_ptr, residual_ptr, bias_ptr, x_scale_ptr, scale_ptr, partial, partial_square,
@@ -67,11 +75,10 @@ def small_matmul_kernel(
     if PDL:
         if PREFETCH > 0 and EVEN:
             first = (weight_ptr + n.to(tl.int64) * K + k0).to(tl.int64)
-            fetch: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], %d; mov.u32 $0, 0;" % PREFETCH
-            tl.inline_asm_elementwise(fetch, "=r,l", [first], dtype=tl.int32, is_pure=False, pack=1)
+            _prefetch(first, PREFETCH)
             if GATED:
                 first = (weight_ptr + (n + N).to(tl.int64) * K + k0).to(tl.int64)
-                tl.inline_asm_elementwise(fetch, "=r,l", [first], dtype=tl.int32, is_pure=False, pack=1)
+                _prefetch(first, PREFETCH)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
