@@ -29,12 +29,13 @@ import torch.nn.functional as F
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.reference import ops as plain
 from quire.kernels.reference.attention import ReferenceAttention
-from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, norm, rope, sampling, twins
+from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, launch, norm, rope, sampling, twins
 from quire.kernels.triton import attention as paged
 from quire.kernels.triton.configs import Matmul, Tile
 
 HEADS, KV, DIM, HIDDEN, FFN, VOCAB, PAGE = 32, 8, 128, 4096, 14336, 128256, 16
 QKV = (HEADS + 2 * KV) * DIM
+DEPTH = 32  # layers of a step; fewer where only compiling
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -218,6 +219,10 @@ def small_products() -> Iterator[Trial]:
                 run = lambda i, x=x, w=copies, o=options, c=config: gemv.small_matmul(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("small_matmul", f"{name} {rows}", repr(config), run, len(copies), moved, 0,
                             against(run, x, copies[0], options))  # fmt: skip
+
+
+def small_products_fp8() -> Iterator[Trial]:
+    for name, (outputs, width, kind) in LAYERS.items():
         eight = weights(outputs, width, FP8)
         scale = torch.full((outputs,), 0.01, device="cuda")
         for rows in (1, 16, 64):
@@ -434,7 +439,7 @@ def shared_prefixes() -> Iterator[Trial]:
 
 
 def steps() -> Iterator[Trial]:
-    layers, width = 32, 0.02
+    layers, width = DEPTH, 0.02
     stack = [{name: random(LAYERS[name][0], LAYERS[name][1], scale=width) for name in ("qkv", "o", "gate_up", "down")}
              for _ in range(layers)]  # fmt: skip
     head, weight = random(VOCAB, HIDDEN, scale=width), random(HIDDEN)
@@ -470,8 +475,16 @@ def steps() -> Iterator[Trial]:
                 x = F.linear(activation.silu_and_mul(F.linear(x, w["gate_up"])), w["down"])
             return F.linear(norm.add_rms_norm(x, stream, weight, 1e-5), head)
 
+        def apart(i: int, fused=fused) -> torch.Tensor:
+            saved, launch.overlaps = launch.overlaps, lambda device: False
+            try:
+                return fused(i)
+            finally:
+                launch.overlaps = saved
+
         moved = total + case.read * layers
         yield Trial("step", f"{rows} x 1088", "cublas + triton", library, 1, moved)
+        yield Trial("step", f"{rows} x 1088", "triton, launches apart", apart, 1, moved)
         yield Trial("step", f"{rows} x 1088", "triton", fused, 1, moved, 0,
                     lambda f=fused, g=library: distance(f(0), g(0)))  # fmt: skip
 
@@ -483,6 +496,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Trial]]] = {
     "prefix": shared_prefixes,
     "prefill": prefilling,
     "gemm": large_products,
+    "gemv_fp8": small_products_fp8,
     "elementwise": elementwise,
     "sampling": draws,
 }
@@ -524,10 +538,20 @@ def describe(trial: Trial, seconds: float, error: float | None) -> str:
     return f"{trial.kernel:18} {trial.shape:28} {seconds * 1e6:10.1f} us {rate:16} {wrong:16} {trial.variant}"
 
 
+def trials(name: str) -> Iterator[Trial]:
+    """A section's; one that fails to set up ends with a line that says so."""
+    try:
+        yield from SECTIONS[name]()
+    except Exception as error:
+        print(f"section {name} ended early, {type(error).__name__}: {error}", flush=True)
+
+
 def compile_share(names: list[str], share: int, jobs: int) -> None:
     """Run every `jobs`-th trial once, silently: what it compiles stays in the disk cache."""
+    global DEPTH
+    DEPTH = 1
     for name in names:
-        for number, trial in enumerate(SECTIONS[name]()):
+        for number, trial in enumerate(trials(name)):
             if number % jobs == share:
                 try:
                     trial.run(0)
@@ -539,11 +563,10 @@ def compile_share(names: list[str], share: int, jobs: int) -> None:
 def measure(names: list[str], skip: int, results: Path) -> None:
     number = 0
     for name in names:
-        for trial in SECTIONS[name]():
+        for trial in trials(name):
             number += 1
             if number <= skip:
                 continue
-            print(f"# {number}", file=sys.stderr, flush=True)
             results.with_suffix(".at").write_text(str(number))
             try:
                 error = trial.error() if trial.error else None
@@ -554,14 +577,18 @@ def measure(names: list[str], skip: int, results: Path) -> None:
                 with results.open("a") as file:
                     file.write(json.dumps(line) + "\n")
             except Exception as error:
-                last = traceback.extract_tb(error.__traceback__)[-1]
-                text = " ".join(str(error).split())[:160]
-                print(f"{trial.kernel:18} {trial.shape:28} FAILED {type(error).__name__}: {text} "
-                      f"({Path(last.filename).name}:{last.lineno}) {trial.variant}", flush=True)  # fmt: skip
-                try:
-                    torch.cuda.synchronize()
-                except Exception:
-                    os._exit(3)  # the device is lost to this process; a new one goes on behind this trial
+                failed(trial, error)
+
+
+def failed(trial: Trial, error: Exception) -> None:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:160]
+    print(f"{trial.kernel:18} {trial.shape:28} FAILED {type(error).__name__}: {text} "
+          f"({Path(last.filename).name}:{last.lineno}) {trial.variant}", flush=True)  # fmt: skip
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        os._exit(3)  # the device is lost to this process; a new one goes on behind this trial
 
 
 def summary(results: Path) -> None:

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from quire.runtime.captured import CapturedSteps, bounds, pad_table, row_buckets
 
 
 def steps(max_rows=100, max_tokens=512):
-    import torch
-
-    return CapturedSteps(lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, device=torch.device("cpu"))
+    cpu = torch.device("cpu")
+    return CapturedSteps(lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, device=cpu)
 
 
 def test_every_step_within_the_limits_fits_and_pads_little():
@@ -43,3 +43,4 @@ def test_padding_belongs_to_nobody_and_fills_the_size(size):
 def test_bounds_hold():
     counts, kv_lens = bounds(64, 8, 100)
     assert sum(counts) == 64 and max(counts) == 57 and min(counts) == 1 and kv_lens == [100] * 8
+    assert bounds(64, 8, 20)[1] == [65] * 8

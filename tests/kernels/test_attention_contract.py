@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+from quire.kernels.dense import DenseRows
+from quire.kernels.eager.attention import TorchSdpa
 from quire.kernels.registry import backends_for, choose_backend
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -113,7 +115,8 @@ BATCHES = {
 }
 HEADS = {"MHA": (4, 4), "MQA": (6, 1), "GQA": (9, 3)}
 
-backends = pytest.mark.parametrize("backend", backends_for(torch.device("cpu")), ids=lambda b: b.name)
+BACKENDS = [*backends_for(torch.device("cpu")), DenseRows(TorchSdpa(), long=3)]
+backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 devices = pytest.mark.parametrize("device", DEVICES)
 
 

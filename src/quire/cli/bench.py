@@ -71,3 +71,21 @@ def throughput(
 
 
 app.command()(with_engine_options(positional_model=False)(throughput))
+
+
+def suite(
+    *,
+    engine: EngineOptions,
+    name: Annotated[str, typer.Argument(help="which suite: h200")] = "h200",
+    only: Annotated[list[str] | None, typer.Option(help="run these workloads only; may be repeated")] = None,
+    repeats: Annotated[int, typer.Option(help="measured runs of each workload; the best counts")] = 1,
+    verify: Annotated[int, typer.Option(help="answers of each workload to check against plain torch")] = 2,
+    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+) -> None:
+    """Run a fixed set of workloads and set each against other engines and the hardware's floor."""
+    from quire.bench.suite_report import report_suite
+
+    report_suite(engine, name, only=only, repeats=repeats, verify=verify, json_path=json_)
+
+
+app.command()(with_engine_options(positional_model=False)(suite))

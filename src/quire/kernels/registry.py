@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec
+from quire.kernels.dense import DenseRows
 from quire.kernels.eager import ops as eager_ops
 from quire.kernels.eager.attention import TorchSdpa
 from quire.kernels.ops import Ops
@@ -12,20 +13,22 @@ from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import why_not
 
 
-def backends_for(device: torch.device) -> list[AttentionBackend]:
-    """Those worth considering there, best first."""
+def backends_for(device: torch.device, *, plain: bool = False) -> list[AttentionBackend]:
+    """Those worth considering there, best first; `plain`: only torch's own operations."""
     backends: list[AttentionBackend] = [TorchSdpa(), ReferenceAttention()]
-    if why_not(device) is None:
+    if not plain and why_not(device) is None:
         from quire.kernels.triton.attention import TritonAttention
 
-        backends.insert(0, TritonAttention())
+        backends.insert(0, DenseRows(TritonAttention()))
     return backends
 
 
-def choose_backend(spec: AttentionSpec, device: torch.device) -> tuple[AttentionBackend, list[str]]:
+def choose_backend(
+    spec: AttentionSpec, device: torch.device, *, plain: bool = False
+) -> tuple[AttentionBackend, list[str]]:
     """The backend for layers like `spec` on `device`, with one line for each that was considered."""
     reasons = []
-    for backend in backends_for(device):
+    for backend in backends_for(device, plain=plain):
         refusal = backend.supports(spec, device)
         if refusal is None:
             reasons.append(f"attention {describe(spec)}: {backend.name}")
@@ -39,9 +42,9 @@ def describe(spec: AttentionSpec) -> str:
     return f"({spec.heads} heads, {spec.kv_heads} KV, dim {spec.head_dim}, {reach})"
 
 
-def choose_ops(device: torch.device) -> Ops:
+def choose_ops(device: torch.device, *, plain: bool = False) -> Ops:
     """The operations for `device`; plain torch runs on all of them."""
-    if why_not(device) is None:
+    if not plain and why_not(device) is None:
         from quire.kernels.triton import ops as triton_ops
 
         return triton_ops

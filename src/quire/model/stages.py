@@ -50,13 +50,14 @@ class Step:
 
 
 class Stages:
-    def __init__(self, spec: DecoderSpec, device: torch.device):
-        self.ops: Ops = choose_ops(device)
+    def __init__(self, spec: DecoderSpec, device: torch.device, *, plain: bool = False):
+        """`plain`: torch's own operations wherever it runs; what faster ones are checked against."""
+        self.ops: Ops = choose_ops(device, plain=plain)
         self.backends: dict[int | None, AttentionBackend] = {}  # by window
         self.reasons: list[str] = []  # what was chosen and why, for people
         for window, scale in dict(zip(spec.windows, spec.scales, strict=True)).items():
             attention = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, scale, window)
-            self.backends[window], reasons = choose_backend(attention, device)
+            self.backends[window], reasons = choose_backend(attention, device, plain=plain)
             self.reasons += reasons
         self._layer_norm = spec.norm == "layer"
         self._eps = spec.norm_eps

@@ -108,9 +108,9 @@ class CapturedSteps:
 
 
 def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
-    """Counts and KV lengths that hold for every step of this size."""
+    """Counts and KV lengths that hold for every step of this size (no row looks as if it had no context)."""
     counts = [1] * rows if tokens == rows else [tokens - rows + 1, *[1] * (rows - 1)]
-    return counts, [max_kv] * rows
+    return counts, [max(max_kv, tokens + 1)] * rows
 
 
 def pad_table(table: Ints, size: tuple[int, int], nobody: int) -> Ints:

@@ -33,7 +33,7 @@ class LocalExecutor:
         self.device = torch.device(resolved.device)
         self.dtype = DTYPES[resolved.dtype]
         with load_bar(progress) as report:
-            self._model = load_model(
+            self.model = load_model(
                 source,
                 device=self.device,
                 dtype=self.dtype,
@@ -41,12 +41,12 @@ class LocalExecutor:
                 length=options.model.max_model_len,
                 progress=report,
             )
-        spec = self._model.spec
+        spec = self.model.spec
         self.layout: KVLayout = spec.kv_layout(
             page_size=options.cache.page_size, dtype=resolved.dtype, itemsize=self.dtype.itemsize
         )
         self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
-        self.reasons = [*resolved.reasons, *self._model.reasons, why]
+        self.reasons = [*resolved.reasons, *self.model.reasons, why]
         self.vocab_size = spec.vocab_size
         self._graphs = self.device.type == "cuda" and options.device.graphs
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
@@ -54,7 +54,7 @@ class LocalExecutor:
         self._runner: ModelRunner | None = None
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(self._model, self.layout, self._capacity, self.device, self.dtype)
+        self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.dtype)
         if self._graphs:
             self._runner.capture()
         gc.collect()

@@ -74,7 +74,7 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     for name, value in (("depth", depth), ("page_size", options.cache.page_size)):
         if not 1 <= value <= 1024:
             raise ConfigError(f"{name} must be between 1 and 1024, got {value}")
-    seqs = scheduler.max_seqs or (256 if gpu else 64)
+    seqs = scheduler.max_seqs or (1024 if gpu else 64)
     tokens = scheduler.max_batch_tokens or (8192 if gpu else 512)
     if seqs < 1 or tokens < 1:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")

@@ -53,7 +53,7 @@ class SchedulerOptions:
 
     scheduler: str = option("fcfs", "fcfs, priority or static")
     max_batch_tokens: int | None = option(None, "tokens computed per step (default: 512 on a CPU, 8192 on a GPU)")
-    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 256 on a GPU)")
+    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
     ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level")

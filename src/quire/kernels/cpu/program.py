@@ -84,6 +84,13 @@ class PackedMatrix:
             piece = piece.contiguous()
             lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
 
+    def dense(self) -> torch.Tensor:
+        """The matrix as floats, as packed: what multiplications mean."""
+        out = torch.empty(self.rows, self.columns)
+        for row in range(self.rows):
+            lib.native().quire_unpack(ctypes.byref(self.struct), row, out[row].data_ptr())
+        return out
+
     def linear(self, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
         """x [tokens, columns] float32, quantised as the program does → [tokens, rows]."""
         out = torch.empty(x.shape[0], -(-self.rows // 16) * 16)

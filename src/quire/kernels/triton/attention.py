@@ -51,6 +51,7 @@ class Launch:
     longest: int
     splits: int  # at most, of a block's keys
     split_min: int
+    steady: bool = False  # one instruction sequence for every tile: the same bits wherever a query lies in its block
     items: torch.Tensor | None = None  # int32, on the device
 
 
@@ -124,7 +125,7 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, i
         tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
         splits = -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
         blocks = _most_blocks(bounds, 1, tile.block_m // group)
-        return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT)]
+        return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT, steady=True)]
     few, many = _tile("few", element, spec.head_dim), _tile("many", element, spec.head_dim)
     limit = max(64 // group, 1)
     # beside prefill rows, the short launch takes only what fits the smallest tile
@@ -144,7 +145,7 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, i
 def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, element: int, sms: int) -> Launch:
     tile = _tile("many" if prefix.block_m > 16 else "few", element, spec.head_dim)
     tile = replace(tile, block_m=prefix.block_m)
-    launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, prefix.items)
+    launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, items=prefix.items)
     return _split(launch, prefix.longest, spec, sms)
 
 
@@ -208,7 +209,7 @@ def _run(
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
         SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
-        TWO_PHASE=tile.block_m >= 64 and spec.window is None,
+        TWO_PHASE=tile.block_m >= 64 and spec.window is None and not launch.steady,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
         **overlap(device),
     )  # fmt: skip

@@ -62,9 +62,7 @@ def _best(
     return further, [group for _, groups in found for group in groups]
 
 
-def cut(
-    groups: Sequence[Group], counts: Sequence[int], page_size: int, block_q: int
-) -> tuple[Ints, Ints, Ints]:
+def cut(groups: Sequence[Group], counts: Sequence[int], page_size: int, block_q: int) -> tuple[Ints, Ints, Ints]:
     """(items, members, row_begin) as `PrefixLists` holds them, for tiles of `block_q` query tokens."""
     items: list[tuple[int, int, int, int]] = []
     members: list[tuple[int, int]] = []

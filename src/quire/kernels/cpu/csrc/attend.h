@@ -1,7 +1,8 @@
-// Paged attention of queries that share KV, for one KV head: 16 keys at a time with a running softmax. Included
-// once per instruction set, inside its namespace, after `simd.h` and a native `dots16`.
+// Paged attention of queries that share KV, for one KV head: 32 keys at a time with a running softmax. Included
+// once per instruction set, inside its namespace, after `simd.h` and a native `dots16` (a query's scores with 16 keys
+// of a gathered block).
 //
-// Every query meets the same blocks of 16 keys in the same order whatever else is in the batch, and no arithmetic
+// Every query meets the same blocks of 32 keys in the same order whatever else is in the batch, and no arithmetic
 // crosses queries: its result is the same bits alone, batched, chunked or sharing a prefix.
 
 struct State {  // of one (query token, head)
@@ -11,44 +12,67 @@ struct State {  // of one (query token, head)
   int32_t position;
 };
 
-// One block of keys and values as floats; rows nobody may read are left alone.
-inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v,
-                   const float** k_at, const float** v_at) {
-  for (int j = 0; j < count; j++) {
-    int position = first + j, page = pages[position / kv.tokens_per_page];
-    const uint8_t* at = kv.k + page * kv.page_stride + (position % kv.tokens_per_page) * kv.token_stride() +
-                        size_t(head) * kv.head_dim * kv.item();
-    if (kv.half) {
-      const uint16_t *from_k = reinterpret_cast<const uint16_t*>(at),
-                     *from_v = reinterpret_cast<const uint16_t*>(at + kv.v_offset);
-      for (int i = 0; i < kv.head_dim; i += W) {
-        store(k + j * kv.head_dim + i, load_half(from_k + i));
-        store(v + j * kv.head_dim + i, load_half(from_v + i));
-      }
-      k_at[j] = k + j * kv.head_dim;
-      v_at[j] = v + j * kv.head_dim;
-    } else {
-      k_at[j] = reinterpret_cast<const float*>(at);
-      v_at[j] = reinterpret_cast<const float*>(at + kv.v_offset);
-    }
+// Calls visit(j, address of K) for positions first .. first + count of one head, page by page.
+template <typename Visit>
+inline void each_key(const Paged& kv, const int32_t* pages, int head, int first, int count, Visit visit) {
+  int page = first / kv.tokens_per_page, offset = first % kv.tokens_per_page;
+  const size_t step = kv.token_stride(), in_token = size_t(head) * kv.head_dim * kv.item();
+  for (int j = 0; j < count; page++, offset = 0) {
+    const uint8_t* at = kv.k + pages[page] * kv.page_stride + offset * step + in_token;
+    for (; offset < kv.tokens_per_page && j < count; offset++, j++, at += step) visit(j, at);
   }
-  for (int j = count; j < kKeys; j++) k_at[j] = k_at[0];
 }
 
-// sum[i] = sum[i] * keep + p[first .. last] . v, for C vectors at a time.
+// Asks for keys and values before they are needed: pages are scattered, so the hardware does not guess them.
+inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, int count) {
+  const size_t bytes = kv.head_dim * kv.item(), v_offset = kv.v_offset;
+  each_key(kv, pages, head, first, count, [=](int, const uint8_t* at) {
+    for (size_t i = 0; i < bytes; i += 64) {
+      __builtin_prefetch(at + i);
+      __builtin_prefetch(at + v_offset + i);
+    }
+  });
+}
+
+// One block of keys and values as floats, [head_dim / W][kKeys][W]: rows of a block at fixed distances.
+inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+  const int dim = kv.head_dim;
+  const size_t v_offset = kv.v_offset;
+  const bool half = kv.half;
+  each_key(kv, pages, head, first, count, [=](int j, const uint8_t* at) {
+    float *to_k = k + j * W, *to_v = v + j * W;
+    if (half) {
+      const uint16_t *from_k = reinterpret_cast<const uint16_t*>(at),
+                     *from_v = reinterpret_cast<const uint16_t*>(at + v_offset);
+      for (int i = 0; i < dim; i += W) {
+        store(to_k + i * kKeys, load_half(from_k + i));
+        store(to_v + i * kKeys, load_half(from_v + i));
+      }
+    } else {
+      const float *from_k = reinterpret_cast<const float*>(at), *from_v = reinterpret_cast<const float*>(at + v_offset);
+      for (int i = 0; i < dim; i += W) {
+        store(to_k + i * kKeys, load(from_k + i));
+        store(to_v + i * kKeys, load(from_v + i));
+      }
+    }
+  });
+}
+
+// sum = sum * keep + p[first .. last] . v, for C vectors from dimension `at` on.
 template <int C>
-inline void weigh(float* sum, float keep, const float* p, const float* const* v, int first, int last, int at) {
+inline void weigh(float* sum, float keep, const float* p, const float* v, int first, int last, int at) {
   vf acc[C];
   for (int c = 0; c < C; c++) acc[c] = load(sum + at + c * W) * keep;
+  const float* from = v + at * kKeys;
   for (int j = first; j < last; j++)
-    for (int c = 0; c < C; c++) acc[c] = fma(load(v[j] + at + c * W), splat(p[j]), acc[c]);
+    for (int c = 0; c < C; c++) acc[c] = fma(load(from + (c * kKeys + j) * W), splat(p[j]), acc[c]);
   for (int c = 0; c < C; c++) store(sum + at + c * W, acc[c]);
 }
 
-__attribute__((noinline)) void attend_block(State& s, const float* const* k, const float* const* v, int dim,
-                                            int first, int last) {
-  float p[kKeys];
-  dots16(s.q, k, dim, p);
+__attribute__((noinline)) void attend_block(State& s, const float* k, const float* v, int dim, int first,
+                                            int last) {
+  float p[kKeys] = {};
+  for (int j = 0; j < last; j += 16) dots16(s.q, k + j * W, dim, p + j);
   vf low = splat(-__builtin_inff()), most = low;
   for (int i = 0; i < kKeys; i += W) {
     vi lane = lane_numbers() + i;
@@ -56,39 +80,39 @@ __attribute__((noinline)) void attend_block(State& s, const float* const* k, con
     store(p + i, score);
     most = maximum(most, score);
   }
-  float top = highest(most);
-  if (s.top > top) top = s.top;
-  float keep = exponential(splat(s.top - top))[0];
+  float top = highest(most), keep = 1.0f;
+  if (top > s.top) {
+    keep = exponential(splat(s.top - top))[0];
+    s.top = top;
+  }
   vf total = {};
   for (int i = 0; i < kKeys; i += W) {
     vi lane = lane_numbers() + i;
-    vf e = exponential(load(p + i) - top);
-    e = (lane >= first) & (lane < last) ? e : vf{};
+    vf e = (lane >= first) & (lane < last) ? exponential(load(p + i) - s.top) : vf{};
     store(p + i, e);
     total += e;
   }
   s.total = s.total * keep + sum(total);
-  s.top = top;
   int i = 0;
   for (; i + 4 * W <= dim; i += 4 * W) weigh<4>(s.sum, keep, p, v, first, last, i);
   for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
 }
 
-// Blocks [begin, end) of 16 keys, read through `pages`, for states [0, count).
+// Blocks [begin, end) of 32 keys, read through `pages`, for states [0, count).
 inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int count, int begin, int end,
                          float* scratch) {
   int dim = a.kv.head_dim, furthest = 0;
   for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
   float *k = scratch, *v = scratch + kKeys * dim;
-  const float *k_at[kKeys], *v_at[kKeys];
   for (int block = begin; block < end; block++) {
-    int at = block * kKeys, written = furthest + 1 - at;
-    gather(a.kv, pages, a.kv_head, at, written < kKeys ? written : kKeys, k, v, k_at, v_at);
+    int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
+    if (block + 1 < end) fetch(a.kv, pages, a.kv_head, at + kKeys, ahead < kKeys ? ahead : kKeys);
+    gather(a.kv, pages, a.kv_head, at, written < kKeys ? written : kKeys, k, v);
     for (int i = 0; i < count; i++) {
       int first = a.window ? states[i].position - a.window + 1 - at : 0, last = states[i].position + 1 - at;
       first = first < 0 ? 0 : first;
       last = last > kKeys ? kKeys : last;
-      if (first < last) attend_block(states[i], k_at, v_at, dim, first, last);
+      if (first < last) attend_block(states[i], k, v, dim, first, last);
     }
   }
 }

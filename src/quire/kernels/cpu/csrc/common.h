@@ -18,7 +18,7 @@ namespace quire {
 
 constexpr int kLanes = 16;  // output rows of a group
 constexpr int kBlock = 32;  // inputs that share a scale
-constexpr int kKeys = 16;   // KV positions attended at a time, aligned to position 0
+constexpr int kKeys = 32;   // KV positions attended at a time, aligned to position 0
 
 struct Matrix {
   const uint8_t* data;

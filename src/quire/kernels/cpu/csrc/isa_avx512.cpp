@@ -22,6 +22,8 @@ inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
+inline float highest(vf v) { return _mm512_reduce_max_ps(v); }
 inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store_half(uint16_t* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
@@ -34,14 +36,14 @@ inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the
 }
 inline vf fold_lanes(vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
 
-inline void dots16(const float* q, const float* const* k, int dim, float* out) {
-  vf acc[kKeys];
+inline void dots16(const float* q, const float* k, int dim, float* out) {
+  vf acc[16];
 #pragma GCC unroll 16
-  for (int j = 0; j < kKeys; j++) acc[j] = load(q) * load(k[j]);
+  for (int j = 0; j < 16; j++) acc[j] = load(q) * load(k + j * W);
   for (int i = W; i < dim; i += W) {
     vf x = load(q + i);
 #pragma GCC unroll 16
-    for (int j = 0; j < kKeys; j++) acc[j] = fma(x, load(k[j] + i), acc[j]);
+    for (int j = 0; j < 16; j++) acc[j] = fma(x, load(k + i * kKeys + j * W), acc[j]);
   }
   vf s[4];
 #pragma GCC unroll 4
@@ -161,6 +163,10 @@ const Kernels* kernels_avx512() {
 const Kernels* kernels_amx() { return kernels_avx512() && amx::permitted() ? &amx::kTable : nullptr; }
 
 }  // namespace quire
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
 #else
 namespace quire {
 const Kernels* kernels_avx512() { return nullptr; }

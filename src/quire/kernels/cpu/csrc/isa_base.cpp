@@ -12,6 +12,11 @@ inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
+inline float sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+inline float highest(vf v) {
+  float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
 
 inline vf load_half(const uint16_t* p) {
   return vf{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])};
@@ -20,10 +25,10 @@ inline void store_half(uint16_t* p, vf v) {
   for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
 }
 
-inline void dots16(const float* q, const float* const* k, int dim, float* out) {
-  for (int j = 0; j < kKeys; j++) {
+inline void dots16(const float* q, const float* k, int dim, float* out) {
+  for (int j = 0; j < 16; j++) {
     vf acc = {};
-    for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k[j] + i), acc);
+    for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k + i * kKeys + j * W), acc);
     out[j] = sum(acc);
   }
 }

@@ -56,6 +56,8 @@ EXPORT void quire_pack(int kind, const uint8_t* rows, int first, int count, cons
   pack(kind, rows, first, count, *into);
 }
 
+EXPORT void quire_unpack(const Matrix* from, int row, float* out) { unpack_row(*from, row, out); }
+
 EXPORT Pool* quire_pool(int threads) { return new Pool(threads); }
 EXPORT void quire_pool_free(Pool* pool) { delete pool; }
 
@@ -96,10 +98,6 @@ EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int
   AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, {}, out};
   std::vector<float> scratch(kernels->attend_floats(args));
   for (args.kv_head = 0; args.kv_head < kv->kv_heads && count; args.kv_head++) kernels->attend(args, scratch.data());
-}
-
-EXPORT void quire_norm(const Kernels* kernels, const float* x, const float* weight, float eps, int k, float* out) {
-  kernels->norm(x, weight, eps, k, out);
 }
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; called through ctypes.", -1,

@@ -1,6 +1,6 @@
-// A float vector of the width at hand, by the compiler's own vector types; the few operations they lack are given
-// by the including file's instruction set. Included once per instruction set, inside its namespace, after
-// QUIRE_WIDTH and the native headers. Refuses to know: what is computed.
+// A float vector of the width at hand, by the compiler's own vector types. What they lack (fma, sum, highest, half
+// floats) the including file's instruction set gives. Included once per instruction set, inside its namespace, after
+// QUIRE_WIDTH and a native fma. Refuses to know: what is computed.
 
 constexpr int W = QUIRE_WIDTH;
 typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
@@ -13,22 +13,6 @@ inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline vf splat(float x) { return vf{} + x; }
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 inline vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
-
-inline float sum(vf v) {
-  float lanes[W];
-  store(lanes, v);
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
-inline float highest(vf v) {
-  float lanes[W];
-  store(lanes, v);
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-  return lanes[0];
-}
 
 // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 constexpr float kRound = 12582912.0f;

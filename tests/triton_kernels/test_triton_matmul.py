@@ -93,5 +93,6 @@ def test_every_shape_has_a_configuration():
                 assert configs.small_matmul(element, rows, outputs) is not None
         assert configs.small_matmul(element, 65, 4096) is None
         assert configs.large_matmul(element, 1).rows
+    for element in (2, 4):
         for kernel in ("few", "many"):
-            assert configs.attention(kernel, element, 128) is not None
+            assert configs.attention(kernel, element, 256) is not None

@@ -107,4 +107,3 @@ def test_truncated_draws():
             drawn_in_order(logits[r], keys[r], heat[r], int(top_k[r]), float(top_p[r]), floor[r]) for r in range(rows)
         ]
         assert got == expected, shape
-

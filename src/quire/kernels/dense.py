@@ -1,0 +1,101 @@
+"""`dense+`: long rows that have no cached context take cuDNN's dense attention, all others a paged backend.
+
+A row whose keys are just its own tokens is a plain causal square, which cuDNN runs about twice as fast as paged
+kernels do. Its keys and values are gathered from their pages first, a few per cent of the time saved. Refuses to
+know: how the paged backend works.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+
+LONG = 512  # tokens from which a row is worth calls of its own
+MOST = 64  # such rows in one step; more are many short ones
+
+
+@dataclass
+class Plan:
+    dense: list[tuple[int, int, int]]  # (row, first token, tokens)
+    rest: torch.Tensor | None = None  # token indices of all other rows; None: every row is dense
+    batch: Batch | None = None  # of all other rows
+    group: GroupBatch | None = None
+    paged: Any = None
+
+
+class DenseRows:
+    def __init__(self, paged: AttentionBackend, *, long: int = LONG):
+        self.paged = paged
+        self._long = long
+        self.name = f"{paged.name}, cuDNN for rows without context"
+
+    def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        return self.paged.supports(spec, device)
+
+    def plan(self, batch: Batch, group: GroupBatch, spec: AttentionSpec) -> Plan:
+        starts = list(accumulate(batch.counts, initial=0))
+        dense = [
+            (row, starts[row], count)
+            for row, count in enumerate(batch.counts)
+            if count >= self._long and count == batch.kv_lens[row] and (spec.window is None or count <= spec.window)
+        ]
+        if not dense or len(dense) > MOST:
+            return Plan([], batch=batch, group=group, paged=self.paged.plan(batch, group, spec))
+        taken = {row for row, _, _ in dense}
+        rows = [row for row in range(batch.rows) if row not in taken]
+        if not rows:
+            return Plan(dense)
+        tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
+        rest, which = _ship(tokens, batch), _ship(rows, batch)
+        counts = [batch.counts[row] for row in rows]
+        part = Batch(
+            positions=batch.positions[rest],
+            query_start=_ship(list(accumulate(counts, initial=0)), batch).int(),
+            kv_len=batch.kv_len[which],
+            counts=counts,
+            kv_lens=[batch.kv_lens[row] for row in rows],
+            groups=(),
+        )
+        pages = GroupBatch(group.tokens_per_page, group.page_table[which], group.kv_slots[rest])
+        return Plan(dense, rest, part, pages, self.paged.plan(part, pages, spec))
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        batch: Batch,
+        group: GroupBatch,
+        plan: Plan,
+    ) -> torch.Tensor:
+        if not plan.dense:
+            return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
+        out = torch.empty_like(q)
+        for row, first, count in plan.dense:
+            pages = group.page_table[row, : -(-count // group.tokens_per_page)]
+            k, v = (side[pages].flatten(0, 1)[:count].transpose(0, 1)[None] for side in (k_pages, v_pages))
+            queries = q[first : first + count].transpose(0, 1)[None]  # [1, heads, count, dim]
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
+                mixed = F.scaled_dot_product_attention(
+                    queries, k, v, is_causal=True, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
+                )
+            out[first : first + count] = mixed[0].transpose(0, 1)
+        if plan.rest is not None:
+            assert plan.batch is not None and plan.group is not None
+            part = self.paged.forward(spec, q[plan.rest], k_pages, v_pages, plan.batch, plan.group, plan.paged)
+            out[plan.rest] = part
+        return out
+
+
+def _ship(values: list[int], batch: Batch) -> torch.Tensor:
+    tensor = torch.tensor(values)
+    device = batch.positions.device
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

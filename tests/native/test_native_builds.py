@@ -1,0 +1,56 @@
+"""The kernels built otherwise: with sanitizers, and for the other architecture under an emulator. `make test-all`."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src/quire/kernels/cpu/csrc"
+KERNELS = [*sorted(SOURCES.glob("isa_*.cpp")), SOURCES / "pack.cpp", SOURCES / "pool.cpp"]
+FLAGS = ["-std=c++17", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi", "-pthread", f"-I{SOURCES}"]
+SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def build(compiler: str, output: Path, *flags: str | Path) -> Path:
+    assert shutil.which(compiler), f"{compiler} is needed for this test; on Debian, apt-get install it"
+    subprocess.run([compiler, *FLAGS, *map(str, flags), "-o", str(output)], check=True)
+    return output
+
+
+def test_self_test_under_sanitizers(tmp_path):
+    program = build("g++", tmp_path / "selftest", *SANITIZE, HERE / "selftest.cpp", *KERNELS)
+    subprocess.run([program], check=True)
+
+
+def test_python_tests_under_sanitizers(tmp_path):
+    include = f"-I{sysconfig.get_paths()['include']}"
+    library = build("g++", tmp_path / "native.so", *SANITIZE, "-shared", "-fPIC", include, *SOURCES.glob("*.cpp"))
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], check=True, capture_output=True, text=True)
+    environment = os.environ | {
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+    }
+    tests = [HERE / "test_native_linear.py", HERE / "test_native_program.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--native-library={library}", *tests]
+    subprocess.run(command, check=True, env=environment)
+
+
+def test_neon_under_an_emulator(tmp_path):
+    program = build(
+        "aarch64-linux-gnu-g++", tmp_path / "selftest", "-O2", "-static", HERE / "selftest.cpp", *KERNELS
+    )
+    assert shutil.which("qemu-aarch64"), "qemu-aarch64 is needed for this test; on Debian, apt-get install qemu-user"
+    done = subprocess.run(["qemu-aarch64", "-cpu", "max", program], check=True, capture_output=True, text=True)
+    assert "neon ok" in done.stdout
+
+
+def test_x86_kernels_compile_anywhere(tmp_path):
+    compiler = "g++" if os.uname().machine == "x86_64" else "x86_64-linux-gnu-g++"
+    build(compiler, tmp_path / "selftest", "-O2", HERE / "selftest.cpp", *KERNELS)

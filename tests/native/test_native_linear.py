@@ -1,0 +1,73 @@
+"""Packing and quantised multiplication equal dequantised weights times rounded activations."""
+
+import pytest
+import torch
+from native_harness import packed
+
+from quire.kernels.cpu import twin
+from quire.kernels.reference.dequant import dequantize
+
+# Largest difference of a packed weight from the stored one, as a part of the matrix's largest weight: exact; fp16
+# rounding of a product; a step of 8 bits.
+EXACT = {"Q4_0": 0.0, "Q4_1": 0.0, "Q8_0": 0.0, "Q4_K": 2**-10}
+COARSE = ["Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *COARSE])
+def test_packed_weights_are_the_stored_ones(isa, kind):
+    generator = torch.Generator().manual_seed(1)
+    matrix, raw = packed(kind, 37, 512, generator)
+    want = dequantize(raw, kind).float()
+    tolerance = EXACT.get(kind, 0.51 / 127)
+    assert (matrix.dense() - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "F16"])
+@pytest.mark.parametrize("rows", [1, 16, 17, 75])
+def test_linear_equals_its_twin(isa, kind, rows):
+    generator = torch.Generator().manual_seed(rows)
+    matrix, _ = packed(kind, rows, 768, generator)
+    for tokens in (1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 64):
+        x = torch.randn(tokens, 768, generator=generator) * 3
+        got, want = matrix.linear(x, isa), twin.linear(matrix, x)
+        # a tie may round the other way: one step of one input
+        assert (got - want).abs().max() <= 2e-3 * want.abs().max()
+        assert ((got - want).square().mean() / want.square().mean()).sqrt() < 5e-4
+
+
+def test_nothing_to_multiply(isa):
+    matrix, _ = packed("Q4_1", 20, 64, torch.Generator().manual_seed(0))
+    assert matrix.linear(torch.empty(0, 64), isa).shape == (0, 20)
+
+
+def test_zeros_and_extremes(isa):
+    matrix, _ = packed("Q8_0", 32, 64, torch.Generator().manual_seed(0))
+    x = torch.zeros(3, 64)
+    x[1] = 1e30
+    x[2] = -1e-30
+    got = matrix.linear(x, isa)
+    assert torch.equal(got[0], torch.zeros(32))
+    assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_a_row_does_not_depend_on_its_neighbours(isa, kind):
+    generator = torch.Generator().manual_seed(3)
+    matrix, _ = packed(kind, 50, 288, generator)
+    x = torch.randn(45, 288, generator=generator)
+    whole = matrix.linear(x, isa)
+    for size in (1, 2, 5, 8, 13, 24):
+        parts = torch.cat([matrix.linear(x[i : i + size], isa) for i in range(0, 45, size)])
+        assert torch.equal(parts, whole), size
+
+
+def test_sets_of_one_host_agree(isa):
+    """AVX-512 and AMX give the same bits; others the same numbers."""
+    from quire.kernels.cpu import features
+
+    matrix, _ = packed("Q4_1", 64, 320, torch.Generator().manual_seed(4))
+    x = torch.randn(33, 320, generator=torch.Generator().manual_seed(5))
+    best, this = matrix.linear(x, features()[0]), matrix.linear(x, isa)
+    assert torch.allclose(best, this, rtol=1e-3, atol=1e-3 * best.abs().max().item())
+    if {isa, features()[0]} == {"amx", "avx512"}:
+        assert torch.equal(best, this)

@@ -1,0 +1,133 @@
+"""A whole decoder equals its plain twin, and a request's numbers are its own whatever it is batched with."""
+
+import pytest
+import torch
+from native_harness import batch_of, kv_for, own_pages, random_decoder
+
+from quire.kernels.cpu import NativeProgram
+from quire.kernels.cpu.twin import TwinProgram
+from quire.types.errors import QuireError
+
+SHAPES = {
+    "gqa": dict(heads=6, kv_heads=2, head_dim=32),
+    "mqa": dict(heads=4, kv_heads=1, head_dim=64),
+    "mha": dict(heads=2, kv_heads=2, head_dim=96),
+    "wide": dict(heads=4, kv_heads=2, head_dim=128),
+    "window": dict(windows=(20, 20)),
+    "two groups": dict(windows=(None, 9, None)),
+    "qwen2": dict(bias=True),
+    "qwen3": dict(qk_norm=True),
+    "partial rotary": dict(head_dim=64, rotary=32),
+    "8 bits": dict(kind="Q8_0"),
+    "Q6_K": dict(kind="Q6_K", hidden=256, intermediate=256, heads=8),
+    "odd vocabulary": dict(vocab=53, intermediate=160),
+}
+
+
+def ids(count, seed=0):
+    return torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def close(got, want):
+    """Ties of the int8 rounding may fall the other way: a step of one input, here and there."""
+    assert torch.isfinite(got).all()
+    assert ((got - want).square().mean() / want.square().mean()).sqrt() < 1e-2
+    assert (got - want).abs().max() < 0.1 * want.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "page_size"), [(torch.float16, 16), (torch.float32, 5)])
+def test_program_equals_its_twin(isa, shape, dtype, page_size):
+    weights = random_decoder(**SHAPES[shape])
+    program, twin = NativeProgram(weights, threads=2, isa=isa), TwinProgram(weights)
+    lengths = [1, 33, 48]
+    fast, plain = kv_for(weights, 80, dtype, page_size), kv_for(weights, 80, dtype, page_size)
+    plain.pool.zero_()  # the reference multiplies masked values by zero
+    tables = own_pages([n + 3 for n in lengths], fast)
+    batch = batch_of([(0, n) for n in lengths], tables, fast)
+    tokens = ids(sum(lengths))
+    got, want = program.forward(tokens, batch, fast), twin.forward(tokens, batch, plain)
+    close(got, want)
+    close(program.logits(got), twin.logits(got))
+    batch = batch_of([(n, 1 + n % 3) for n in lengths], tables, fast)  # then one to three more each
+    tokens = ids(batch.tokens, 1)
+    close(program.forward(tokens, batch, fast), twin.forward(tokens, batch, plain))
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 65])
+def test_lengths_around_page_and_block_boundaries(isa, length):
+    weights = random_decoder()
+    program, twin = NativeProgram(weights, threads=1, isa=isa), TwinProgram(weights)
+    fast, plain = kv_for(weights, 8, torch.float16, 16), kv_for(weights, 8, torch.float16, 16)
+    plain.pool.zero_()
+    batch = batch_of([(0, length)], own_pages([length], fast), fast)
+    close(program.forward(ids(length), batch, fast), twin.forward(ids(length), batch, plain))
+
+
+@pytest.mark.parametrize("shape", ["gqa", "window", "two groups"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_chunks_neighbours_and_threads_change_no_bit(isa, shape, threads):
+    weights = random_decoder(**SHAPES[shape])
+    alone = NativeProgram(weights, threads=1, isa=isa)
+    kv = kv_for(weights, 60, torch.float16, 16)
+    whole = alone.forward(ids(90), batch_of([(0, 90)], own_pages([90], kv), kv), kv)
+
+    program = NativeProgram(weights, threads=threads, isa=isa)
+    kv = kv_for(weights, 60, torch.float16, 16)
+    tables = own_pages([90, 70, 70], kv)
+    parts, start = [], 0
+    for step, count in enumerate((1, 7, 30, 1, 1, 50)):  # beside others that prefill and decode
+        rows = [(start, count), (20 * min(step, 3), 20) if step < 3 else (60 + step, 1), (step, 1)]
+        tokens = torch.cat((ids(90)[start : start + count], ids(rows[1][1] + 1, step)))
+        hidden = program.forward(tokens, batch_of(rows, tables, kv), kv)
+        parts.append(hidden[:count])
+        start += count
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(program.logits(whole[:1]), program.logits(whole)[:1])
+
+
+def test_a_shared_prefix_changes_no_bit(isa):
+    weights = random_decoder(heads=6, kv_heads=2)
+    program = NativeProgram(weights, threads=2, isa=isa)
+    kv = kv_for(weights, 60, torch.float16, 16)
+    prefix, rows = 70, 20
+    shared = own_pages([prefix], kv)
+    program.forward(ids(prefix), batch_of([(0, prefix)], shared, kv), kv)
+    pages = shared[0][0][: prefix // 16]  # whole pages only; the last, partly filled one is copied
+    tables, last = [[]], shared[0][0][prefix // 16]
+    for r in range(rows):
+        kv.pool[20 + r] = kv.pool[last]
+        tables[0].append([*pages, 20 + r])
+    tokens = ids(rows, 5)
+    together = program.forward(tokens, batch_of([(prefix, 1)] * rows, tables, kv), kv)
+    for r in range(rows):
+        alone = program.forward(tokens[r : r + 1], batch_of([(prefix, 1)], [[tables[0][r]]], kv), kv)
+        assert torch.equal(alone[0], together[r]), r
+
+
+def test_an_empty_batch(isa):
+    weights = random_decoder()
+    program = NativeProgram(weights, threads=2, isa=isa)
+    kv = kv_for(weights, 4, torch.float16, 16)
+    empty = program.forward(ids(0), batch_of([], [[]], kv), kv)
+    assert empty.shape == (0, weights.hidden)
+    assert program.logits(empty).shape == (0, 50)
+
+
+def test_what_would_read_or_write_elsewhere_is_refused(isa):
+    weights = random_decoder()
+    program = NativeProgram(weights, threads=1, isa=isa)
+    kv = kv_for(weights, 4, torch.float16, 16)
+    good = own_pages([20], kv)
+    with pytest.raises(QuireError, match="vocabulary"):
+        program.forward(torch.tensor([50]), batch_of([(0, 1)], good, kv), kv)
+    with pytest.raises(QuireError, match="slot"):
+        program.forward(ids(1), batch_of([(0, 1)], [[[4]]], kv), kv)
+    batch = batch_of([(19, 1)], good, kv)
+    batch.groups[0].page_table[0, 0] = 9
+    with pytest.raises(QuireError, match="page"):
+        program.forward(ids(1), batch, kv)
+    batch = batch_of([(19, 1)], good, kv)
+    batch.positions[0] = 90
+    with pytest.raises(QuireError, match="contradict"):
+        program.forward(ids(1), batch, kv)
