@@ -77,7 +77,7 @@ def test_chunks_neighbours_and_threads_change_no_bit(isa, shape, threads):
     tables = own_pages([90, 70, 70], kv)
     parts, start = [], 0
     for step, count in enumerate((1, 7, 30, 1, 1, 50)):  # beside others that prefill and decode
-        rows = [(start, count), (20 * min(step, 3), 20) if step < 3 else (60 + step, 1), (step, 1)]
+        rows = [(start, count), (20 * min(step, 3), 20) if step < 3 else (57 + step, 1), (step, 1)]
         tokens = torch.cat((ids(90)[start : start + count], ids(rows[1][1] + 1, step)))
         hidden = program.forward(tokens, batch_of(rows, tables, kv), kv)
         parts.append(hidden[:count])

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
 
-LONG = 512  # tokens from which a row is worth calls of its own
-MOST = 64  # such rows in one step; more are many short ones
+LONG = 1024  # tokens from which a row is worth calls of its own
+ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
 
 
 @dataclass
@@ -46,7 +46,7 @@ class DenseRows:
             for row, count in enumerate(batch.counts)
             if count >= self._long and count == batch.kv_lens[row] and (spec.window is None or count <= spec.window)
         ]
-        if not dense or len(dense) > MOST:
+        if not dense:
             return Plan([], batch=batch, group=group, paged=self.paged.plan(batch, group, spec))
         taken = {row for row, _, _ in dense}
         rows = [row for row in range(batch.rows) if row not in taken]
@@ -80,19 +80,30 @@ class DenseRows:
             return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
         out = torch.empty_like(q)
         for row, first, count in plan.dense:
-            pages = group.page_table[row, : -(-count // group.tokens_per_page)]
-            k, v = (side[pages].flatten(0, 1)[:count].transpose(0, 1)[None] for side in (k_pages, v_pages))
-            queries = q[first : first + count].transpose(0, 1)[None]  # [1, heads, count, dim]
+            table = group.page_table[row, : -(-count // group.tokens_per_page)]
+            # keys past the end are seen by padding queries only
+            k, v = (_padded(side[table].flatten(0, 1)[:count]) for side in (k_pages, v_pages))
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
                 mixed = F.scaled_dot_product_attention(
-                    queries, k, v, is_causal=True, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
+                    _padded(q[first : first + count]),
+                    k,
+                    v,
+                    is_causal=True,
+                    scale=spec.scale,
+                    enable_gqa=spec.heads != spec.kv_heads,
                 )
-            out[first : first + count] = mixed[0].transpose(0, 1)
+            out[first : first + count] = mixed[0, :, :count].transpose(0, 1)
         if plan.rest is not None:
             assert plan.batch is not None and plan.group is not None
             part = self.paged.forward(spec, q[plan.rest], k_pages, v_pages, plan.batch, plan.group, plan.paged)
             out[plan.rest] = part
         return out
+
+
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, dim] → [1, heads, tokens rounded up, dim]"""
+    missing = -x.shape[0] % ROUND
+    return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None]
 
 
 def _ship(values: list[int], batch: Batch) -> torch.Tensor:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.runtime.slots import Ints
+from quire.runtime.staging import Ints, Staging
 
 MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are captured up to here
 
@@ -89,11 +89,10 @@ class CapturedSteps:
                 return None
         return None
 
-    def replay(self, size: tuple[int, int], table: Ints, nobody: int) -> StepOutput:
+    def replay(self, size: tuple[int, int], table: Ints, nobody: int, staging: Staging) -> StepOutput:
         """Run the capture of `size` on a table [4, rows]; the output is overwritten by the next replay."""
         capture = self._captures[size]
-        padded = torch.from_numpy(pad_table(table, size, nobody)).pin_memory()
-        capture.rows.copy_(padded, non_blocking=True)
+        capture.rows.copy_(staging.stage(pad_table(table, size, nobody)), non_blocking=True)
         capture.replay()
         return capture.output
 

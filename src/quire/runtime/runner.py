@@ -16,6 +16,7 @@ from quire.generation.sampler import Sampled, Sampler
 from quire.model import KVViews, Model, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.slots import SlotState
+from quire.runtime.staging import Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -28,7 +29,8 @@ class ModelRunner:
         self._device = device
         self._pool = allocate_kv(layout, capacity.pages, device, dtype)
         self._kv = KVViews(self._pool, layout)
-        self._slots = SlotState(layout, capacity, device)
+        self._staging = Staging(device, capacity.depth)
+        self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
         self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
         self._captured = CapturedSteps(
@@ -47,12 +49,13 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         began = time.perf_counter()
+        self._staging.turn()
         for admit in plan.admits:
             self._sampler.admit(admit)
             self._tops[admit.slot] = admit.params.prompt_logprobs or 0
         self._slots.apply(plan)
         if plan.copies:
-            pairs = self._slots.upload(np.array(plan.copies, dtype=np.int64).T.copy())
+            pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
         counts = [row.count for row in plan.rows]
         scored = any(row.score for row in plan.rows)
@@ -63,7 +66,7 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, counts: list[int], scored: bool, began: float) -> PendingStep:
         """The step as it is, operation by operation."""
-        rows = self._slots.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T.copy())
+        rows = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(rows, sum(counts), counts, kv_lens)
         hidden = self.model.forward(input_ids, batch, self._kv)  # [tokens, hidden]
@@ -71,7 +74,7 @@ class ModelRunner:
         sampled = None
         if plan.samples:
             last = np.cumsum(counts) - 1
-            index = self._slots.upload(last[[s.row for s in plan.samples]])
+            index = self._staging.upload(last[[s.row for s in plan.samples]])
             sampled = self._sample(plan, self.model.logits(hidden[index]))
         return PendingStep(plan, sampled, scores, began, self._device)
 
@@ -86,16 +89,16 @@ class ModelRunner:
         table = np.array(
             [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
         ).T
-        output = self._captured.replay(size, table, self._slots.nobody)
+        output = self._captured.replay(size, table, self._slots.nobody, self._staging)
         sampled = None
         if plan.samples:
             rows = [s.row for s in plan.samples]
             if not (greedy and alone):
-                sampled = self._sample(plan, output.logits[self._slots.upload(np.array(rows, dtype=np.int64))])
+                sampled = self._sample(plan, output.logits[self._staging.upload(np.array(rows, dtype=np.int64))])
             elif rows == list(range(len(rows))):
                 sampled = Sampled(output.best[: len(rows)])
             else:
-                sampled = Sampled(output.best[self._slots.upload(np.array(rows, dtype=np.int64))])
+                sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         return PendingStep(plan, sampled, {}, began, self._device)
 
     def _last_logits(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int]) -> StepOutput:
@@ -110,7 +113,7 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
         sampled = self._sampler.sample(logits, slots, positions, self._slots.tokens)
-        where = self._slots.upload(np.array([slots, positions], dtype=np.int64))
+        where = self._staging.upload(np.array([slots, positions], dtype=np.int64))
         self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled
 

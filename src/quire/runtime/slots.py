@@ -10,20 +10,19 @@ rows that pad a step to a captured size read and write there, and its pages are 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from quire.kernels.attention import Batch, GroupBatch
+from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
 
-Ints = npt.NDArray[np.int64]
-
 
 class SlotState:
-    def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device):
+    def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device, staging: Staging):
         self._layout = layout
         self._device = device
+        self._staging = staging
         self.nobody = capacity.slots
         length = capacity.max_model_len
         self.tokens = torch.zeros(capacity.slots + 1, length, dtype=torch.int32, device=device)
@@ -49,7 +48,7 @@ class SlotState:
         """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
         counts = np.asarray(lengths)
         columns = np.arange(len(flat)) + np.repeat(np.asarray(starts) + counts - counts.cumsum(), counts)
-        sent = self.upload(np.stack([np.repeat(np.asarray(rows), counts), columns, flat]))
+        sent = self._staging.upload(np.stack([np.repeat(np.asarray(rows), counts), columns, flat]))
         target[sent[0], sent[1]] = sent[2].int()
 
     def batch(
@@ -88,9 +87,3 @@ class SlotState:
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""
         self.tokens[slots, positions] = token_ids.int()
-
-    def upload(self, array: Ints) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -20,7 +20,7 @@ from quire.types.errors import QuireError
 
 # Stored kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
 # least twice as fine as the 6 bits of the finest K-quant.
-DIRECT = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8), "Q4_K": (3, 4)}
+DIRECT = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8), "Q4_K": (3, 4), "Q5_0": (5, 8)}
 FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64

@@ -40,7 +40,7 @@ uint16_t float_to_half(float f) {
 
 namespace {
 
-enum Kind { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kQ4_K = 3, kF32 = 4 };
+enum Kind { kQ4_0 = 0, kQ4_1 = 1, kQ8_0 = 2, kQ4_K = 3, kF32 = 4, kQ5_0 = 5 };
 
 struct Block {  // one row's 32 weights on their way
   uint8_t quants[kBlock];
@@ -106,6 +106,12 @@ void read_block(int kind, const uint8_t* row, int b, Block& out) {
       return;
     case kQ4_K:
       return read_q4_k(row + b / 8 * 144, b % 8, out);
+    case kQ5_0:  // 5 bits less 16: whole numbers of the same scale
+      p = row + b * 22;
+      out.scale = read16(p);
+      nibbles(p + 6, out);
+      for (int i = 0; i < kBlock; i++) out.quants[i] = uint8_t(int(out.quants[i] | (p[2 + i / 8] >> i % 8 & 1) << 4) - 16);
+      return;
     default:
       return read_f32(row + b * 4 * kBlock, out);
   }
@@ -117,6 +123,7 @@ size_t row_bytes(int kind, int k) {
     case kQ4_1: return size_t(k) / 32 * 20;
     case kQ8_0: return size_t(k) / 32 * 34;
     case kQ4_K: return size_t(k) / 256 * 144;
+    case kQ5_0: return size_t(k) / 32 * 22;
     default: return size_t(k) * 4;
   }
 }

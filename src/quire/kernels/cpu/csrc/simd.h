@@ -6,6 +6,7 @@ constexpr int W = QUIRE_WIDTH;
 typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef float vf_unaligned __attribute__((vector_size(4 * QUIRE_WIDTH), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * QUIRE_WIDTH)));
+typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef int8_t vb __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
@@ -32,5 +33,5 @@ inline vf exponential(vf x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  return (vf)((vi)p + ((vi)shifted << 23));
+  return (vf)((vu)p + ((vu)shifted << 23));
 }

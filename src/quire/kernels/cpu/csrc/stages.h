@@ -8,14 +8,15 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   float top = highest(most);
   float inverse = top > 0 ? 127.0f / top : 0.0f;
   int8_t* q = out.quants(row, b);
-  vi total = {};
+  vu total = {};  // unsigned: what is not a number may wrap
   for (int i = 0; i < kBlock; i += W) {
-    vi rounded = (vi)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000;
+    vu rounded = (vu)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000u;
     total += rounded;
-    *reinterpret_cast<vb*>(q + i) = __builtin_convertvector(rounded, vb);
+    *reinterpret_cast<vb*>(q + i) = __builtin_convertvector((vi)rounded, vb);
   }
-  int32_t sums = 0;
-  for (int i = 0; i < W; i++) sums += total[i];
+  uint32_t wrapped = 0;
+  for (int i = 0; i < W; i++) wrapped += total[i];
+  int32_t sums = int32_t(wrapped);
   *out.scale(row, b) = top / 127.0f;
   *out.sum(row, b) = top / 127.0f * float(sums);
   *out.totals(row, b) = sums;
