@@ -29,8 +29,9 @@ def doctor(
     import torch
 
     from quire.assets import resolve
-    from quire.model import parameter_count, read_spec, weight_bytes
-    from quire.model.stages import Stages
+    from quire.kernels import cpu
+    from quire.model import NativeModel, compiled_refusal, parameter_count, read_spec, weight_bytes
+    from quire.model.fused import choose_stages
     from quire.runtime.executor import kv_capacity
     from quire.runtime.hardware import DTYPES, probe
     from quire.runtime.hardware import resolve as decide
@@ -40,22 +41,29 @@ def doctor(
     local = resolve(engine.model.model)
     spec = read_spec(local.open())
     dtype = DTYPES[decisions.dtype]
-    layout = spec.kv_layout(page_size=engine.cache.page_size, dtype=decisions.dtype, itemsize=dtype.itemsize)
-    weights = weight_bytes(spec, dtype)
+    source, device = local.open(), torch.device(decisions.device)
+    refused = "dtype was chosen" if engine.model.dtype != "auto" else compiled_refusal(source, device)
+    if refused is None:
+        weights, kv_dtype = sum(t.nbytes for t in source.tensors().values()), NativeModel.kv_dtype
+        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights stay quantised"]
+    else:
+        weights, kv_dtype = weight_bytes(spec, dtype), dtype
+        kernels = [f"decoder: not the compiled one, {refused}", *choose_stages(spec, device).reasons]
+    kv_name = str(kv_dtype).removeprefix("torch.")
+    layout = spec.kv_layout(page_size=engine.cache.page_size, dtype=kv_name, itemsize=kv_dtype.itemsize)
     pages, why = kv_capacity(engine, hardware, layout, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
 
     _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
     _section("packages", [(name, _version(name)) for name in PACKAGES])
-    kernels = Stages(spec, torch.device(decisions.device)).reasons
     _section("choices", [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *kernels)])
     _section(
         f"model {local.name}",
         [
             ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
             ("attention", f"{spec.heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {spec.layers} layers"),
-            ("weights", _size(weights) + f" in {decisions.dtype}"),
-            ("KV per token", _size(layout.token_bytes)),
+            ("weights", _size(weights)),
+            ("KV per token", f"{_size(layout.token_bytes)} in {kv_name}"),
             ("KV memory", f"{pages - 1} pages of {_size(layout.page_bytes)}; {why}"),
             ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
         ],

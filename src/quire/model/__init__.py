@@ -8,7 +8,8 @@ owners, sampling.
 from quire.kernels.kv import KVViews, allocate_kv
 from quire.model.decoder import Model
 from quire.model.families import read_spec
-from quire.model.loading import load_model
+from quire.model.loading import compiled_refusal, load_model
+from quire.model.native import NativeModel
 from quire.model.sizes import parameter_count, weight_bytes
 from quire.model.spec import DecoderSpec
 
@@ -16,7 +17,9 @@ __all__ = [
     "DecoderSpec",
     "KVViews",
     "Model",
+    "NativeModel",
     "allocate_kv",
+    "compiled_refusal",
     "load_model",
     "parameter_count",
     "read_spec",

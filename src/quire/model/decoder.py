@@ -95,6 +95,11 @@ class Model:
         return {name: module for name, module in named.items() if module is not None}
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """What K and V are kept in."""
+        return self.dtype
+
+    @property
     def reasons(self) -> list[str]:
         """What was chosen to run it, and why."""
         return self.stages.reasons

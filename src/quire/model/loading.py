@@ -14,6 +14,7 @@ import torch
 from quire.model.architecture import IGNORED, Architecture, Target
 from quire.model.decoder import Model
 from quire.model.families import read_family
+from quire.model.native import NativeModel, refusal
 from quire.model.spec import DecoderSpec
 from quire.model.stored import Stored
 from quire.types.errors import ModelFileError
@@ -31,13 +32,22 @@ def load_model(
     random_weights: bool = False,
     seed: int = 0,
     length: int | None = None,
+    compiled: int | None = None,
     progress: Progress | None = None,
-) -> Model:
+) -> Model | NativeModel:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
 
-    `length`: the longest context to be served, if it is beyond what the model was trained for.
+    `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
+    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it.
     """
     family, spec = read_family(source)
+    why_not = None
+    if compiled is not None:
+        why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights)
+        if why_not is None:
+            targets = _targets(family, spec, source)
+            _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+            return NativeModel(spec, targets, source, threads=compiled, length=length, progress=progress)
     if random_weights:
         model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
         fill_random(model, seed)
@@ -47,7 +57,17 @@ def load_model(
         model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
         _fill(model, targets, source, progress)
     model.finish()
+    if why_not is not None:
+        model.reasons.append(f"decoder: plain torch, not compiled: {why_not}")
     return model
+
+
+def compiled_refusal(source: WeightSource, device: torch.device, *, random_weights: bool = False) -> str | None:
+    """None if the compiled decoder can run what `source` holds, else the reason it cannot."""
+    if random_weights:
+        return "random weights are not quantised"
+    family, spec = read_family(source)
+    return refusal(spec, _targets(family, spec, source), source, device)
 
 
 def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:

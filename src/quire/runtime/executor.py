@@ -39,11 +39,14 @@ class LocalExecutor:
                 dtype=self.dtype,
                 random_weights=options.model.random_weights,
                 length=options.model.max_model_len,
+                compiled=resolved.threads if options.model.dtype == "auto" else None,
                 progress=report,
             )
         spec = self.model.spec
         self.layout: KVLayout = spec.kv_layout(
-            page_size=options.cache.page_size, dtype=resolved.dtype, itemsize=self.dtype.itemsize
+            page_size=options.cache.page_size,
+            dtype=str(self.model.kv_dtype).removeprefix("torch."),
+            itemsize=self.model.kv_dtype.itemsize,
         )
         self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
@@ -54,7 +57,7 @@ class LocalExecutor:
         self._runner: ModelRunner | None = None
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.dtype)
+        self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device)
         if self._graphs:
             self._runner.capture()
         gc.collect()

@@ -13,7 +13,7 @@ import torch
 from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
-from quire.model import KVViews, Model, allocate_kv
+from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Staging
@@ -24,10 +24,10 @@ SCORE_SLICE = 64  # rows of logits held at once for prompt log-probabilities
 
 
 class ModelRunner:
-    def __init__(self, model: Model, layout: KVLayout, capacity: Capacity, device: torch.device, dtype: torch.dtype):
+    def __init__(self, model: Model | NativeModel, layout: KVLayout, capacity: Capacity, device: torch.device):
         self.model = model
         self._device = device
-        self._pool = allocate_kv(layout, capacity.pages, device, dtype)
+        self._pool = allocate_kv(layout, capacity.pages, device, model.kv_dtype)
         self._kv = KVViews(self._pool, layout)
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
