@@ -15,8 +15,13 @@ setup(
             # Instruction sets are chosen file by file and at run time: the binary runs on any CPU of the architecture.
             # No contraction: the same sum must give the same bits in every loop it is written in.
             extra_compile_args=[
-                "-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi"
-            ],  # fmt: skip
+                "-std=c++17",
+                "-O3",
+                "-fvisibility=hidden",
+                "-fno-math-errno",
+                "-ffp-contract=off",
+                "-Wno-psabi",
+            ],
             extra_link_args=["-pthread"],
             py_limited_api=True,
             optional=True,

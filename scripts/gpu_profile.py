@@ -21,7 +21,6 @@ from quire.kernels.triton import launch
 from quire.model import fused
 from quire.types.config import EngineOptions
 
-
 overlaps = launch.overlaps
 
 
@@ -35,7 +34,8 @@ def kernels(link, work, title: str) -> None:
     spans = [e.time_range for e in found.events() if e.device_type.name == "CUDA"]
     calls = [e.time_range for e in found.events() if e.device_type.name == "CPU"]
     first, last = min(s.start for s in spans), max(s.end for s in spans)
-    print(f"  first kernel {first - min(c.start for c in calls):.0f} us after the first call, span {last - first:.0f} us")
+    delay = first - min(c.start for c in calls)
+    print(f"  first kernel {delay:.0f} us after the first call, span {last - first:.0f} us")
     total = sum(e.self_device_time_total for e in events)
     print(f"== {title}: {run.seconds * 1e3:.2f} ms wall, {total / 1e3:.2f} ms of kernels, {run.stats.steps} steps")
     for e in events[:18]:

@@ -43,9 +43,7 @@ def test_python_tests_under_sanitizers(tmp_path):
 
 
 def test_neon_under_an_emulator(tmp_path):
-    program = build(
-        "aarch64-linux-gnu-g++", tmp_path / "selftest", "-O2", "-static", HERE / "selftest.cpp", *KERNELS
-    )
+    program = build("aarch64-linux-gnu-g++", tmp_path / "selftest", "-O2", "-static", HERE / "selftest.cpp", *KERNELS)
     assert shutil.which("qemu-aarch64"), "qemu-aarch64 is needed for this test; on Debian, apt-get install qemu-user"
     done = subprocess.run(["qemu-aarch64", "-cpu", "max", program], check=True, capture_output=True, text=True)
     assert "neon ok" in done.stdout

@@ -9,18 +9,18 @@ from quire.kernels.cpu.twin import TwinProgram
 from quire.types.errors import QuireError
 
 SHAPES = {
-    "gqa": dict(heads=6, kv_heads=2, head_dim=32),
-    "mqa": dict(heads=4, kv_heads=1, head_dim=64),
-    "mha": dict(heads=2, kv_heads=2, head_dim=96),
-    "wide": dict(heads=4, kv_heads=2, head_dim=128),
-    "window": dict(windows=(20, 20)),
-    "two groups": dict(windows=(None, 9, None)),
-    "qwen2": dict(bias=True),
-    "qwen3": dict(qk_norm=True),
-    "partial rotary": dict(head_dim=64, rotary=32),
-    "8 bits": dict(kind="Q8_0"),
-    "Q6_K": dict(kind="Q6_K", hidden=256, intermediate=256, heads=8),
-    "odd vocabulary": dict(vocab=53, intermediate=160),
+    "gqa": {"heads": 6, "kv_heads": 2, "head_dim": 32},
+    "mqa": {"heads": 4, "kv_heads": 1, "head_dim": 64},
+    "mha": {"heads": 2, "kv_heads": 2, "head_dim": 96},
+    "wide": {"heads": 4, "kv_heads": 2, "head_dim": 128},
+    "window": {"windows": (20, 20)},
+    "two groups": {"windows": (None, 9, None)},
+    "qwen2": {"bias": True},
+    "qwen3": {"qk_norm": True},
+    "partial rotary": {"head_dim": 64, "rotary": 32},
+    "8 bits": {"kind": "Q8_0"},
+    "Q6_K": {"kind": "Q6_K", "hidden": 256, "intermediate": 256, "heads": 8},
+    "odd vocabulary": {"vocab": 53, "intermediate": 160},
 }
 
 

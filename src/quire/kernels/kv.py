@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from quire.types.kv import KVLayout
@@ -21,8 +22,12 @@ class LayerKV(NamedTuple):
 
 
 def allocate_kv(layout: KVLayout, pages: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed, so that pages nobody has written (the null page above all) hold finite numbers."""
-    return torch.zeros(pages, layout.page_elements, device=device, dtype=dtype)
+    """Zeroed, so that pages nobody has written (the null page above all) hold finite numbers. On a CPU the system
+    hands out zeroed memory as it is touched, so a page takes no room before its first use."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(pages, layout.page_elements, device=device, dtype=dtype)
+    untouched = np.zeros((pages, layout.page_elements * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(untouched).view(dtype)
 
 
 class KVViews:

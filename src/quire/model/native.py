@@ -103,7 +103,7 @@ class _Packer:
         self._total = sum(self._tensors[name].nbytes for name in targets)
         self._done = 0
         matrices = [self._tensors[name] for name in targets if len(self._tensors[name].shape) == 2]
-        self._store = cpu.Store(sum(cpu.Store.needs(*m.shape[:2], m.kind) for m in matrices))
+        self._store = cpu.Store(sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind) for m in matrices))
 
     def decoder(self, length: int) -> DecoderWeights:
         spec = self._spec

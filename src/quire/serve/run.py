@@ -157,7 +157,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 def print_welcome(url: str, model: str) -> None:
-    question = {"role": "user", "content": "What is the capital of France?"}
+    question = {"role": "user", "content": "What is gravity?"}
     body = {"model": model, "messages": [question], "max_tokens": 64, "temperature": 0}
     print(f"Quire serves {model} at {url}  (API pages: {url}/docs; stop: Ctrl-C)\n\nTry it:\n")
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n")

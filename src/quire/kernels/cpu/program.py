@@ -95,9 +95,7 @@ class PackedMatrix:
         """x [tokens, columns] float32, quantised as the program does → [tokens, rows]."""
         out = torch.empty(x.shape[0], -(-self.rows // 16) * 16)
         x = x.contiguous()
-        lib.native().quire_linear(
-            lib.kernels(isa), ctypes.byref(self.struct), x.data_ptr(), x.shape[0], out.data_ptr()
-        )
+        lib.native().quire_linear(lib.kernels(isa), ctypes.byref(self.struct), x.data_ptr(), x.shape[0], out.data_ptr())
         return out[:, : self.rows]
 
 

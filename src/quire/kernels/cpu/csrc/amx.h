@@ -47,7 +47,7 @@ Unpacked unpack(const Matrix& w, int g, uint8_t* scratch) {
   uint8_t* quants = reinterpret_cast<uint8_t*>(minima + blocks * kLanes);
   for (int b = 0; b < blocks; b++) {
     const uint16_t* halves = w.scales(g, b);
-    for (int i = 0; i < (Bits == 4 ? 5 : 8); i++) __builtin_prefetch(w.quants(g, b) + 4096 + 64 * i);
+    for (int i = 0; i < (Bits == 4 ? 5 : 8); i++) __builtin_prefetch(w.quants(g, b) + w.group_bytes() + 64 * i);
     store(scales + b * kLanes, load_half(halves));
     if (Bits == 4) {
       store(minima + b * kLanes, load_half(halves + kLanes));

@@ -87,9 +87,11 @@ inline void load_block(const uint8_t* p, __m512i* w) {
   }
 }
 
+constexpr size_t kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
+
 // R rows from m on, within one tile of 16.
 template <int Bits, int R>
-void tile(const Matrix& w, int g, Rows x, int m, Out out) {
+void tile(const Matrix& w, int g, Rows x, int m, Out out, bool first) {
   int blocks = w.blocks();
   const int8_t* xq = x.quants(m, 0);
   const float* factors = x.scale(m, 0);
@@ -103,8 +105,8 @@ void tile(const Matrix& w, int g, Rows x, int m, Out out) {
   for (int b = 0; b < blocks; b++, quants += quants_step, scales += scales_step, xq += 512, factors += 32, total += 16) {
     __m512i v[8];
     load_block<Bits>(quants, v);
-    if (R <= 2)
-      for (int i = 0; i < Bits + 1; i++) _mm_prefetch(reinterpret_cast<const char*>(quants) + 2560 + 64 * i, _MM_HINT_T0);
+    if (first)  // later tiles of the same weights find them in the cache
+      for (int i = 0; i < (Bits == 4 ? 5 : 8); i++) __builtin_prefetch(quants + kAhead + 64 * i);
     __m512 d = load_half(reinterpret_cast<const uint16_t*>(scales)), minimum = d;
     if (Bits == 4) minimum = load_half(reinterpret_cast<const uint16_t*>(scales) + kLanes);
 #pragma GCC unroll 8
@@ -128,15 +130,15 @@ void tile(const Matrix& w, int g, Rows x, int m, Out out) {
 template <int Bits>
 void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
   int m = m0;
-  for (; m + 8 <= m1; m += 8) tile<Bits, 8>(w, g, x, m, out);
+  for (; m + 8 <= m1; m += 8) tile<Bits, 8>(w, g, x, m, out, m == m0);
   switch (m1 - m) {
-    case 7: return tile<Bits, 7>(w, g, x, m, out);
-    case 6: return tile<Bits, 6>(w, g, x, m, out);
-    case 5: return tile<Bits, 5>(w, g, x, m, out);
-    case 4: return tile<Bits, 4>(w, g, x, m, out);
-    case 3: return tile<Bits, 3>(w, g, x, m, out);
-    case 2: return tile<Bits, 2>(w, g, x, m, out);
-    case 1: return tile<Bits, 1>(w, g, x, m, out);
+    case 7: return tile<Bits, 7>(w, g, x, m, out, m == m0);
+    case 6: return tile<Bits, 6>(w, g, x, m, out, m == m0);
+    case 5: return tile<Bits, 5>(w, g, x, m, out, m == m0);
+    case 4: return tile<Bits, 4>(w, g, x, m, out, m == m0);
+    case 3: return tile<Bits, 3>(w, g, x, m, out, m == m0);
+    case 2: return tile<Bits, 2>(w, g, x, m, out, m == m0);
+    case 1: return tile<Bits, 1>(w, g, x, m, out, m == m0);
   }
 }
 

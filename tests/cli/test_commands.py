@@ -1,0 +1,79 @@
+"""The commands as a user types them, in this process."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.types.config import EngineOptions, flat_fields, parse_size
+from quire.types.errors import ConfigError, ModelNotFoundError
+
+
+def run(*words, **options):
+    return CliRunner().invoke(app, list(words), catch_exceptions=False, env={"COLUMNS": "160"}, **options)
+
+
+def test_every_option_is_a_flag_with_its_help():
+    text = run("serve", "--help").output
+    for field in flat_fields():
+        if not field.metadata.get("positional"):
+            assert "--" + field.name.replace("_", "-") in text
+
+
+def test_one_answer(default_model):
+    done = run("run", "smollm2-135m", "What is gravity?", "--temperature", "0", "--max-tokens", "12")
+    assert done.exit_code == 0 and "Gravity is" in done.output
+
+
+def test_a_question_on_standard_input(default_model):
+    done = run("run", "--temperature", "0", "--max-tokens", "12", input="What is gravity?")
+    assert done.exit_code == 0 and "Gravity is" in done.output
+
+
+def test_models_are_listed_and_shown(default_model):
+    assert "smollm2-135m" in run("list").output
+    shown = run("show", "smollm2-135m").output
+    assert "134,515,008" in shown and "Q4_1" in shown and "8,192" in shown
+
+
+def test_doctor_says_what_and_why(default_model):
+    text = run("doctor", "--context", "1000").output
+    assert "decoder" in text and "sequences of 1000 tokens" in text and "KV per token" in text
+
+
+def test_unknown_models_name_the_remedy():
+    with pytest.raises(ModelNotFoundError, match="smollm2-135m"):
+        run("run", "smollm2-135n", "hello")
+
+
+@pytest.mark.parametrize("scheduler", ["fcfs", "static"])
+def test_throughput_reports_everything(default_model, tmp_path, scheduler):
+    out = tmp_path / "out.json"
+    run(
+        "bench", "throughput", "--workload", "shared_prefix", "--num", "6", "--prefix", "64", "--in", "8", "--out", "4",
+        "--kv-memory", "64M", "--scheduler", scheduler, "--json", str(out),
+    )  # fmt: skip
+    found = json.loads(out.read_text())
+    assert found["output_tokens"] == 24 and found["input_tokens"] == 6 * 72
+    assert found["output_tok_s"] == pytest.approx(24 / found["seconds"])
+    for name in ("ttft_s", "tpot_s", "itl_s"):
+        assert found[name]["p50"] <= found[name]["p99"]
+    assert (found["prefix_hit_rate"] > 0.7) == (scheduler == "fcfs")
+    assert 0 < found["kv_waste"] < 0.5 and found["kv_pages_peak"] > 0
+
+
+def test_options_survive_the_way_to_the_engine_process():
+    options = EngineOptions.of(model="m", page_size=32, prefix_cache=False, kv_memory="1G", ageing=3.5)
+    assert EngineOptions.of(**json.loads(json.dumps(options.flat()))) == options
+
+
+@pytest.mark.parametrize(("text", "size"), [("512M", 512 << 20), ("8GiB", 8 << 30), ("1.5k", 1536), ("7", 7)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "-1G", "0", "12X", "nanG", "infG"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ConfigError):
+        parse_size(text)
