@@ -55,7 +55,7 @@ def host(link) -> None:
 
 if __name__ == "__main__":
     flat = {"model": str(DATA / "llama-3.1-8b"), "random_weights": True, "device": "cuda", "max_model_len": 16384}
-    flat["kv_memory"] = "60G"
+    flat["kv_memory"] = "15G"
     link = open_link(EngineOptions.of(**flat), process=False)
     wanted = sys.argv[1:] or ["prefill", "decode", "host"]
     if "launches" in wanted:

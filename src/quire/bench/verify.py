@@ -26,7 +26,7 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
     model.stages = Stages(model.spec, model.device, plain=True)
     try:
         for prompt, drawn in answers:
-            logits = _logits(model, layout, [*prompt, *drawn[:-1]], len(drawn))
+            logits = sequence_logits(model, layout, [*prompt, *drawn[:-1]], len(drawn))
             best = logits.max(-1).values
             chosen = logits.gather(-1, torch.tensor(drawn, device=logits.device)[:, None])[:, 0]
             found.tokens += len(drawn)
@@ -37,7 +37,7 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
     return found
 
 
-def _logits(model: Model, layout: KVLayout, tokens: list[int], last: int) -> torch.Tensor:
+def sequence_logits(model: Model, layout: KVLayout, tokens: list[int], last: int) -> torch.Tensor:
     """Of the last positions of one sequence, [last, vocabulary]."""
     device, count = model.device, len(tokens)
     positions = torch.arange(count, device=device)

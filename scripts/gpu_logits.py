@@ -1,0 +1,43 @@
+"""How far bf16 logits on a GPU are from fp32 ones: plain torch, fused kernels, and fused without overlapped launches."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.assets import resolve
+from quire.bench.suite import DATA
+from quire.bench.verify import sequence_logits
+from quire.bench.workloads import fixed
+from quire.kernels.triton import launch
+from quire.model import load_model
+from quire.model.decoder import Model
+from quire.model.fused import choose_stages
+from quire.model.stages import Stages
+
+
+@torch.inference_mode()
+def main() -> None:
+    device = torch.device("cuda")
+    source = resolve(str(DATA / "llama-3.1-8b")).open()
+    model = load_model(source, device=device, dtype=torch.bfloat16, random_weights=True)
+    assert isinstance(model, Model)
+    exact = Model(model.spec, device=device, dtype=torch.float32, stages=Stages(model.spec, device, plain=True))
+    for name, module in exact.modules().items():
+        for kind, tensor in module.tensors().items():
+            tensor.copy_(model.modules()[name].tensors()[kind])
+    exact.finish()
+    layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype="", itemsize=m.dtype.itemsize) for m in (model, exact)}
+    overlaps = launch.overlaps
+    for count in (1, 7, 16, 32, 100, 700, 2000):
+        tokens = list(fixed(1, count, 1, seed=count)[0].prompt)
+        truth = sequence_logits(exact, layouts[torch.float32], tokens, 1)
+        errors = {}
+        for name in ("plain", "fused", "fused apart"):
+            launch.overlaps = (lambda _: False) if name == "fused apart" else overlaps
+            model.stages = Stages(model.spec, device, plain=True) if name == "plain" else choose_stages(model.spec, device)
+            found = sequence_logits(model, layouts[torch.bfloat16], tokens, 1)
+            errors[name] = ((found - truth).norm() / truth.norm()).item()
+        print(count, {name: f"{error:.4f}" for name, error in errors.items()})
+
+
+main()
