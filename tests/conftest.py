@@ -1,5 +1,9 @@
 """Fixtures shared by the whole suite. The default model is fetched, loaded and served once per run."""
 
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, and others may do that before our kernels
+
 import pytest
 
 

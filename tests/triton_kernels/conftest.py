@@ -1,8 +1,4 @@
-"""Triton kernels run here in interpreter mode: on a CPU, as numpy. The mode is fixed when triton is first imported."""
-
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
+"""Triton kernels run here in interpreter mode: on a CPU, as numpy (see the conftest above)."""
 
 import numpy as np
 import pytest

@@ -46,9 +46,8 @@ class EngineProcess:
     def serve(self, core: EngineCore) -> None:
         """Step while there is work, listen always."""
         while os.getppid() == self._parent:
-            if not core.busy:
-                core.scheduler.check()
-                self._socket.poll(IDLE_POLL_MS)
+            if not core.busy and not self._socket.poll(IDLE_POLL_MS):
+                core.scheduler.check()  # nobody wants anything: time to look whether all is in order
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))

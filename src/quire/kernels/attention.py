@@ -34,6 +34,7 @@ class GroupBatch:
     tokens_per_page: int
     page_table: torch.Tensor  # [rows, pages] int32; entries past a row's need are the null page
     kv_slots: torch.Tensor  # [tokens] int64: page * tokens_per_page + offset, where each token's K/V goes
+    prefix: Any = None  # rows that share their first pages, in the form of the backend that reads it
 
 
 @dataclass

@@ -6,7 +6,7 @@ the small integer table of rows, copied in before.
 
     rows table [4, rows]:   slot | start | count | slot that receives the drawn token (nobody's: draws nothing)
 
-Everything is captured at start, never while serving.
+Everything is captured at start, except steps whose rows share prefixes: those few sizes when first met.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from quire.runtime.sharing import BLOCK, Lists, SharedPrefixes
 from quire.runtime.staging import Ints, Staging
 
+if TYPE_CHECKING:
+    from quire.kernels.triton.attention import PrefixLists
+
+PREFIX_ROWS = (32, 64, 128, 256, 512, 1024)  # sizes captured for rows that share prefixes
 MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are captured up to here
 
 
@@ -30,12 +35,14 @@ class StepOutput:
     best: torch.Tensor  # [rows], the greedy choice
 
 
-Forward = Callable[[torch.Tensor, int, list[int], list[int]], StepOutput]  # rows table, tokens, counts, kv_lens
+# rows table, tokens, counts, kv_lens, shared prefixes
+Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], StepOutput]
 
 
 @dataclass
 class _Capture:
     rows: torch.Tensor  # [4, rows] static input
+    shared: torch.Tensor | None  # int64 view of the static lists of shared prefixes
     output: StepOutput
     replay: Callable[[], Any]
 
@@ -47,13 +54,18 @@ def row_buckets(most: int) -> list[int]:
 
 
 class CapturedSteps:
-    def __init__(self, forward: Forward, *, max_rows: int, max_kv: int, max_tokens: int, device: torch.device):
+    def __init__(
+        self, forward: Forward, *, max_rows: int, max_kv: int, max_tokens: int, nobody: int, device: torch.device
+    ):
         self._forward = forward
+        self._nobody = nobody
         self._device = device
         self._max_kv = max_kv
         self._row_sizes = row_buckets(max_rows)
         self._token_sizes = [t for t in MIXED_TOKENS if t <= max_tokens]
         self._captures: dict[tuple[int, int], _Capture] = {}
+        self._shared: dict[int, _Capture] = {}
+        self._pool: Any = None
 
     @property
     def ready(self) -> bool:
@@ -61,9 +73,9 @@ class CapturedSteps:
 
     def capture(self) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken."""
-        pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()
         for key in sorted(self.sizes(), reverse=True):
-            self._captures[key] = self._record(*key, pool)
+            self._captures[key] = self._record(*key)
         torch.cuda.synchronize()
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -89,21 +101,57 @@ class CapturedSteps:
                 return None
         return None
 
-    def replay(self, size: tuple[int, int], table: Ints, nobody: int, staging: Staging) -> StepOutput:
+    def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
         """Run the capture of `size` on a table [4, rows]; the output is overwritten by the next replay."""
-        capture = self._captures[size]
-        capture.rows.copy_(staging.stage(pad_table(table, size, nobody)), non_blocking=True)
+        return self._run(self._captures[size], table, size, staging)
+
+    def prefix_rows(self, rows: int) -> int | None:
+        """The size at which single-token rows that share prefixes are captured."""
+        return next((size for size in PREFIX_ROWS if rows <= size <= self._row_sizes[-1]), None)
+
+    def replay_shared(
+        self, rows: int, table: Ints, lists: Lists, sharing: SharedPrefixes, staging: Staging
+    ) -> StepOutput:
+        """As `replay`, for `rows` single-token rows that share prefixes as `lists` says."""
+        if rows not in self._shared:
+            self._shared[rows] = self._record(rows, rows, sharing)
+        capture = self._shared[rows]
+        assert capture.shared is not None
+        capture.shared.copy_(staging.stage(lists.view(np.int64)), non_blocking=True)
+        return self._run(capture, table, (rows, rows), staging)
+
+    def _run(self, capture: _Capture, table: Ints, size: tuple[int, int], staging: Staging) -> StepOutput:
+        capture.rows.copy_(staging.stage(pad_table(table, size, self._nobody)), non_blocking=True)
         capture.replay()
         return capture.output
 
-    def _record(self, tokens: int, rows: int, pool: Any) -> _Capture:
+    def _record(self, tokens: int, rows: int, sharing: SharedPrefixes | None = None) -> _Capture:
         counts, kv_lens = bounds(tokens, rows, self._max_kv)
-        table = torch.from_numpy(pad_table(np.zeros((4, 0), np.int64), (tokens, rows), 0)).to(self._device)
-        self._forward(table, tokens, counts, kv_lens)  # compiles kernels and sizes workspaces outside the capture
+        empty = pad_table(np.zeros((4, 0), np.int64), (tokens, rows), self._nobody)
+        table = torch.from_numpy(empty).to(self._device)
+        shared, lists = None, None
+        if sharing is not None:
+            shared = torch.zeros(sharing.length(rows) // 2, dtype=torch.int64, device=self._device)
+            lists = _views(shared.view(torch.int32), sharing.items(rows), rows, self._max_kv)
+            lists.items.fill_(-1)
+        self._forward(table, tokens, counts, kv_lens, lists)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            output = self._forward(table, tokens, counts, kv_lens)
-        return _Capture(table, output, graph.replay)
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = self._forward(table, tokens, counts, kv_lens, lists)
+        return _Capture(table, shared, output, graph.replay)
+
+
+def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLists:
+    from quire.kernels.triton.attention import PrefixLists
+
+    at = 4 * items
+    return PrefixLists(
+        items=flat[:at].view(items, 4),
+        members=flat[at : at + 2 * rows].view(rows, 2),
+        row_begin=flat[at + 2 * rows : at + 3 * rows],
+        block_m=BLOCK,
+        longest=longest,
+    )
 
 
 def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:

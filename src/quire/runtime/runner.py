@@ -6,6 +6,7 @@ Nothing here waits for the device; results are copied to the host in the backgro
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,9 @@ from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
+from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
-from quire.runtime.staging import Staging
+from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -38,8 +40,13 @@ class ModelRunner:
             max_rows=capacity.slots,
             max_kv=capacity.max_model_len,
             max_tokens=capacity.max_batch_tokens,
+            nobody=self._slots.nobody,
             device=device,
         )
+        (group,) = layout.groups if len(layout.groups) == 1 else (None,)
+        self._sharing = None
+        if device.type == "cuda" and group is not None and group.window is None:
+            self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -54,6 +61,8 @@ class ModelRunner:
             self._sampler.admit(admit)
             self._tops[admit.slot] = admit.params.prompt_logprobs or 0
         self._slots.apply(plan)
+        if self._sharing is not None:
+            self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
@@ -89,7 +98,7 @@ class ModelRunner:
         table = np.array(
             [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
         ).T
-        output = self._captured.replay(size, table, self._slots.nobody, self._staging)
+        output = self._shared_step(plan, size, table) or self._captured.replay(size, table, self._staging)
         sampled = None
         if plan.samples:
             rows = [s.row for s in plan.samples]
@@ -101,9 +110,19 @@ class ModelRunner:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         return PendingStep(plan, sampled, {}, began, self._device)
 
-    def _last_logits(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int]) -> StepOutput:
+    def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
+        """The step by a capture that reads shared prefixes once, if its rows share any."""
+        rows = self._captured.prefix_rows(len(plan.rows)) if size[0] == size[1] else None
+        if self._sharing is None or rows is None:
+            return None
+        lists = self._sharing.lists(plan, rows)
+        return None if lists is None else self._captured.replay_shared(rows, table, lists, self._sharing, self._staging)
+
+    def _last_logits(
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any
+    ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
-        input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens)
+        input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
         hidden = self.model.forward(input_ids, batch, self._kv)
         logits = self.model.logits(hidden[(batch.query_start[1:] - 1).long()])
         chosen = best(logits)

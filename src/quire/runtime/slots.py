@@ -9,6 +9,8 @@ rows that pad a step to a captured size read and write there, and its pages are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,11 +54,12 @@ class SlotState:
         target[sent[0], sent[1]] = sent[2].int()
 
     def batch(
-        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int]
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any = None
     ) -> tuple[torch.Tensor, Batch]:
         """Input token ids [tokens] and the batch of `rows` [3 or more, rows]: slot, start, count.
 
         `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
+        `prefix`: which rows share pages, for the attention backend.
         """
         slots, starts, lengths = rows[0], rows[1], rows[2]
         row_of = torch.repeat_interleave(lengths, output_size=tokens)  # [tokens]
@@ -72,6 +75,7 @@ class SlotState:
                     tokens_per_page=size,
                     page_table=table[:, : -(-max(kv_lens) // size)][slots],
                     kv_slots=pages * size + positions % size,
+                    prefix=prefix,
                 )
             )
         batch = Batch(

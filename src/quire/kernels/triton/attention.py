@@ -96,6 +96,7 @@ class TritonAttention:
     ) -> Plan:  # fmt: skip
         """`element`: bytes of a query element. `bounds`: of all batches this plan is for, if not of this one only."""
         bounds = bounds or Bounds.of(batch)
+        prefix = prefix or group.prefix
         launches = plan_launches(bounds, spec, element, processors(batch.positions.device), self.invariant)
         ahead = None if prefix is None else prefix_launch(prefix, spec, element, processors(batch.positions.device))
         return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
