@@ -50,7 +50,7 @@ class Model:
         self.layers = [self._layer(index) for index in range(spec.layers)]
         self.final_norm = self._norm(spec.hidden)
         tied = self.embed.weight if spec.tie_embeddings else None
-        self.head = self._linear(spec.hidden, (spec.vocab_size,), bias=False, tied=tied)
+        self.head = self._linear(spec.hidden, (spec.vocab_size,), bias=False, layer=False, tied=tied)
         divided = spec.rope is not None and spec.rope.kind == "divisors"
         self.rope_divisors = self._plain(spec.rope.dim // 2) if divided and spec.rope else None
 
@@ -60,8 +60,11 @@ class Model:
     def _norm(self, size: int) -> Plain:
         return self._plain(size, bias=self.spec.norm == "layer")
 
-    def _linear(self, columns: int, parts: tuple[int, ...], *, bias: bool, tied: torch.Tensor | None = None) -> Linear:
-        return Linear(columns, parts, bias=bias, scheme=self.scheme, device=self.device, dtype=self.dtype, tied=tied)
+    def _linear(
+        self, columns: int, parts: tuple[int, ...], *, bias: bool, layer: bool = True, tied: torch.Tensor | None = None
+    ) -> Linear:
+        scheme = self.scheme if layer else DenseScheme()  # the head decides between near-equals: it stays as it is
+        return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
     def _layer(self, index: int) -> Layer:
         spec = self.spec

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.triton import why_not
-from quire.model.linear import DenseScheme, Linear
+from quire.model.fp8 import Fp8Scheme
+from quire.model.linear import DenseScheme, Linear, Plain
 from quire.model.spec import DecoderSpec
 from quire.model.stages import Layer, Stages, Step
 
@@ -34,16 +35,19 @@ def choose_stages(spec: DecoderSpec, device: torch.device) -> Stages:
 class FusedStages(Stages):
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
+        from quire.kernels.triton.activation import quantise_fp8
         from quire.kernels.triton.gemv import small_matmul
+        from quire.kernels.triton.norm import rms_norm_fp8
         from quire.kernels.triton.rope import rope_and_write
 
         self._small, self._rope_and_write = small_matmul, rope_and_write
+        self._quantise, self._norm_fp8 = quantise_fp8, rms_norm_fp8
         self.reasons.append("stages: Triton kernels between cuBLAS products")
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
         k_pages, v_pages, group = step.kv.layers[layer.index]
-        qkv = layer.qkv(self.norm(layer.input_norm, x, residual))
+        qkv = self._product(layer.qkv, layer.input_norm, x, residual)
         return self._rope_and_write(
             qkv,
             layer.attention.heads,
@@ -60,8 +64,19 @@ class FusedStages(Stages):
         return self._into_residual(layer.o, self.attention(layer, q, step).flatten(1), residual)
 
     def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
-        inner = self.ops.act_and_mul(layer.up(self.norm(layer.post_norm, x, residual)), "silu")
-        return self._into_residual(layer.down, inner, residual)
+        up = self._product(layer.up, layer.post_norm, x, residual)
+        if isinstance(layer.down.scheme, Fp8Scheme):
+            return layer.down.scheme.multiply(layer.down.state, *self._quantise(up, gated=True), layer.down.bias)
+        return self._into_residual(layer.down, self.ops.act_and_mul(up, "silu"), residual)
+
+    def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """residual += x, its norm, and the product with it; an 8-bit product's norm comes out in 8 bits."""
+        if not isinstance(linear.scheme, Fp8Scheme):
+            return linear(self.norm(norm, x, residual))
+        first, second = (residual, None) if x is None else (x, residual)
+        return linear.scheme.multiply(
+            linear.state, *self._norm_fp8(first, second, norm.weight, self._eps), linear.bias
+        )
 
     def _into_residual(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
         """The product, added to the residual if that costs nothing; else handed on for the next norm to add."""

@@ -27,6 +27,10 @@ class QuantScheme(Protocol):
         """Put a stored matrix at rows first_row .. first_row + weight.shape[0]."""
         ...
 
+    def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
+        """Put plain numbers there."""
+        ...
+
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [tokens, columns] → [tokens, rows]."""
         ...
@@ -42,6 +46,9 @@ class DenseScheme:
 
     def load(self, state: State, first_row: int, weight: Stored) -> None:
         weight.copy_into(state["weight"][first_row : first_row + weight.shape[0]])
+
+    def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
+        state["weight"][first_row : first_row + rows.shape[0]] = rows
 
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, state["weight"], bias)

@@ -14,9 +14,10 @@ import torch
 from quire.model.architecture import IGNORED, Architecture, Target
 from quire.model.decoder import Model
 from quire.model.families import read_family
+from quire.model.linear import Linear, QuantScheme
 from quire.model.native import NativeModel, refusal
 from quire.model.spec import DecoderSpec
-from quire.model.stored import Stored
+from quire.model.stored import SLICE, Stored
 from quire.types.errors import ModelFileError
 from quire.types.seams import WeightSource
 
@@ -33,12 +34,14 @@ def load_model(
     seed: int = 0,
     length: int | None = None,
     compiled: int | None = None,
+    scheme: QuantScheme | None = None,
     progress: Progress | None = None,
 ) -> Model | NativeModel:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
 
     `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
-    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it.
+    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `scheme`: how the
+    layers' matrices are kept; dense in `dtype` if not said.
     """
     family, spec = read_family(source)
     why_not = None
@@ -49,12 +52,12 @@ def load_model(
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return NativeModel(spec, targets, source, threads=compiled, length=length, progress=progress)
     if random_weights:
-        model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
+        model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme)
         fill_random(model, seed)
     else:
         targets = _targets(family, spec, source)
         _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
-        model = Model(spec, device=torch.device(device), dtype=dtype, length=length)
+        model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme)
         _fill(model, targets, source, progress)
     model.finish()
     if why_not is not None:
@@ -140,11 +143,18 @@ def fill_random(model: Model, seed: int) -> None:
     """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for module in model.modules().values():
+        if isinstance(module, Linear) and not module.tied:
+            rows = max(1, SLICE // module.columns)
+            for first in range(0, sum(module.parts), rows):
+                shape = (min(rows, sum(module.parts) - first), module.columns)
+                drawn = torch.empty(shape, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
+                module.scheme.put(module.state, first, drawn)
+            if module.bias is not None:
+                module.bias.zero_()
+            continue
         for kind, tensor in module.tensors().items():
-            if kind == "bias":
-                tensor.zero_()
-            elif tensor.dim() == 1:
-                tensor.fill_(1)
+            if tensor.dim() == 1:
+                tensor.fill_(0 if kind == "bias" else 1)
             else:
                 tensor.normal_(0, 0.02, generator=generator)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 
 from quire.model import load_model
+from quire.model.fp8 import Fp8Scheme
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.types.config import EngineOptions
@@ -39,7 +40,8 @@ class LocalExecutor:
                 dtype=self.dtype,
                 random_weights=options.model.random_weights,
                 length=options.model.max_model_len,
-                compiled=resolved.threads if options.model.dtype == "auto" else None,
+                compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
+                scheme=Fp8Scheme() if resolved.fp8 else None,
                 progress=report,
             )
         spec = self.model.spec

@@ -32,7 +32,8 @@ class Resolved:
     """Decisions; `reasons` says why, a line each."""
 
     device: str
-    dtype: str
+    dtype: str  # of activations, and of weights unless they are quantised
+    fp8: bool  # whether the layers' matrices are kept and multiplied in 8-bit floats
     threads: int
     depth: int
     max_seqs: int
@@ -66,8 +67,13 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     if dtype == "auto":
         dtype = "bfloat16" if gpu else "float32"
         reasons.append(f"dtype {dtype}: " + ("made for tensor cores" if gpu else "what CPUs compute best"))
+    elif dtype == "fp8":
+        if not gpu:
+            raise ConfigError("dtype fp8 needs a GPU with 8-bit matrix units; on a CPU use auto or float32")
+        dtype = "bfloat16"
+        reasons.append("dtype fp8: 8-bit matrices with a scale per output, activations quantised per token, rest bf16")
     elif dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; use auto, {', '.join(DTYPES)}")
+        raise ConfigError(f"unknown dtype {dtype!r}; use auto, fp8, {', '.join(DTYPES)}")
     depth = options.device.depth or (2 if gpu else 1)
     overlap = "host work overlaps the device's" if depth > 1 else "host and compute share the cores"
     reasons.append(f"depth {depth}: {overlap}")
@@ -79,7 +85,8 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     if seqs < 1 or tokens < 1:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")
     threads = options.device.threads or hardware.cores
-    return Resolved(hardware.device, dtype, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
+    fp8 = options.model.dtype == "fp8"
+    return Resolved(hardware.device, dtype, fp8, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
 
 
 def kv_budget(options: EngineOptions, hardware: Hardware) -> tuple[int, str]:
