@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import msgspec
 
-from quire.engine.link import Link
+from quire.engine.link import Link, LocalLink
 from quire.types.errors import from_wire
 from quire.types.events import EngineStats
 from quire.types.request import FinishReason, Request
@@ -43,6 +45,7 @@ class Run(msgspec.Struct):
     traces: list[Trace]
     stats: EngineStats
     peak_memory: int  # bytes resident at most, in this process
+    host_share: float | None = None  # of the time, spent outside the model's own calls; where that can be told
 
 
 def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True) -> Run:
@@ -51,11 +54,18 @@ def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: b
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     began = time.perf_counter()
     for i, (prompt, length) in enumerate(work):
-        params = SamplingParams(
-            temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True
-        )
+        params = SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True)
         link.send(Submit(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.monotonic())))
-    left = len(work)
+    with model_clock(link) as model:
+        _follow(link, traces, began)
+        seconds = time.perf_counter() - began
+    host = None if model is None else 1 - model[0] / seconds
+    return Run(seconds=seconds, traces=traces, stats=_stats(link), peak_memory=_peak_memory(), host_share=host)
+
+
+def _follow(link: Link, traces: list[Trace], began: float) -> None:
+    """Note every token until all requests have ended."""
+    left = len(traces)
     while left:
         for message in link.receive(None):
             if not isinstance(message, Events):
@@ -70,8 +80,32 @@ def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: b
                 if event.finish is not None:
                     trace.end = now
                     left -= 1
-    seconds = time.perf_counter() - began
-    return Run(seconds=seconds, traces=traces, stats=_stats(link), peak_memory=_peak_memory())
+
+
+@contextmanager
+def model_clock(link: Link) -> Iterator[list[float] | None]:
+    """Seconds spent in the model's forward and logits, in a list of one; None where calls return before they are
+    done (a GPU) or run elsewhere (another process or thread)."""
+    if not isinstance(link, LocalLink) or link.info.device != "cpu" or link.info.depth > 1:
+        yield None
+        return
+    executor: Any = link.core.executor
+    model, spent = executor.model, [0.0]
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = call(*arguments)
+            spent[0] += time.perf_counter() - began
+            return result
+
+        return wrapped
+
+    model.forward, model.logits = timed(model.forward), timed(model.logits)
+    try:
+        yield spent
+    finally:
+        del model.forward, model.logits  # the class's own again
 
 
 def _stats(link: Link) -> EngineStats:

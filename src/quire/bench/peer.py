@@ -8,7 +8,6 @@ engine works.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import statistics
 import subprocess
 import sys
@@ -144,6 +143,7 @@ class Comparison(msgspec.Struct):
     """Medians over rounds, and what they came from."""
 
     ours: dict[str, Any]
+    runs: list[Run]
     rounds: list[dict[str, Any]]
     peer: dict[str, Any]  # label → its median and rounds
     about: str
@@ -186,6 +186,7 @@ def compare(run: Callable[[], Run], peer: LlamaCpp, jobs: Jobs, *, rounds: int, 
     middle = medians(summaries)
     return Comparison(
         ours=middle,
+        runs=ours,
         rounds=summaries,
         peer=entries,
         about=peer.about,
@@ -199,7 +200,11 @@ def common_prefix(jobs: Jobs) -> int:
     if len(jobs) < 2:
         return 0
     prompts = [prompt for prompt, _ in jobs]
-    shared = len(os.path.commonprefix(prompts))  # of any sequences, as it happens
+    shared = 0
+    for tokens in zip(*prompts, strict=False):
+        if len(set(tokens)) > 1:
+            break
+        shared += 1
     return min(shared, min(map(len, prompts)) - 1)
 
 

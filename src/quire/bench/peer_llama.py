@@ -78,7 +78,7 @@ class Llama:
         self.lib.llama_backend_init()
         self._batch = self.lib.llama_batch_init(BATCH, 0, 1)
         self._path, self._model, self._context = "", None, None
-        self._streams = 0
+        self._streams = self._vocab = 0
 
     def about(self) -> str:
         return f"llama-cpp-python {self.lib.__version__}; {self.lib.llama_print_system_info().decode()}"

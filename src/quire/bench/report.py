@@ -11,9 +11,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Linear interpolation between order statistics; NaN of nothing."""
-    if not values:
-        return math.nan
+    """Linear interpolation between order statistics."""
     ordered = sorted(values)
     at = (len(ordered) - 1) * p / 100
     low = math.floor(at)

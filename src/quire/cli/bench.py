@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
+
+if TYPE_CHECKING:
+    from quire.bench.peer import Comparison, Jobs
+    from quire.engine.link import Link
+    from quire.types.wire import EngineInfo
 
 app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 
@@ -19,6 +24,23 @@ class Workload(StrEnum):
     CHAT = "chat"
     FIXED = "fixed"
     SHARED_PREFIX = "shared_prefix"
+
+
+class Peer(StrEnum):
+    LLAMA_CPP = "llama-cpp"
+
+
+class Requantise(StrEnum):
+    NONE = "none"
+    Q4_0 = "q4_0"
+    Q8_0 = "q8_0"
+
+
+PeerOption = Annotated[Peer | None, typer.Option(help="run the same work through this engine too, turn by turn")]
+RequantiseOption = Annotated[
+    Requantise, typer.Option(help="beside the file as shipped, let the peer have it requantised so")
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
 
 
 @app.callback()
@@ -35,14 +57,15 @@ def throughput(
     out: Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")] = 64,
     prefix: Annotated[int, typer.Option(help="shared tokens before each input (shared_prefix)")] = 512,
     seed: Annotated[int, typer.Option(help="seed of the workload")] = 1,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    rounds: Annotated[int | None, typer.Option(help="measured runs; medians count (default: 3 with a peer)")] = None,
+    peer: PeerOption = None,
+    peer_requantise: RequantiseOption = Requantise.Q4_0,
+    json_: JsonOption = None,
 ) -> None:
     """Submit a whole workload at once; report tokens per second, latencies and KV use."""
-    from rich.console import Console
-    from rich.table import Table
-
     from quire.bench import workloads
     from quire.bench.offline import run_workload
+    from quire.bench.peer import medians
     from quire.bench.report import rows, summarise
     from quire.engine.link import open_link
 
@@ -56,21 +79,94 @@ def throughput(
         else:
             work = workloads.shared_prefix(num, prefix, in_, out, seed=seed, vocab=vocab)
         run_workload(link, workloads.fixed(2, 8, 2, seed=seed + 1, vocab=vocab))  # first-use costs, other tokens
-        summary = summarise(run_workload(link, work))
+        versus = None
+        if peer is None:
+            summary = medians([summarise(run_workload(link, work)) for _ in range(rounds or 1)])
+        else:
+            versus = _compare(engine, link, work, rounds or 3, peer_requantise)
+            summary = versus.ours
         info = link.info
     finally:
         link.close()
-    table = Table.grid(padding=(0, 2))
-    for row in rows(summary):
-        table.add_row(*row)
-    Console().print(table)
+    _show(rows(summary), versus)
     if json_:
-        settings: dict[str, Any] = {"workload": str(workload), "num": num, "seed": seed, "engine": engine.flat()}
-        facts = {"model": info.model, "device": info.device, "dtype": info.dtype, "reasons": info.reasons}
-        json_.write_text(json.dumps({**settings, **facts, **summary}, indent=1))
+        settings = {"workload": str(workload), "num": num, "seed": seed, "engine": engine.flat()}
+        _keep(json_, settings, info, summary, versus)
 
 
 app.command()(with_engine_options(positional_model=False)(throughput))
+
+
+def latency(
+    *,
+    engine: EngineOptions,
+    in_: Annotated[int, typer.Option("--in", help="input tokens")] = 512,
+    out: Annotated[int, typer.Option(help="output tokens")] = 128,
+    repeats: Annotated[int, typer.Option(help="times the same prompt is answered")] = 3,
+    seed: Annotated[int, typer.Option(help="seed of the prompt")] = 1,
+    peer: PeerOption = None,
+    peer_requantise: RequantiseOption = Requantise.Q4_0,
+    json_: JsonOption = None,
+) -> None:
+    """Answer one prompt at a time; report the time to the first token and between tokens."""
+    from quire.bench import workloads
+    from quire.bench.latency import latencies, rows
+    from quire.bench.offline import run_workload
+    from quire.engine.link import open_link
+
+    link = open_link(engine, process=False, progress=True)
+    try:
+        vocab = min(128000, link.info.vocab_size)
+        work = workloads.fixed(1, in_, out, seed=seed, vocab=vocab)
+        run_workload(link, workloads.fixed(1, in_, 4, seed=seed + 1, vocab=vocab))  # first-use costs, other tokens
+        versus = None
+        if peer is None:
+            runs = [run_workload(link, work) for _ in range(repeats)]
+        else:
+            versus = _compare(engine, link, work, repeats, peer_requantise)
+            runs = versus.runs
+        summary, info = latencies(runs), link.info
+    finally:
+        link.close()
+    _show(rows(summary), versus)
+    if json_:
+        _keep(json_, {"seed": seed, "engine": engine.flat()}, info, summary, versus)
+
+
+app.command()(with_engine_options(positional_model=False)(latency))
+
+
+def _compare(engine: EngineOptions, link: Link, work: Jobs, rounds: int, requantise: Requantise) -> Comparison:
+    """The same work here and there, with the same threads and as many streams at once."""
+    from quire.assets import resolve
+    from quire.bench.offline import run_workload
+    from quire.bench.peer import LlamaCpp, compare
+    from quire.runtime.hardware import probe
+    from quire.runtime.hardware import resolve as decide
+
+    decisions = decide(engine, probe(engine.device.device))
+    model = resolve(engine.model.model)
+    with LlamaCpp(model, requantise, threads=decisions.threads, streams=min(len(work), decisions.max_seqs)) as peer:
+        return compare(lambda: run_workload(link, work), peer, work, rounds=rounds, share=engine.cache.prefix_cache)
+
+
+def _show(lines: list[tuple[str, str]], versus: Comparison | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+    for text in versus.lines() if versus else ():
+        typer.echo(text)
+
+
+def _keep(
+    path: Path, settings: dict[str, Any], info: EngineInfo, summary: dict[str, Any], versus: Comparison | None
+) -> None:
+    facts = {"model": info.model, "device": info.device, "dtype": info.dtype, "reasons": info.reasons}
+    path.write_text(json.dumps({**settings, **facts, **summary, **(versus.plain() if versus else {})}, indent=1))
 
 
 def suite(
@@ -80,7 +176,7 @@ def suite(
     only: Annotated[list[str] | None, typer.Option(help="run these workloads only; may be repeated")] = None,
     repeats: Annotated[int, typer.Option(help="measured runs of each workload; the best counts")] = 1,
     verify: Annotated[int, typer.Option(help="answers of each workload to check against plain torch")] = 2,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_: JsonOption = None,
 ) -> None:
     """Run a fixed set of workloads and set each against other engines and the hardware's floor."""
     from quire.bench.suite_report import report_suite

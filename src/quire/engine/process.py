@@ -6,6 +6,7 @@ is gone.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -76,6 +77,8 @@ def main(address: str, options: str) -> int:
         from quire.engine.build import build_engine
 
         core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
+        gc.collect()
+        gc.freeze()  # the engine lives as long as the process: never scan it again
         process.send(Ready(info))
         process.serve(core)
         core.close()

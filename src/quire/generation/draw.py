@@ -34,6 +34,17 @@ def draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_
     return best(noise.mul_(params.temperature).add_(logits))
 
 
+def draw_fused(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, truncated: bool) -> torch.Tensor:
+    """Any of these draws in one kernel on a GPU, without ordering the vocabulary. [m, vocab] → int64 [m]"""
+    from quire.kernels.triton.sampling import argmax, draw
+
+    temperature = params.temperature.squeeze(-1).contiguous()
+    if not truncated:
+        return argmax(logits, keys, temperature)
+    top_k, top_p, log_min_p = (x.squeeze(-1).contiguous() for x in (params.top_k, params.top_p, params.log_min_p))
+    return draw(logits, keys, temperature, top_k, top_p, log_min_p)
+
+
 def draw_leading(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, width: int) -> torch.Tensor:
     """From the top-k tokens, each row's k being at most `width`. [m, vocab] → int64 [m]"""
     return _draw_prefix(*leading(logits, width), keys, params)[0]

@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from quire.generation import edits
-from quire.generation.draw import draw_leading, draw_nucleus, draw_plain
+from quire.generation.draw import draw_fused, draw_leading, draw_nucleus, draw_plain
 from quire.generation.logprobs import LogprobTensors, score_rows
 from quire.generation.noise import row_keys
 from quire.generation.order import best
 from quire.generation.slots import DRAWS, EDITS, Ints, Need, SlotTable, ship
+from quire.kernels.triton import why_not
 from quire.types.plan import Admit
 
 
@@ -62,6 +63,7 @@ class Rows:
 class Sampler:
     def __init__(self, *, slots: int, vocab_size: int, device: torch.device):
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
+        self._fused = why_not(device) is None
 
     def admit(self, admit: Admit) -> None:
         """Take a slot's parameters; they reach the device with the next `sample`."""
@@ -134,6 +136,8 @@ class Sampler:
         table = self._table
         params = table.params(rows.slots)
         keys = row_keys(params.stream.squeeze(-1), rows.positions)
+        if self._fused:
+            return draw_fused(logits, keys, params, truncated=need is not Need.PLAIN or rows.any(Need.MIN_P))
         if need is Need.PLAIN:
             return draw_plain(logits, keys, params, min_p=rows.any(Need.MIN_P))
         if need is Need.NUCLEUS:

@@ -6,7 +6,6 @@ step is in flight, and in a thread of its own when several are.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -62,8 +61,6 @@ class LocalExecutor:
         self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device)
         if self._graphs:
             self._runner.capture()
-        gc.collect()
-        gc.freeze()  # weights and modules live as long as the process: never scan them again
         return self._capacity
 
     def submit(self, plan: StepPlan) -> Ticket:
