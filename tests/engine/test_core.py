@@ -1,6 +1,7 @@
 """The step loop over the fake executor: depth, failure, links and the async client."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -21,11 +22,14 @@ VOCAB = 97
 
 
 class Flaky(FakeExecutor):
-    """Fails the steps it is told to."""
+    """Fails the steps it is told to, and takes as many as it is let."""
 
     failing = 0
+    gate = None
 
     def submit(self, plan):
+        if self.gate is not None:
+            assert self.gate.acquire(timeout=60)
         if self.failing:
             self.failing -= 1
             raise RuntimeError("device on fire")
@@ -138,10 +142,12 @@ async def test_client_streams_many_at_once():
 
 async def test_leaving_a_stream_aborts_the_request():
     one = link()
+    gate = one.core.executor.gate = threading.Semaphore(1)
     client = AsyncClient(one)
     stream = client.submit(ask("a", [1], max_tokens=50))
     await anext(stream)
     await stream.aclose()
+    gate.release(5)
     while one.core.busy:
         await asyncio.sleep(0.001)
     assert (await client.stats()).finished == {FinishReason.ABORT: 1}
