@@ -1,4 +1,4 @@
-"""How far bf16 logits on a GPU are from fp32 ones: plain torch, fused kernels, and fused without overlapped launches."""
+"""How far bf16 logits on a GPU are from fp32: plain torch, fused kernels, and fused without overlapped launches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def main() -> None:
         errors = {}
         for name in ("plain", "fused", "fused apart"):
             launch.overlaps = (lambda _: False) if name == "fused apart" else overlaps
-            model.stages = Stages(model.spec, device, plain=True) if name == "plain" else choose_stages(model.spec, device)
+            plain = name == "plain"
+            model.stages = Stages(model.spec, device, plain=True) if plain else choose_stages(model.spec, device)
             found = sequence_logits(model, layouts[torch.bfloat16], tokens, 1)
             errors[name] = ((found - truth).norm() / truth.norm()).item()
         print(count, {name: f"{error:.4f}" for name, error in errors.items()})

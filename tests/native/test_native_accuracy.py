@@ -1,4 +1,4 @@
-"""The compiled path against the fp32 path on the same weights: perplexity of a text written for this, greedy choices."""
+"""The compiled path against the fp32 path on the same weights: perplexity of a text written for it, greedy choices."""
 
 import math
 from pathlib import Path

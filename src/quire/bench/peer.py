@@ -1,8 +1,8 @@
 """Against a peer: the same token-level work through llama.cpp and through us, turn by turn, and the ratios.
 
-The peer is taken at its best: the file as shipped and requantised, its cells in one buffer or one per stream,
-whichever was faster in a trial; each figure is compared with the better of its files. Refuses to know: how either
-engine works.
+The peer is taken at its best: the file as shipped and requantised, its cells in one buffer or one per stream, its
+attention fused or not, whichever was faster in a trial; each figure is compared with the better of its files. Refuses
+to know: how either engine works.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +65,19 @@ class LlamaCpp:
         self.files = {SHIPPED: model.path}
         if requantise != "none":
             self.files[requantise] = self._requantised(model, requantise)
-        self.unified: dict[str, bool] = {}
+        self.settings: dict[str, dict[str, bool]] = {}
         self._loaded: Load | None = None
 
     def tune(self, jobs: Jobs, prefix: int) -> None:
-        """One buffer of cells or one per stream, for each file: what the trial says."""
+        """One buffer of cells or one per stream, fused attention or not, for each file: what the trial says."""
         trial = [(prompt, min(length, TRIAL)) for prompt, length in jobs[: self._streams]]
+        buffers = (True, False) if len(jobs) > 1 else (True,)
         for label in self.files:
-            seconds = {}
-            for unified in (True, False) if len(jobs) > 1 else (True,):
-                self.unified[label] = unified
-                self.run(label, trial, prefix)  # first touch of weights and cells
-                seconds[unified] = self.run(label, trial, prefix).seconds
-            self.unified[label] = min(seconds, key=seconds.__getitem__)
+            tried: list[tuple[float, dict[str, bool]]] = []
+            for unified, flash in product(buffers, (True, False)):
+                self.settings[label] = {"unified": unified, "flash": flash}
+                tried.append((self.run(label, trial, prefix).seconds, self.settings[label]))
+            self.settings[label] = min(tried, key=lambda one: one[0])[1]
 
     def run(self, label: str, jobs: Jobs, prefix: int) -> Answer:
         wanted = Load(
@@ -84,7 +85,7 @@ class LlamaCpp:
             threads=self._threads,
             streams=min(self._streams, len(jobs)),
             length=max(len(prompt) + length for prompt, length in jobs),
-            unified=self.unified[label],
+            **self.settings[label],
         )
         if wanted != self._loaded:
             self._ask(wanted)
@@ -180,7 +181,7 @@ def compare(run: Callable[[], Run], peer: LlamaCpp, jobs: Jobs, *, rounds: int, 
             answers.append(peer.run(label, jobs, prefix))
     summaries = [summarise(r) for r in ours]
     entries = {
-        label: _entry([figures(speeds(a.traces, a.seconds)) for a in answers], peer.unified[label])
+        label: _entry([figures(speeds(a.traces, a.seconds)) for a in answers], peer.settings[label])
         for label, answers in theirs.items()
     }
     middle = medians(summaries)
@@ -243,8 +244,8 @@ def medians(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(measured: list[dict[str, Any]], unified: bool) -> dict[str, Any]:
-    return {"one_buffer_of_cells": unified, "median": medians(measured), "rounds": measured}
+def _entry(measured: list[dict[str, Any]], settings: dict[str, bool]) -> dict[str, Any]:
+    return {"settings": settings, "median": medians(measured), "rounds": measured}
 
 
 def _agreement(ours: list[Trace], theirs: list[Trace]) -> float:

@@ -34,13 +34,15 @@ class Quantise(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """A model with room for `streams` of `length` tokens; `unified`: one buffer of cells for all streams."""
+    """A model with room for `streams` of `length` tokens; `unified`: one buffer of cells for all streams; `flash`:
+    attention in one fused operation."""
 
     model: str
     threads: int
     streams: int
     length: int
     unified: bool
+    flash: bool
 
 
 class Work(msgspec.Struct, tag=True):
@@ -110,6 +112,7 @@ class Llama:
         room = self.lib.llama_context_default_params()
         room.n_ctx = ask.streams * -(-ask.length // GRAIN) * GRAIN
         room.n_batch, room.n_seq_max, room.kv_unified = BATCH, ask.streams, ask.unified
+        room.flash_attn_type = int(ask.flash)
         room.n_threads = room.n_threads_batch = ask.threads
         self._context = self.lib.llama_init_from_model(self._model, room)
         if not self._context:
