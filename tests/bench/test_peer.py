@@ -70,5 +70,5 @@ def test_the_same_work_through_llama_cpp(default_model, tmp_path, workload):
     assert done.output.count("ratio") == len(FIGURES)
     found = json.loads(out.read_text())
     assert set(found["ratios"]) == set(FIGURES)
-    assert found["peer"]["files"]["as shipped"]["median"]["output_tok_s"] > 0
+    assert found["peer"]["variants"]["as shipped"]["median"]["output_tok_s"] > 0
     assert found["same_first_token"] == 1.0

@@ -1,8 +1,8 @@
 """Against a peer: the same token-level work through llama.cpp and through us, turn by turn, and the ratios.
 
-The peer is taken at its best: the file as shipped and requantised, its cells in one buffer or one per stream, its
-attention fused or not, whichever was faster in a trial; each figure is compared with the better of its files. Refuses
-to know: how either engine works.
+The peer is taken at its best: the file as shipped and requantised, each with fused attention and without, its cells in
+one buffer or one per stream, whichever was faster in a trial. Each figure is compared with the best of these variants,
+even when no single one is best at all. Refuses to know: how either engine works.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ Jobs = Sequence[tuple[list[int], int]]
 
 NAME = "llama-cpp"
 SHIPPED = "as shipped"
+UNFUSED = ", unfused attention"
 TRIAL = 16  # output tokens of each stream in the trial
 
 # Figure → (how it is shown, whether more is better)
@@ -41,8 +41,16 @@ FIGURES: dict[str, tuple[str, bool]] = {
 }
 
 
+class Variant(msgspec.Struct):
+    """One way to run the peer."""
+
+    path: str
+    flash: bool
+    unified: bool = True
+
+
 class LlamaCpp:
-    """The peer's process, and the files it runs: label → path."""
+    """The peer's process, and the ways to run it, by label."""
 
     def __init__(self, model: LocalModel, requantise: str, *, threads: int, streams: int):
         if model.kind != "gguf":
@@ -62,35 +70,40 @@ class LlamaCpp:
             stderr=subprocess.DEVNULL,
         )
         self.about = self._answer().about
-        self.files = {SHIPPED: model.path}
+        files = {SHIPPED: model.path}
         if requantise != "none":
-            self.files[requantise] = self._requantised(model, requantise)
-        self.settings: dict[str, dict[str, bool]] = {}
+            files[requantise] = self._requantised(model, requantise)
+        self.variants = {
+            label + ("" if flash else UNFUSED): Variant(str(path), flash)
+            for label, path in files.items()
+            for flash in (True, False)
+        }
         self._loaded: Load | None = None
 
     def tune(self, jobs: Jobs, prefix: int) -> None:
-        """One buffer of cells or one per stream, fused attention or not, for each file: what the trial says."""
+        """For each variant, one buffer of cells or one per stream: what the trial says."""
         trial = [(prompt, min(length, TRIAL)) for prompt, length in jobs[: self._streams]]
-        buffers = (True, False) if len(jobs) > 1 else (True,)
-        for label in self.files:
-            tried: list[tuple[float, dict[str, bool]]] = []
-            for unified, flash in product(buffers, (True, False)):
-                self.settings[label] = {"unified": unified, "flash": flash}
-                tried.append((self.run(label, trial, prefix).seconds, self.settings[label]))
-            self.settings[label] = min(tried, key=lambda one: one[0])[1]
+        for label, variant in self.variants.items() if len(trial) > 1 else ():
+            seconds = {}
+            for unified in (True, False):
+                variant.unified = unified
+                seconds[unified] = self.run(label, trial, prefix).seconds
+            variant.unified = min(seconds, key=seconds.__getitem__)
 
     def run(self, label: str, jobs: Jobs, prefix: int) -> Answer:
+        variant = self.variants[label]
         wanted = Load(
-            model=str(self.files[label]),
+            model=variant.path,
             threads=self._threads,
             streams=min(self._streams, len(jobs)),
             length=max(len(prompt) + length for prompt, length in jobs),
-            **self.settings[label],
+            unified=variant.unified,
+            flash=variant.flash,
         )
         if wanted != self._loaded:
             self._ask(wanted)
             self._loaded = wanted
-            self._ask(Work([(jobs[0][0][:32], 2)]))  # first-use costs
+            self._ask(Work([(jobs[0][0][:256], 4)]))  # first-use costs
         return self._ask(Work([(list(prompt), length) for prompt, length in jobs], prefix))
 
     def close(self) -> None:
@@ -155,7 +168,7 @@ class Comparison(msgspec.Struct):
         """One a figure, each with its ratio."""
         found = []
         for figure, ratio in self.ratios.items():
-            theirs = ", ".join(f"{label} {_shown(entry['median'][figure])}" for label, entry in self.peer.items())
+            theirs = "; ".join(f"{label} {_shown(entry['median'][figure])}" for label, entry in self.peer.items())
             ours = _shown(figures(self.ours)[figure])
             found.append(f"{FIGURES[figure][0]:18} quire {ours}  llama.cpp {theirs}  ratio {ratio:.2f}")
         return found
@@ -163,25 +176,25 @@ class Comparison(msgspec.Struct):
     def plain(self) -> dict[str, Any]:
         return {
             "rounds": self.rounds,
-            "peer": {"name": NAME, "about": self.about, "files": self.peer},
+            "peer": {"name": NAME, "about": self.about, "variants": self.peer},
             "ratios": self.ratios,
             "same_first_token": self.same_first_token,
         }
 
 
 def compare(run: Callable[[], Run], peer: LlamaCpp, jobs: Jobs, *, rounds: int, share: bool) -> Comparison:
-    """We, then each of the peer's files, and again; `share`: the peer too computes a common prefix once."""
+    """We, then each of the peer's variants, and again; `share`: the peer too computes a common prefix once."""
     prefix = common_prefix(jobs) if share else 0
     peer.tune(jobs, prefix)
     ours: list[Run] = []
-    theirs: dict[str, list[Answer]] = {label: [] for label in peer.files}
+    theirs: dict[str, list[Answer]] = {label: [] for label in peer.variants}
     for _ in range(rounds):
         ours.append(run())
         for label, answers in theirs.items():
             answers.append(peer.run(label, jobs, prefix))
     summaries = [summarise(r) for r in ours]
     entries = {
-        label: _entry([figures(speeds(a.traces, a.seconds)) for a in answers], peer.settings[label])
+        label: _entry([figures(speeds(a.traces, a.seconds)) for a in answers], peer.variants[label])
         for label, answers in theirs.items()
     }
     middle = medians(summaries)
@@ -221,7 +234,7 @@ def figures(found: dict[str, Any]) -> dict[str, float | None]:
 
 
 def ratios(ours: dict[str, float | None], theirs: list[dict[str, float | None]]) -> dict[str, float]:
-    """Above 1 we are better, whichever way a figure goes; against the peer's best file."""
+    """Above 1 we are better, whichever way a figure goes; against the peer's best."""
     found = {}
     for figure, (_, more) in FIGURES.items():
         mine = ours[figure]
@@ -244,8 +257,13 @@ def medians(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(measured: list[dict[str, Any]], settings: dict[str, bool]) -> dict[str, Any]:
-    return {"settings": settings, "median": medians(measured), "rounds": measured}
+def _entry(measured: list[dict[str, Any]], variant: Variant) -> dict[str, Any]:
+    return {
+        "one_buffer": variant.unified,
+        "fused_attention": variant.flash,
+        "median": medians(measured),
+        "rounds": measured,
+    }
 
 
 def _agreement(ours: list[Trace], theirs: list[Trace]) -> float:
