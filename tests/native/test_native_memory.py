@@ -11,7 +11,7 @@ from quire.engine.link import ProcessLink
 from quire.kernels.cpu import library
 from quire.types.config import EngineOptions
 
-LIMIT = 450 << 20  # beside the pages
+LIMIT = 450_000_000  # bytes, beside the pages
 
 
 def resident(pid: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from quire.model import load_model
+from quire.model import NativeModel, load_model
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
@@ -43,6 +43,8 @@ class LocalExecutor:
                 scheme=Fp8Scheme() if resolved.fp8 else None,
                 progress=report,
             )
+        if isinstance(self.model, NativeModel):
+            torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
         self.layout: KVLayout = spec.kv_layout(
             page_size=options.cache.page_size,
