@@ -23,6 +23,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str = ""
     message: str = ""
+    embedding: list[float] | None = None  # of a request that asked for pooling
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -22,6 +22,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     salt: str = ""  # tenants with different salts never share pages
     eos_token_ids: list[int] = []
+    deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
+    pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 
 class FinishReason(enum.StrEnum):

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from quire.types.errors import InputError
+from quire.types.grammar import GrammarSpec
 
 MAX_N = 128
 MAX_LOGPROBS = 64
@@ -44,6 +45,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    grammar: GrammarSpec | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

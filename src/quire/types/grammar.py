@@ -1,0 +1,23 @@
+"""What an answer must look like: a grammar as it travels, as text. Compiling it is the business of a GrammarBackend."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.types.errors import InputError
+
+MAX_GRAMMAR = 256 << 10  # characters of one grammar
+
+
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark grammar;
+    nothing for `json_object`."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.source) > MAX_GRAMMAR:
+            raise InputError(f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR} are taken")
