@@ -35,7 +35,7 @@ def test_chunked_prefill_and_decode_share_a_step():
     step(scheduler, executor)
     scheduler.submit(ask("b", list(range(30))))
     plan, _ = step(scheduler, executor)
-    assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 7)], "decode first, then what the budget leaves"
+    assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 8)], "decode first, beside the budget of prompts"
     assert len(plan.samples) == 1
 
 

@@ -70,7 +70,7 @@ class World:
         self.now += 0.1
         plan = self.scheduler.plan(self.now)
         if plan is not None:
-            assert plan.tokens <= 24 and all(r.count > 0 for r in plan.rows)
+            assert sum(r.count for r in plan.rows if r.count > 1) <= 24 and all(r.count > 0 for r in plan.rows)
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)

@@ -131,7 +131,8 @@ class Scheduler:
         return flight.plan
 
     def _catch_up(self, flight: _Flight, now: float) -> int:
-        """Rows for running sequences; returns the token budget left."""
+        """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
+        at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         budget = self.capacity.max_batch_tokens
         behind = [s for s in self._running if s.computed < s.known < s.limit]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
@@ -139,19 +140,20 @@ class Scheduler:
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
-            count = min(seq.known - seq.computed, self._chunk, budget)
+            missing = seq.known - seq.computed
+            count = missing if missing == 1 else min(missing, self._chunk, budget)
             if count <= 0:
                 break
             change = self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count
+                budget -= count if missing > 1 else 0
         budget = self.capacity.max_batch_tokens
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
+                budget -= count if seq.known - seq.computed > 1 else 0
                 self._apply(flight, seq, change)
                 self._add_row(flight, seq, count)
-                budget -= count
         return budget
 
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
