@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
@@ -71,6 +72,14 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    def trouble(self) -> str | None:
+        """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""
+        ...
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
+        ...
 
     async def close(self) -> None: ...
 
