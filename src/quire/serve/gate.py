@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.serve.auth import ADMIN, INFERENCE, Key
 from quire.serve.context import Context, enter
 from quire.serve.errors import describe
-from quire.types.errors import ForbiddenError, QuireError
+from quire.types.errors import EngineDeadError, ForbiddenError, QuireError
 
 if TYPE_CHECKING:
     from quire.serve.generation import Serving
@@ -75,6 +75,8 @@ class Gate:
             salt = hashlib.blake2b(key.name.encode(), key=self._salt_key, digest_size=16).hexdigest()
         context = Context(scope["quire.request_id"], key, salt)
         if self.scope == INFERENCE and scope["method"] == "POST":
+            if (trouble := self.serving.frontend.client.trouble()) is not None:
+                raise EngineDeadError(trouble)
             context.permit = self.serving.admission.enter(key)
         return context
 
