@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.serve import workshop
 from quire.serve.auth import ADMIN, INFERENCE, Key
 from quire.serve.context import Context, enter
 from quire.serve.errors import describe
@@ -48,7 +49,7 @@ class Gate:
             await describe(error).response(scope["path"])(scope, receive, send)
             return
         enter(context)
-        scope["quire.context"] = context
+        workshop.enter(self.serving.workshop)
         try:
             await self.app(scope, receive, send)
         finally:
