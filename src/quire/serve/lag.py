@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections import deque
+from time import perf_counter
 
 PERIOD = 0.02
 KEPT = 3000  # samples, about a minute
@@ -22,11 +23,10 @@ class LagMonitor:
 
     async def run(self) -> None:
         """Measure until cancelled."""
-        loop = asyncio.get_running_loop()
         while True:
-            due = loop.time() + PERIOD
+            due = perf_counter() + PERIOD  # the loop's own clock may be no finer than a millisecond
             await asyncio.sleep(PERIOD)
-            self.note(max(0.0, loop.time() - due))
+            self.note(max(0.0, perf_counter() - due))
 
     def note(self, lag: float) -> None:
         self.counts[bisect_left(BOUNDS, lag)] += 1
