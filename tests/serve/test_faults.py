@@ -40,7 +40,8 @@ class Running:
         self.log = self.directory / "log"
         command = [
             sys.executable, "-m", "quire", "serve", "smollm2-135m", "--port", "0", "--kv-memory", "256M",
-            "--threads", "1", "--max-model-len", "1024", "--served-model-name", "faulty", "--heartbeat", str(HEARTBEAT), *flags,
+            "--threads", "1", "--max-model-len", "1024", "--served-model-name", "faulty",
+            "--heartbeat", str(HEARTBEAT), *flags,
         ]  # fmt: skip
         source = str(Path(__file__).parents[2] / "src")
         env = {**os.environ, "TMPDIR": str(self.directory), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
