@@ -29,6 +29,14 @@ class BodyTooLargeError(InputError):
     code = "request_too_large"
 
 
+class BodyTooSlowError(InputError):
+    status = 408
+    code = "request_timeout"
+
+
+BODY_SECONDS = 60.0  # for the whole body; it holds a place in the queue meanwhile
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body, refused as soon as it is known to be longer than `limit` bytes."""
     declared = request.headers.get("content-length", "")
@@ -36,11 +44,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(f"request body of {declared[:20]} bytes is larger than the limit of {limit}")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlowError(f"the request body did not arrive within {BODY_SECONDS:g} s") from None
     return b"".join(chunks)
 
 
