@@ -32,13 +32,17 @@ from quire.types.wire import (
     Failed,
     FinishAt,
     GetStats,
+    GetTimelines,
+    GetView,
     Ready,
     Reset,
     Shutdown,
     Stats,
     Submit,
+    Timelines,
     ToClient,
     ToEngine,
+    View,
 )  # fmt: skip
 
 START_TIMEOUT = 600.0
@@ -74,6 +78,10 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         return [Events(core.finish_at(message.request, message.branch, message.tokens))]
     elif isinstance(message, GetStats):
         return [Stats(core.stats())]
+    elif isinstance(message, GetView):
+        return [View(core.view())]
+    elif isinstance(message, GetTimelines):
+        return [Timelines(message.request, core.timelines(message.request))]
     elif isinstance(message, Reset):
         core.reset()
     return []

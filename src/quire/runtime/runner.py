@@ -108,7 +108,8 @@ class ModelRunner:
                 sampled = Sampled(output.best[: len(rows)])
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
-        return PendingStep(plan, sampled, {}, began, self._device)
+        computed = output.logits.shape[0] if size[0] == size[1] else size[0]
+        return PendingStep(plan, sampled, {}, began, self._device, padding=computed - plan.tokens)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -167,8 +168,10 @@ class PendingStep:
         scores: dict[int, list[LogprobTensors]],
         began: float,
         device: torch.device,
+        padding: int = 0,
     ):
         self._plan = plan
+        self._padding = padding
         self._began = began
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
@@ -191,6 +194,7 @@ class PendingStep:
                 for row, parts in self._scores.items()
             },
             seconds=time.perf_counter() - self._began,
+            padding=self._padding,
         )
 
 

@@ -94,6 +94,7 @@ class StepResult(msgspec.Struct):
     logprobs: dict[int, TokenLogprobs] = {}  # by sample index
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     seconds: float = 0.0  # time the device was busy with it
+    padding: int = 0  # token rows computed only to fill a captured size
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -12,6 +12,8 @@ from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 from quire.types.wire import EngineInfo
 
 
@@ -71,6 +73,12 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def view(self) -> EngineView: ...
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to the branches of a request, running or lately ended."""
+        ...
 
     async def close(self) -> None: ...
 
