@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError
+from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -63,6 +63,13 @@ class FakeClient:
         if not self.alive:
             raise EngineDeadError("the engine stopped")
         return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
+
+    def trouble(self) -> str | None:
+        return None if self.alive else "the engine stopped"
+
+    async def lost(self) -> QuireError:
+        await asyncio.Event().wait()
+        raise AssertionError("an event that nobody sets was set")
 
     async def close(self) -> None:
         self.closed.set()

@@ -59,6 +59,7 @@ class AsyncClient:
         self._asked: list[asyncio.Future[Any]] = []  # views and timelines, which come back in the order asked
         self._closing = threading.Event()
         self._dead: QuireError | None = None
+        self._lost: asyncio.Future[QuireError] = self._loop.create_future()
         self._thread = threading.Thread(target=self._pump, name="quire-link", daemon=True)
         self._thread.start()
 
@@ -70,6 +71,14 @@ class AsyncClient:
     @property
     def alive(self) -> bool:
         return self._dead is None and not self._closing.is_set()
+
+    def trouble(self) -> str | None:
+        """Why the engine could not answer now; None if it could."""
+        return None if self.alive else str(self._dead or "the engine was closed")
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
+        return await asyncio.shield(self._lost)
 
     async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
         """Events until every branch finished; leaving the iteration early aborts the request."""
@@ -178,6 +187,8 @@ class AsyncClient:
     def _fail(self, error: QuireError) -> None:
         """The engine is gone: everything open ends now."""
         self._dead = self._dead or error
+        if not self._closing.is_set() and not self._lost.done():
+            self._lost.set_result(error)
         for stream in self._streams.values():
             stream.error = error
             stream.ready.set()

@@ -116,7 +116,7 @@ def router(serving: Serving) -> APIRouter:
         body = decode(_DECODER, await read_body(request, serving.max_body))
         check(serving, body)
         id = f"chatcmpl-{uuid.uuid4().hex}"
-        generation = Generation(serving, [await prepare(serving, body, id)], arrived)
+        generation = Generation(serving, [await prepare(serving, body, id)], arrived, body.deadline_ms)
         if body.stream:
             return EventStream(stream(serving, id, generation, body))
         choices = await until_gone(request.receive, collect(generation))

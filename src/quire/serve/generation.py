@@ -7,18 +7,25 @@ leave here with `branch` set to that number. Refuses to know: JSON, HTTP.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from quire.observe.metrics import Metrics
+from quire.serve.admission import Admission, Permit
+from quire.serve.auth import KeyRing
+from quire.serve.context import Context, current
 from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
-from quire.types.errors import EngineDeadError, InputError, ModelNotFoundError, QuireError
+from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
+from quire.types.serving import ServeOptions
+from quire.types.wire import EngineInfo
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
@@ -37,9 +44,15 @@ class Serving:
 
     frontend: Frontend
     metrics: Metrics
+    options: ServeOptions
+    keys: KeyRing
+    admission: Admission
     fingerprint: str
     created: int
-    max_body: int
+
+    @property
+    def max_body(self) -> int:
+        return self.options.body_bytes
 
     def check_model(self, name: str) -> None:
         if name != self.frontend.model_name:
@@ -76,6 +89,7 @@ class Generation:
     serving: Serving
     requests: list[Request]
     arrived: float
+    deadline_ms: int | None = None  # None: the server's own
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
@@ -86,10 +100,31 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
+        permit = self._admitted(current())
         streams = [self._deltas(index, request) for index, request in enumerate(self.requests)]
-        async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
-            async for deltas in stream:
-                yield coalesced(deltas)
+        try:
+            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
+                async for deltas in stream:
+                    if permit is not None and not permit.started:
+                        self.serving.admission.start(permit)
+                    yield coalesced(deltas)
+        finally:
+            if permit is not None:
+                permit.used += self.usage().total_tokens
+
+    def _admitted(self, context: Context) -> Permit | None:
+        """The one door to the engine, for every API family: salts, deadlines, and the price of it all."""
+        allowed = self.serving.options.deadline_ms if self.deadline_ms is None else self.deadline_ms
+        left = allowed / 1000 - (time.perf_counter() - self.arrived) if allowed else math.inf
+        if left <= 0:
+            raise DeadlineError(f"the deadline of {allowed} ms passed before the request could be queued")
+        for request in self.requests:
+            request.salt = context.salted(request.salt)
+            request.deadline = time.monotonic() + left if allowed else 0.0
+        if context.permit is not None:
+            info = self.serving.frontend.client.info
+            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+        return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
         branches = request.params.n
@@ -108,6 +143,14 @@ class Generation:
                     yield deltas
         finally:
             meter.close(branches)
+
+
+def price(request: Request, info: EngineInfo) -> int:
+    """Tokens that `request` may come to hold, in whole pages: its prompt once, and what each branch may draw."""
+    prompt = len(request.prompt)
+    room = info.max_model_len - prompt
+    drawn = 0 if request.pooling else min(request.params.max_tokens or room, room) * request.params.n
+    return math.ceil((prompt + drawn) / info.page_size) * info.page_size
 
 
 def _raise_failure(delta: Delta) -> None:

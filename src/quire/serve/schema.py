@@ -50,6 +50,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     skip_special_tokens: Annotated[bool, Meta(description="Extension: leave them out of the text.")] | None = None
     prompt_logprobs: Annotated[Int, Meta(description="Extension: logprobs of the prompt's tokens.")] | None = None
     priority: Annotated[Int, Meta(description="Extension: lower runs earlier (priority scheduler).")] | None = None
+    deadline_ms: (
+        Annotated[int, Meta(ge=1, le=1 << 40, description="Extension: cancelled if not finished after so long.")] | None
+    ) = None
     cache_salt: Annotated[str, Meta(description="Extension: prefixes are shared only within a salt.")] | None = None
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
@@ -78,6 +79,14 @@ class EngineClient(Protocol):
 
     async def timelines(self, request_id: str) -> list[Timeline]:
         """What happened to the branches of a request, running or lately ended."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""
+        ...
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
         ...
 
     async def close(self) -> None: ...
