@@ -21,6 +21,7 @@ from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
+from quire.types.logs import configure_child
 from quire.types.wire import MAX_FRAME, Events, Failed, Ready, Shutdown, ToClient, ToEngine
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class EngineProcess:
 
 
 def main(address: str, options: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    configure_child("engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
     process = EngineProcess(address)
     try:

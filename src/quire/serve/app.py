@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 
+from quire.observe.energy import Energy
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve import chat, completions, health, models
+from quire.serve import chat, completions, dashboard, explain, health, live, models
 from quire.serve.admission import Admission
 from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.errors import Guard, on_error
 from quire.serve.gate import Gate
 from quire.serve.generation import Serving
 from quire.serve.openapi import install_schemas
+from quire.serve.tracing import traced
 from quire.types.errors import QuireError
 from quire.types.serving import ServeOptions
 
@@ -37,10 +40,15 @@ PUBLIC: list[Router] = [
     models.router,
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
+    dashboard.router,
 ]
 ADMIN_ONLY: list[Router] = [
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
 ]
 
 
@@ -48,9 +56,11 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
+    metrics = Metrics(frontend.model_name, Energy())
     return Serving(
         frontend=frontend,
-        metrics=Metrics(frontend.model_name),
+        metrics=metrics,
+        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
         admission=Admission(

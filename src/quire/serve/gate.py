@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 OPEN_UNDER = ("/dashboard/",)
 # What needs the admin scope on the public port too.
-ADMIN_PATHS = frozenset({"/metrics"})
+ADMIN_PATHS = frozenset({"/metrics", "/view"})
 
 
 class Gate:
@@ -45,6 +45,8 @@ class Gate:
         try:
             context = self._let_in(scope)
         except QuireError as error:
+            if error.status in (429, 503):
+                self.serving.metrics.refuse(error.code)
             await describe(error).response(scope["path"])(scope, receive, send)
             return
         enter(context)
@@ -73,7 +75,9 @@ class Gate:
         salt = ""
         if self.serving.options.cache_salt and not self.serving.keys.open:
             salt = hashlib.blake2b(key.name.encode(), key=self._salt_key, digest_size=16).hexdigest()
+        headers = dict(scope["headers"])
         context = Context(scope["quire.request_id"], key, salt)
+        context.traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
         if self.scope == INFERENCE and scope["method"] == "POST":
             context.permit = self.serving.admission.enter(key)
         return context

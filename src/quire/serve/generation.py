@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
 from quire.serve.auth import KeyRing
@@ -44,6 +45,7 @@ class Serving:
 
     frontend: Frontend
     metrics: Metrics
+    ledger: Ledger
     options: ServeOptions
     keys: KeyRing
     admission: Admission
@@ -123,13 +125,19 @@ class Generation:
             request.deadline = time.monotonic() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
-            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+            try:
+                self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+            except QuireError as error:
+                self.serving.metrics.refuse(error.code)
+                raise
         return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
         branches = request.params.n
-        meter = self.serving.metrics.request(len(request.prompt), self.arrived)
-        try:
+        who = current()
+        with self.serving.ledger.watch(
+            request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
+        ) as meter:
             source = self.serving.frontend.stream(request)
             async with aclosing(source) as stream:
                 async for deltas in stream:
@@ -141,8 +149,6 @@ class Generation:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches
                     yield deltas
-        finally:
-            meter.close(branches)
 
 
 def price(request: Request, info: EngineInfo) -> int:
