@@ -52,11 +52,11 @@ def router(serving: Serving) -> APIRouter:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
-    @routes.get("/")
+    @routes.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
         return answer(request, "index.html")
 
-    @routes.get("/dashboard/{name}")
+    @routes.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
     async def file(request: Request, name: str) -> Response:
         return answer(request, name)
 

@@ -1,6 +1,6 @@
-"""GET /view: the engine as it is now, once or as a stream of one picture a second, for operators.
+"""GET /view: the engine as it is now, once or as a stream of two pictures a second, for operators.
 
-However many look, the engine is asked once a second, and not at all while nobody does.
+However many look, the engine is asked twice a second, and not at all while nobody does.
 
 Refuses to know: how it is drawn.
 """
@@ -23,7 +23,7 @@ from quire.serve.wire import EventStream
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.view import EngineView
 
-INTERVAL = 1.0  # seconds between pictures
+INTERVAL = 0.5  # seconds between pictures
 MAX_VIEWERS = 16
 ENGINE_TIMEOUT = 2.0
 
