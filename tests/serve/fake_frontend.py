@@ -58,6 +58,7 @@ class FakeClient:
     def __init__(self) -> None:
         self.alive = True
         self.closed = threading.Event()
+        self.ended = asyncio.Event()
 
     async def stats(self) -> EngineStats:
         if not self.alive:
@@ -73,6 +74,7 @@ class FakeClient:
 
     async def close(self) -> None:
         self.closed.set()
+        self.ended.set()
 
 
 class FakeFrontend:
@@ -134,7 +136,8 @@ class FakeFrontend:
             await asyncio.sleep(0)
             if step == 2 and command == "hang":
                 self.hanging.release()
-                await asyncio.Event().wait()
+                await self.client.ended.wait()
+                raise EngineDeadError("the server is shutting down")
             if step == 2 and command == "late-boom":
                 raise RuntimeError("secret detail")
             if step == 2 and command == "dead":

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     """Serve a model over HTTP (OpenAI-compatible)."""
     from quire.assets import resolve
-    from quire.engine.client import AsyncClient
+    from quire.engine.client import AsyncClient, Care
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
     from quire.serve.context import current
@@ -28,7 +28,8 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
 
     async def open_frontend() -> Frontend:
         local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
-        client = await AsyncClient.open(engine, process=True)
+        care = Care(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
+        client = await AsyncClient.open(engine, process=True, care=care)
         return Frontend(client, TextModel.load(local), serving.served_model_name or local.name)
 
     run_server(open_frontend, serving, keys=keys)

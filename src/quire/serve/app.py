@@ -24,8 +24,10 @@ from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.errors import Guard, on_error
 from quire.serve.gate import Gate
 from quire.serve.generation import Serving
+from quire.serve.lag import LagMonitor
 from quire.serve.openapi import install_schemas
 from quire.serve.tracing import traced
+from quire.serve.workshop import Workshop
 from quire.types.errors import QuireError
 from quire.types.serving import ServeOptions
 
@@ -70,6 +72,8 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
             key_concurrency=options.key_concurrency,
             key_tokens_per_minute=options.key_tokens_per_minute,
         ),
+        workshop=Workshop(options.prepare_workers, options.prepare_seconds),
+        lag=LagMonitor(),
         fingerprint=fingerprint(frontend),
         created=int(time.time()),
     )

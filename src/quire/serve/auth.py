@@ -103,10 +103,10 @@ def _from_file(path: Path) -> list[Key]:
         raise ConfigError(f"{path}: a key file holds [[key]] tables and nothing else; `quire keys new` prints one")
     if any("key" in entry for entry in entries) and stat.S_IMODE(info.st_mode) & 0o077:
         raise ConfigError(f"{path} holds keys in clear but others can read it; chmod 600 it, or store sha256 digests")
-    return [_entry(path, entry) for entry in entries]
+    return [check_entry(path, entry) for entry in entries]
 
 
-def _entry(path: Path, entry: dict[str, Any]) -> Key:
+def check_entry(path: Path | str, entry: dict[str, Any]) -> Key:
     """One [[key]] table: name, sha256 (or key, in clear), scopes, concurrency, tokens_per_minute."""
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -125,7 +125,7 @@ def _entry(path: Path, entry: dict[str, Any]) -> Key:
     return Key(name, hashed, frozenset(scopes), entry.get("concurrency"), entry.get("tokens_per_minute"))
 
 
-def _hashed(value: Any, name: str, path: Path) -> bytes:
+def _hashed(value: Any, name: str, path: Path | str) -> bytes:
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", value):
         raise ConfigError(f"{path}: sha256 of key {name!r} must be 64 hexadecimal digits")
     return bytes.fromhex(value)

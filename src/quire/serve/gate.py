@@ -15,10 +15,11 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from quire.serve import workshop
 from quire.serve.auth import ADMIN, INFERENCE, Key
 from quire.serve.context import Context, enter
 from quire.serve.errors import describe
-from quire.types.errors import ForbiddenError, QuireError
+from quire.types.errors import EngineDeadError, ForbiddenError, QuireError
 
 if TYPE_CHECKING:
     from quire.serve.generation import Serving
@@ -50,7 +51,7 @@ class Gate:
             await describe(error).response(scope["path"])(scope, receive, send)
             return
         enter(context)
-        scope["quire.context"] = context
+        workshop.enter(self.serving.workshop)
         try:
             await self.app(scope, receive, send)
         finally:
@@ -79,6 +80,8 @@ class Gate:
         context = Context(scope["quire.request_id"], key, salt)
         context.traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
         if self.scope == INFERENCE and scope["method"] == "POST":
+            if (trouble := self.serving.frontend.client.trouble()) is not None:
+                raise EngineDeadError(trouble)
             context.permit = self.serving.admission.enter(key)
         return context
 

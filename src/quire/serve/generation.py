@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
 from quire.serve.auth import KeyRing
 from quire.serve.context import Context, current
+from quire.serve.lag import LagMonitor
 from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
+from quire.serve.workshop import Workshop, off_loop
 from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -31,9 +33,7 @@ from quire.types.wire import EngineInfo
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-T = TypeVar("T")
-
-INLINE_SIZE = 4096  # characters or token ids prepared on the event loop; more go to a thread
+__all__ = ["Collected", "Generation", "Serving", "check", "collect", "off_loop", "price", "sampling_params"]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
@@ -49,6 +49,8 @@ class Serving:
     options: ServeOptions
     keys: KeyRing
     admission: Admission
+    workshop: Workshop
+    lag: LagMonitor
     fingerprint: str
     created: int
 
@@ -77,11 +79,6 @@ def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     return SamplingParams(**(given | changes))
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if its input is small, else in a thread so that streams keep flowing."""
-    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from quire.observe.metrics import CONTENT_TYPE
+from quire.serve import gauges
 from quire.serve.admission import DRAIN_RETRY
 from quire.serve.generation import Serving
 from quire.types.errors import EngineDeadError, OverloadedError
@@ -53,6 +54,6 @@ def metrics_router(serving: Serving) -> APIRouter:
             serving.metrics.engine(await engine_stats(serving))
         except EngineDeadError:
             serving.metrics.engine(None)
-        return Response(serving.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(serving.metrics.render() + gauges.render(serving), media_type=CONTENT_TYPE)
 
     return routes

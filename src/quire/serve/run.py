@@ -142,6 +142,7 @@ class Life:
     async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
         """Serve until stopped; raises the engine's error if it is lost for good."""
         client = self.serving.frontend.client
+        lag = asyncio.ensure_future(self.serving.lag.run())
         lost = asyncio.ensure_future(client.lost())
         lost.add_done_callback(lambda _: self.stop())
         try:
@@ -156,6 +157,8 @@ class Life:
                 raise lost.result()
         finally:
             lost.cancel()
+            lag.cancel()
+            self.serving.workshop.close()
             await client.close()
 
     def stop(self) -> None:

@@ -49,7 +49,9 @@ class ServeOptions:
         for name in ("max_queue", "max_connections", "prepare_workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        for name in ("heartbeat", "max_queue_wait", "prepare_seconds"):
+        if self.heartbeat < 1:
+            raise ConfigError(f"--heartbeat must be at least 1 second, got {self.heartbeat}")
+        for name in ("max_queue_wait", "prepare_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{flag(name)} must be more than 0, got {getattr(self, name)}")
         limits = ("key_concurrency", "key_tokens_per_minute", "deadline_ms")

@@ -1,7 +1,8 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
 Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Failed (the engine died).
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Failed (the engine died),
+Heartbeat (when there was nothing else to say for a while).
 """
 
 from __future__ import annotations
@@ -75,6 +76,10 @@ class Timelines(msgspec.Struct, tag=True):
     timelines: list[Timeline]
 
 
+class Heartbeat(msgspec.Struct, tag=True):
+    """Sent by the loop that steps, so that it proves progress and not mere existence."""
+
+
 class Failed(msgspec.Struct, tag=True):
     kind: str  # class name within types.errors, or "" for an internal error
     message: str
@@ -96,4 +101,4 @@ class EngineInfo(msgspec.Struct):
 
 
 ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Reset | Shutdown
-ToClient = Ready | Events | Stats | View | Timelines | Failed
+ToClient = Ready | Events | Stats | View | Timelines | Heartbeat | Failed
