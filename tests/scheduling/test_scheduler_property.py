@@ -8,6 +8,7 @@ import pytest
 from quire.scheduling import Scheduler
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 from quire.types.request import FinishReason, Request
@@ -39,12 +40,14 @@ class World:
     def submit(self):
         stem = [[1] * 40, list(range(2, 50)), [3, 5] * 20][self.rng.randrange(3)]
         prompt = stem[: self.rng.randint(0, 40)] + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 12))]
+        grammar = self.rng.choice([None, None, GrammarSpec("json_object")])
         params = SamplingParams(
             n=self.rng.choice([1, 1, 1, 2, 4]),
             seed=self.rng.randrange(5),
             max_tokens=self.rng.randint(1, 30),
             stop_token_ids=[self.rng.randrange(VOCAB)],
-            min_tokens=self.rng.choice([0, 0, 1]),
+            min_tokens=0 if grammar else self.rng.choice([0, 0, 1]),
+            grammar=grammar,
             prompt_logprobs=self.rng.choice([None, None, 0]),
         )
         request = Request(
@@ -151,6 +154,7 @@ def test_random_life(groups, policy, depth, cache, operations):
             whole += 1
     assert whole > 100
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
+    assert world.scheduler.stats.forced_tokens > 100
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":

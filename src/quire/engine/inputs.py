@@ -8,13 +8,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.text import TextModel
+from quire.generation.guidance import DOOR_SECONDS, Guidance
+from quire.text import TextModel, alphabet_of
 from quire.types.errors import ContextLengthError, InputError
+from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
 Prompt = str | Sequence[int]
+_door = Guidance(DOOR_SECONDS)
 
 
 def prepare(
@@ -32,6 +35,8 @@ def prepare(
     check_tokens(tokens, info)
     room = info.max_model_len - len(tokens)
     params.check_vocabulary(info.vocab_size)
+    if params.grammar is not None:
+        check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
         raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
     params = msgspec.structs.replace(
@@ -48,6 +53,12 @@ def prepare(
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
     )
+
+
+def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
+    """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
+    Needs no torch. Waits for the compiler: not for an event loop to call."""
+    _door.compile(spec, alphabet_of(text.tokenizer))
 
 
 def check_tokens(tokens: list[int], info: EngineInfo) -> None:

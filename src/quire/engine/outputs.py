@@ -19,6 +19,7 @@ class _Branch:
         self.done = False
         self.include_stop = params.include_stop
         self.stop_ids = set(params.stop_token_ids)
+        self.end_ids = self.stop_ids.union(request.eos_token_ids)
         self.decoder = IncrementalDetokenizer(text.tokenizer, request.prompt, params.skip_special_tokens)
         self.stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
 
@@ -47,7 +48,9 @@ class RequestText:
         matched = None
         pieces: list[str] = []
         used = 0
-        silent = event.finish is FinishReason.STOP and not branch.include_stop  # ended by a token that is no text
+        # Ended by a token that is no text, rather than by a grammar's last one.
+        ended = event.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in branch.end_ids
+        silent = ended and not branch.include_stop
         for token in tokens:
             used += 1
             piece = "" if silent and used == len(tokens) else branch.decoder.push([token])
@@ -75,6 +78,7 @@ class RequestText:
             finish_reason=finish,
             stop_reason=stop_reason,
             cached_tokens=event.cached,
+            forced_tokens=event.forced,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

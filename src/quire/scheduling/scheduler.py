@@ -22,7 +22,7 @@ from quire.types.config import SchedulerOptions
 from quire.types.errors import ContextLengthError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
 from quire.types.request import FinishReason, Request, Status
 
 
@@ -133,7 +133,7 @@ class Scheduler:
     def _catch_up(self, flight: _Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left."""
         budget = self.capacity.max_batch_tokens
-        behind = [s for s in self._running if s.computed < s.known < s.limit]
+        behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
@@ -236,6 +236,7 @@ class Scheduler:
         seq.move(Status.RUNNING)
         self._running[seq] = None
         seq.slot = self._slots.pop()
+        seq.unsent = 0
         params, request = seq.request.params, seq.request
         stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         flight.plan.admits.append(
@@ -259,6 +260,10 @@ class Scheduler:
     def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
         plan, start = flight.plan, seq.computed
         score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
+        if seq.unsent:
+            at = len(seq.tokens) - seq.unsent
+            plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
+            seq.unsent = 0
         plan.rows.append(Row(seq.slot, start, count, score=score))
         flight.rows.append((seq, seq.epoch))
         seq.computed = start + count
@@ -335,9 +340,18 @@ class Scheduler:
                 break
         seq.tokens += drawn
         seq.pending -= 1
+        seq.unsent = len(drawn) - 1
         self.stats.output_tokens += len(drawn)
-        event = self._finish(seq, finish) if finish else TokenEvent(request.id, seq.branch, index, drawn)
+        self.stats.forced_tokens += seq.unsent
+        if sample in result.errors:
+            event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
+            event.error = InputError.__name__
+        elif finish or sample in result.ended:
+            event = self._finish(seq, finish or FinishReason.STOP)
+        else:
+            event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        event.forced = len(drawn) - 1
         if sample in result.logprobs:
             event.logprobs = [result.logprobs[sample]]
         if index == 0 and seq.scores:
