@@ -17,6 +17,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
 Prompt = str | Sequence[int]
+POOLINGS = ("mean", "last")
 _door = Guidance(DOOR_SECONDS)
 
 
@@ -31,8 +32,7 @@ def prepare(
     salt: str = "",
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
-    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    check_tokens(tokens, info)
+    tokens = _tokens(prompt, text, info)
     room = info.max_model_len - len(tokens)
     params.check_vocabulary(info.vocab_size)
     if params.grammar is not None:
@@ -53,6 +53,36 @@ def prepare(
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
     )
+
+
+def prepare_embedding(
+    prompt: Prompt,
+    pooling: str,
+    *,
+    text: TextModel,
+    info: EngineInfo,
+    request_id: str | None = None,
+    priority: int = 0,
+    salt: str = "",
+) -> Request:
+    """A request for the pooled hidden state of a prompt."""
+    if pooling not in POOLINGS:
+        raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling")
+    return Request(
+        id=request_id or secrets.token_hex(12),
+        prompt=_tokens(prompt, text, info),
+        params=SamplingParams(max_tokens=1),
+        arrival=time.monotonic(),
+        priority=priority,
+        salt=salt,
+        pooling=pooling,
+    )
+
+
+def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
+    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    check_tokens(tokens, info)
+    return tokens
 
 
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:

@@ -81,25 +81,25 @@ class ModelRunner:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
         counts = [row.count for row in plan.rows]
-        scored = any(row.score for row in plan.rows)
-        size = None if scored or not self._captured.ready else self._captured.fit(counts)
+        looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
+        size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         if size is not None:
             return self._replay(plan, size, began)
-        return self._compute(plan, counts, scored, began)
+        return self._compute(plan, counts, began)
 
-    def _compute(self, plan: StepPlan, counts: list[int], scored: bool, began: float) -> PendingStep:
+    def _compute(self, plan: StepPlan, counts: list[int], began: float) -> PendingStep:
         """The step as it is, operation by operation."""
         rows = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(rows, sum(counts), counts, kv_lens)
         hidden = self.model.forward(input_ids, batch, self._kv)  # [tokens, hidden]
-        scores = self._score(plan, hidden) if scored else {}
+        scores = self._score(plan, hidden)
         sampled = None
         if plan.samples:
             last = np.cumsum(counts) - 1
             index = self._staging.upload(last[[s.row for s in plan.samples]])
             sampled = self._sample(plan, self.model.logits(hidden[index]))
-        return PendingStep(plan, sampled, scores, began, self._device, self._grammars)
+        return PendingStep(plan, sampled, scores, _pool(plan, hidden), began, self._device, self._grammars)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -122,7 +122,7 @@ class ModelRunner:
                 sampled = Sampled(output.best[: len(rows)])
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
-        return PendingStep(plan, sampled, {}, began, self._device, self._grammars)
+        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -171,6 +171,17 @@ class ModelRunner:
         return found
 
 
+def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of rows that ask for it: their hidden states, summed, or the last of them. [tokens, hidden] → float32 [hidden]"""
+    pooled: dict[int, torch.Tensor] = {}
+    end = 0
+    for i, row in enumerate(plan.rows):
+        begin, end = end, end + row.count
+        if row.pool:
+            pooled[i] = hidden[begin:end].float().sum(0) if row.pool == "mean" else hidden[end - 1].float()
+    return pooled
+
+
 class PendingStep:
     """A step whose results are on their way to the host; `result` waits for them."""
 
@@ -179,6 +190,7 @@ class PendingStep:
         plan: StepPlan,
         sampled: Sampled | None,
         scores: dict[int, list[LogprobTensors]],
+        pooled: dict[int, torch.Tensor],
         began: float,
         device: torch.device,
         grammars: SlotGrammars,
@@ -190,6 +202,7 @@ class PendingStep:
         logprobs = sampled.logprobs if sampled is not None else None
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}
+        self._pooled = {row: begin_copy(vector) for row, vector in pooled.items()}
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -209,6 +222,7 @@ class PendingStep:
                 row: [entry for part in parts for _, entry in _present(part.to_host())]
                 for row, parts in self._scores.items()
             },
+            pooled={row: vector.tolist() for row, vector in self._pooled.items()},
             seconds=time.perf_counter() - self._began,
         )
 

@@ -16,8 +16,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit",
-        "order", "pending", "priority", "prompt_len", "request", "scores", "slot", "status", "stepwise", "table",
-        "tokens", "unsent",
+        "order", "pending", "pooled", "priority", "prompt_len", "request", "scores", "slot", "status", "stepwise",
+        "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -43,6 +43,7 @@ class Sequence:
         self.status = Status.WAITING
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
+        self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
 
     @property
     def known(self) -> int:

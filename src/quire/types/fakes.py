@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, StepPlan, StepResult, TokenLogprobs
+from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
 
 _MASK = (1 << 61) - 1
 
@@ -152,7 +152,14 @@ class FakeExecutor:
             for i, row in enumerate(plan.rows)
             if row.score
         }
-        return StepResult(step=plan.step, tokens=[tokens for _, _, tokens in drawn], logprobs=logprobs, scores=scores)
+        pooled = {i: self._pool(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.pool}
+        all_drawn = [tokens for _, _, tokens in drawn]
+        return StepResult(step=plan.step, tokens=all_drawn, logprobs=logprobs, scores=scores, pooled=pooled)
+
+    def _pool(self, slot: _Slot, row: Row) -> list[float]:
+        """A hidden state here is the token itself, and its position."""
+        states = [(float(slot.tokens[p]), float(p)) for p in range(row.start, row.start + row.count)]
+        return [sum(column) for column in zip(*states, strict=True)] if row.pool == "mean" else list(states[-1])
 
     def close(self) -> None:
         self._slots.clear()

@@ -53,13 +53,15 @@ class Row(msgspec.Struct):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
-    token there: prompt logprobs).
+    token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
+    these positions, "last" for that of the last.
     """
 
     slot: int
     start: int
     count: int
     score: bool = False
+    pool: str = ""
 
 
 class Sample(msgspec.Struct):
@@ -103,6 +105,7 @@ class StepResult(msgspec.Struct):
     tokens: list[list[int]]
     logprobs: dict[int, TokenLogprobs] = {}  # by sample index
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
+    pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
