@@ -55,10 +55,9 @@ class Diary:
             log.page_size = self._alignment
             self.stats.queue_time.observe(max(0.0, self.now - log.arrival))
             if hit is not None:
-                params = seq.request.params
-                log.prefix = self._explainer.outcome(
-                    seq.table, hit, seq.request.prompt, seq.request.salt, params.prompt_logprobs is not None
-                )
+                request = seq.request
+                every = request.params.prompt_logprobs is not None or request.pooling == "mean"
+                log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every)
         elif log.preemptions:
             last = log.preemptions[-1]
             if not last.resumed:

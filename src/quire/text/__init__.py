@@ -8,5 +8,15 @@ from quire.text.model import TextModel, load_tokenizer
 from quire.text.stops import StopMatcher
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.text.vocabulary import alphabet_of, vocabulary_of
 
-__all__ = ["ChatTemplate", "IncrementalDetokenizer", "StopMatcher", "TextModel", "Tokenizer", "load_tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "StopMatcher",
+    "TextModel",
+    "Tokenizer",
+    "alphabet_of",
+    "load_tokenizer",
+    "vocabulary_of",
+]

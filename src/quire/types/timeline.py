@@ -22,7 +22,7 @@ class PrefixOutcome(enum.StrEnum):
     SALT = "salt"  # its tokens were, but for somebody else's salt
     WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
     SHORT = "short"  # the prompt does not fill a page
-    SCORED = "scored"  # prompt logprobs need every position computed
+    SCORED = "scored"  # prompt logprobs, or a mean over the prompt, need every position computed
     OFF = "off"  # the prefix cache is off
 
 
