@@ -43,7 +43,6 @@ class _Exposition(Collector):
         help = "Sequences ended, by reason."
         yield from self._by("quire_request_finished", help, "reason", metrics.finished)
         yield from self._by("vllm:request_success", help, "finished_reason", metrics.finished)
-        yield from self._by("quire_requests_refused", "Requests turned away, by error code.", "code", metrics.refused)
         yield from self._gauge("engine_up", "Whether the engine answered last time.", metrics.engine_up, shared=False)
         memory = {"api": resident_bytes()}
         if metrics.stats is not None:

@@ -8,7 +8,6 @@ Refuses to know: engines, HTTP, who scrapes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from time import perf_counter
 
@@ -24,7 +23,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """All metrics of one server. Feed it with `request`, `refuse` and `engine`; read it with `render`."""
+    """All metrics of one server. Feed it with `request` and `engine`; read it with `render`."""
 
     def __init__(self, model: str, energy: Energy | None = None):
         self.model = model
@@ -41,7 +40,6 @@ class Metrics:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
-        self.refused: Counter[str] = Counter()
         self.stats: EngineStats | None = None
         self.engine_up = False
 
@@ -50,11 +48,6 @@ class Metrics:
         self.prompt_tokens += prompt_tokens
         self.prompt_size.observe(prompt_tokens)
         return RequestMeter(self, perf_counter() if arrived is None else arrived)
-
-    def refuse(self, code: str) -> None:
-        """A request was turned away before any work; `code` is that of the error it got."""
-        self.refused[code] += 1
-        self.window.refused += 1
 
     def engine(self, stats: EngineStats | None) -> None:
         """The engine's latest numbers; None when it did not answer (counters then keep their last value)."""

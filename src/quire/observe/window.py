@@ -16,7 +16,6 @@ class Glance(msgspec.Struct):
     """`ended` has (time to first token, time per output token) of requests that ended well."""
 
     tokens: int
-    refused: int
     finished: int
     ended: list[tuple[float, float | None]]
     gaps: list[float]
@@ -28,7 +27,7 @@ class Window:
         self._begin()
 
     def _begin(self) -> None:
-        self.tokens = self.refused = self._finished = self._gap_count = 0
+        self.tokens = self._finished = self._gap_count = 0
         self._ended: list[tuple[float, float | None]] = []
         self._gaps: list[float] = []
 
@@ -48,6 +47,6 @@ class Window:
 
     def take(self) -> Glance:
         """Everything since the last take."""
-        glance = Glance(self.tokens, self.refused, self._finished, self._ended, self._gaps)
+        glance = Glance(self.tokens, self._finished, self._ended, self._gaps)
         self._begin()
         return glance

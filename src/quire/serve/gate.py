@@ -46,8 +46,6 @@ class Gate:
         try:
             context = self._let_in(scope)
         except QuireError as error:
-            if error.status in (429, 503):
-                self.serving.metrics.refuse(error.code)
             await describe(error).response(scope["path"])(scope, receive, send)
             return
         enter(context)

@@ -122,11 +122,7 @@ class Generation:
             request.deadline = time.monotonic() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
-            try:
-                self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
-            except QuireError as error:
-                self.serving.metrics.refuse(error.code)
-                raise
+            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
         return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:

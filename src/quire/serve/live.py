@@ -35,6 +35,7 @@ class Picture(msgspec.Struct, kw_only=True):
     ready: bool
     engine: EngineView | None
     since_last: Glance
+    refused: int  # requests turned away since the server started
 
 
 class Feed:
@@ -51,8 +52,9 @@ class Feed:
         with suppress(TimeoutError, EngineDeadError):
             view = await asyncio.wait_for(serving.frontend.client.view(), ENGINE_TIMEOUT)
         ready = view is not None and serving.frontend.client.trouble() is None
-        glance = serving.metrics.window.take()
-        return json(Picture(model=serving.frontend.model_name, ready=ready, engine=view, since_last=glance))
+        glance, refused = serving.metrics.window.take(), sum(serving.admission.refused.values())
+        name = serving.frontend.model_name
+        return json(Picture(model=name, ready=ready, engine=view, since_last=glance, refused=refused))
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Events until the server drains; a viewer that lags skips pictures."""

@@ -75,7 +75,8 @@ function take(picture) {
   const now = performance.now();
   picture.at = now;
   const seconds = before ? Math.max(0.1, (now - before.at) / 1000) : 0.5;
-  const { ended, gaps, refused, finished, tokens } = picture.since_last;
+  const { ended, gaps, finished, tokens } = picture.since_last;
+  const refused = before ? picture.refused - before.refused : 0;
   const { ttft, tpot } = slo();
   const met = ended.filter(([a, b]) => (ttft === null || a <= ttft) && (tpot === null || b === null || b <= tpot));
   const share = ended.length ? met.length / ended.length : 0;
