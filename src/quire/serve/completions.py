@@ -16,11 +16,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 from quire.serve.events import Chunks, json, worth_sending
 from quire.serve.generation import Collected, Generation, Serving, check, collect, off_loop, sampling_params
 from quire.serve.logprobs import CompletionLogprobsBuilder, prompt_logprobs, scored_prompt
 from quire.serve.openapi import generates
-from quire.serve.schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, PromptLogprobs
+from quire.serve.schema import CompletionRequest
+from quire.serve.structured import grammar_of
 from quire.serve.wire import EventStream, decode, read_body, until_gone
 from quire.types.errors import InputError
 from quire.types.outputs import Delta
@@ -37,7 +39,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, n):
         raise InputError(f"best_of is supported only when equal to n ({n})", param="best_of")
-    params = sampling_params(body, logprobs=body.logprobs)
+    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body))
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
@@ -170,6 +172,25 @@ async def stream(
         yield chunks.usage(generation.usage())
 
 
+def parse(serving: Serving, raw: bytes) -> CompletionRequest:
+    body = decode(_DECODER, raw)
+    check(serving, body)
+    return body
+
+
+async def begin(serving: Serving, body: CompletionRequest) -> tuple[str, Generation]:
+    arrived = time.perf_counter()
+    id = f"cmpl-{uuid.uuid4().hex}"
+    return id, Generation(serving, await prepare(serving, body, id), arrived)
+
+
+async def whole(serving: Serving, raw: bytes) -> bytes:
+    """A body to its answer, without HTTP: what batches use."""
+    body = parse(serving, raw)
+    id, generation = await begin(serving, body)
+    return completion(serving, id, generation, await collect(generation), body)
+
+
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
 
@@ -177,11 +198,8 @@ def router(serving: Serving) -> APIRouter:
         "/v1/completions", summary="Create a completion", openapi_extra=generates(CompletionRequest, Completion)
     )
     async def completions(request: Request) -> Response:
-        arrived = time.perf_counter()
-        body = decode(_DECODER, await read_body(request, serving.max_body))
-        check(serving, body)
-        id = f"cmpl-{uuid.uuid4().hex}"
-        generation = Generation(serving, await prepare(serving, body, id), arrived)
+        body = parse(serving, await read_body(request, serving.max_body))
+        id, generation = await begin(serving, body)
         if body.stream:
             return EventStream(stream(serving, id, generation, body))
         choices = await until_gone(request.receive, collect(generation))

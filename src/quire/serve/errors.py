@@ -1,4 +1,4 @@
-"""Errors as HTTP answers: one shape for all of them, the one OpenAI's clients parse.
+"""Errors as HTTP answers: one shape for each API family, the one its clients parse.
 
 Mistakes of the caller are explained to the caller. Faults of ours go to the log with their traceback, and the caller
 gets an id to quote. Refuses to know: which route failed.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import math
 import uuid
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -32,7 +33,7 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """What every 4xx and 5xx answer carries."""
+    """What every 4xx and 5xx answer carries, but for the families in SHAPES."""
 
     error: ErrorDetail
 
@@ -44,10 +45,35 @@ class Failure(NamedTuple):
     body: ErrorBody
     headers: dict[str, str]
 
-    def response(self) -> Response:
-        return Response(
-            msgspec.json.encode(self.body), self.status, headers=self.headers, media_type="application/json"
-        )
+    def encode(self, path: str) -> bytes:
+        """The body, in the shape of the API family that `path` belongs to."""
+        shape = next((shape for prefix, shape in SHAPES if path.startswith(prefix)), None)
+        return msgspec.json.encode(self.body if shape is None else shape(self))
+
+    def response(self, path: str) -> Response:
+        return Response(self.encode(path), self.status, headers=self.headers, media_type="application/json")
+
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def _anthropic(failure: Failure) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.body.error.message}}
+
+
+def _ollama(failure: Failure) -> dict[str, Any]:
+    return {"error": failure.body.error.message}
+
+
+# Path prefix → how its API family writes an error; OpenAI's shape where none fits.
+SHAPES: tuple[tuple[str, Callable[[Failure], dict[str, Any]]], ...] = (
+    ("/v1/messages", _anthropic),
+    ("/api/", _ollama),
+)
 
 
 class ClientGoneError(Exception):
@@ -85,7 +111,7 @@ async def on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException) and error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path}; use {(error.headers or {}).get('Allow')}"
         error = HTTPException(405, message, error.headers)
-    return describe(error).response()
+    return describe(error).response(request.url.path)
 
 
 class Guard:
@@ -113,4 +139,4 @@ class Guard:
         except Exception as error:
             failure = describe(error)
             if not started:
-                await failure.response()(scope, receive, send)
+                await failure.response(scope["path"])(scope, receive, send)

@@ -101,9 +101,9 @@ class TextModel:
         end = self.tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip()
         return ReasoningReader(inside=end.endswith(OPEN))
 
-    def silences(self, marker: str) -> bool:
-        """Whether the marker is a special token, which text leaves out unless told otherwise."""
-        return any(self.tokenizer.token_text(token) == marker for token in self.tokenizer.special_ids)
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, which text leaves out unless told otherwise."""
+        return next((i for i in self.tokenizer.special_ids if self.tokenizer.token_text(i) == token), None)
 
     @property
     def template(self) -> str:

@@ -47,9 +47,11 @@ def forced_grammar(tools: Sequence[Tool], format: ToolFormat, *, parallel: bool)
     return GrammarSpec("json_schema", json.dumps(root))
 
 
-def strict_grammar(tools: Sequence[Tool], format: ToolFormat, marker_id: int | None = None) -> GrammarSpec:
-    """Free text, or calls in the model's own format whose arguments keep to the schemas of strict tools. `marker_id`
-    is that of the format's marker where it is a special token, which no text spells."""
+def strict_grammar(
+    tools: Sequence[Tool], format: ToolFormat, marker_id: int | None = None, answer: GrammarSpec | None = None
+) -> GrammarSpec:
+    """Free text (or `answer`), or calls in the model's own format, the arguments of strict tools bound by their
+    schemas. `marker_id` is that of the format's marker where it is a special token, which no text spells."""
     rules = []
     for number, tool in enumerate(tools):
         schema = _call_schema(tool, format.key, number)
@@ -57,18 +59,24 @@ def strict_grammar(tools: Sequence[Tool], format: ToolFormat, marker_id: int | N
         rules.append(f"call{number}: %json {json.dumps(schema)}")
     one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
     calls = f'"[" {one} (", " {one})* "]"' if format.headed else f"SPACE {one} SPACE {json.dumps(format.close)}"
+    rules += [f"calls: {one if format.bare else calls}", r"SPACE: /[ \n]{0,2}/"]
     marker = "".join("\\" + c if c in "[]|/" else c for c in format.marker)
+    # Of a format without a marker, an answer that begins as JSON is a call.
     text = r"([^{\[\s](.|\n)*)?" if format.bare else r"(.|\n)*"
-    lines = ["start: opened* TEXT?", r"SPACE: /[ \n]{0,2}/"]
-    if format.bare:  # an answer that begins as JSON is a call
-        calls = one
-        lines[0] = "start: calls | opened | TEXT"
-    if marker_id is None:
-        lines += ["opened: before calls", f"before[lazy]: /{text}{marker}/"]
+    if answer is not None:
+        if answer.kind not in ("json_object", "json_schema"):
+            raise InputError(f"tools and a constraint of kind {answer.kind} cannot be combined", param="tools")
+        rules.append("answer: %json " + (answer.source or '{"type": "object"}'))
+        mark = json.dumps(format.marker) if marker_id is None else f"<[{marker_id}]>"
+        rules.append(f"start: answer | {'' if format.bare else mark + ' '}calls")
+    elif marker_id is None:
+        rules += ["opened: before calls", f"before[lazy]: /{text}{marker}/"]
     else:
-        lines += [f"opened: TEXT? <[{marker_id}]> calls"]
-    lines += [rf"TEXT: /{text}/ & ~/(.|\n)*{marker}(.|\n)*/", f"calls: {calls}"]
-    return GrammarSpec("lark", "\n".join(lines + rules))
+        rules.append(f"opened: TEXT? <[{marker_id}]> calls")
+    if answer is None:
+        rules.append("start: calls | opened | TEXT" if format.bare else "start: opened* TEXT?")
+        rules.append(rf"TEXT: /{text}/ & ~/(.|\n)*{marker}(.|\n)*/")
+    return GrammarSpec("lark", "\n".join(rules))
 
 
 def _call_schema(tool: Tool, key: str, number: int) -> dict[str, Any]:
