@@ -29,7 +29,7 @@ CONTEXT = 512
 class FakeTokenizer:
     vocab_size = VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:
@@ -55,12 +55,13 @@ class FakeText:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        prefix: str = "",
         **variables: Any,
     ) -> list[int]:
         self.threads.add(threading.current_thread().name)
         self.rendered.append({"messages": messages, "tools": tools, **variables})
         turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else ""))
+        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else "") + prefix)
 
     def reasoning_reader(self, prompt: list[int]) -> ReasoningReader | None:
         return ReasoningReader() if self.reasons else None

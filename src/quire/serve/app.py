@@ -15,13 +15,18 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
 from quire.observe.metrics import Metrics
+from quire.serve.anthropic import router as anthropic
 from quire.serve.chat import router as chat
 from quire.serve.completions import router as completions
+from quire.serve.embeddings import router as embeddings
 from quire.serve.errors import Guard, on_error
 from quire.serve.generation import Serving
 from quire.serve.health import router as health
 from quire.serve.models import router as models
+from quire.serve.ollama import router as ollama
+from quire.serve.ollama_models import router as ollama_models
 from quire.serve.openapi import install_schemas
+from quire.serve.tokens import router as tokens
 from quire.types.errors import QuireError
 
 if TYPE_CHECKING:
@@ -55,7 +60,7 @@ def create_app(frontend: Frontend, *, max_body: int = MAX_BODY) -> FastAPI:
         exception_handlers={QuireError: on_error, HTTPException: on_error},
     )
     app.add_middleware(Guard)
-    for family in (chat, completions, models, health):
+    for family in (chat, completions, models, embeddings, tokens, anthropic, ollama, ollama_models, health):
         app.include_router(family(serving))
     install_schemas(app)
     return app

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.answers import ChatAnswer, ChatChoice, ChatCompletion
-from quire.serve.conversation import Reply, Spoken, Talk, ToolChoice, Turn, start
+from quire.serve.conversation import Reply, Spoken, Talk, ToolChoice, Turn, continued, start
 from quire.serve.events import Chunks, json, worth_sending
 from quire.serve.generation import Serving, check, sampling_params
 from quire.serve.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
@@ -48,9 +48,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
         raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     grammar = grammar_of(body, body.response_format)
-    return sampling_params(
-        body, max_tokens=limit, logprobs=(top or 0) if body.logprobs else None, grammar=grammar
-    )
+    return sampling_params(body, max_tokens=limit, logprobs=(top or 0) if body.logprobs else None, grammar=grammar)
 
 
 def tool_choice(body: ChatRequest) -> ToolChoice:
@@ -67,8 +65,15 @@ def turn_of(body: ChatRequest) -> Turn:
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+    messages, prefix = [message.plain() for message in body.messages], ""
+    if body.continue_final_message:
+        messages, prefix = continued(messages)
+        if not prefix:
+            problem = "continue_final_message needs a last message of the assistant to go on from"
+            raise InputError(problem, param="continue_final_message")
     return Turn(
-        messages=[message.plain() for message in body.messages],
+        messages=messages,
+        prefix=prefix,
         params=chat_params(body),
         tools=[tool.function.tool() for tool in body.tools or ()],
         choice=tool_choice(body),
@@ -153,8 +158,9 @@ async def stream(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> As
         delta, segments, reply = step
         first = delta.branch not in begun
         begun.add(delta.branch)
-        if not segments or (len(segments) == 1 and isinstance(segments[0], Said)):  # nearly always
-            said = b'"content":%b' % json(segments[0].text if segments else "")
+        texts = [segment.text for segment in segments if isinstance(segment, Said)]
+        if len(texts) == len(segments):  # nearly always
+            said = b'"content":%b' % json("".join(texts))
             content = b'{"role":"assistant",%b}' % said if first else b"{%b}" % said
         else:
             role = {"role": "assistant", "content": None} if first else {}

@@ -45,9 +45,8 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     return params
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list of prompts."""
-    given = body.prompt
+def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
+    """The four forms of a prompt as a list of prompts."""
     prompts: list[str | list[int]]
     if isinstance(given, str):
         prompts = [given]
@@ -56,16 +55,16 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
         prompts = cast("list[str | list[int]]", given)
     else:
-        raise InputError("prompt mixes text and token ids; send one kind per request", param="prompt")
+        raise InputError(f"{param} mixes text and token ids; send one kind per request", param=param)
     if not prompts or not all(prompts):
-        raise InputError("prompt is empty; give at least one character or token id", param="prompt")
+        raise InputError(f"{param} is empty; give at least one character or token id", param=param)
     if len(prompts) > MAX_PROMPTS:
-        raise InputError(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+        raise InputError(f"{param} takes at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=param)
     return prompts
 
 
 async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[EngineRequest]:
-    prompts = prompts_of(body)
+    prompts = prompts_of(body.prompt)
     params = completion_params(body)
 
     def work() -> list[EngineRequest]:
@@ -117,7 +116,7 @@ class Writer:
         return choice // self.requests[0].params.n
 
     def _prompt_text(self, choice: int) -> str:
-        prompt = prompts_of(self.body)[self._prompt(choice)]
+        prompt = prompts_of(self.body.prompt)[self._prompt(choice)]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _scored(self, choice: int) -> list[TokenLogprobs | int]:

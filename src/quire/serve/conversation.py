@@ -16,7 +16,7 @@ import msgspec
 from quire.serve.generation import Generation, Serving, off_loop
 from quire.text import TextModel, Tool, ToolFormat, ToolReader
 from quire.text.reasoning import ReasoningReader
-from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
+from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.tools import FORCED, forced_grammar, strict_grammar
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.outputs import Delta
@@ -25,7 +25,7 @@ from quire.types.request import FinishReason
 from quire.types.request import Request as EngineRequest
 from quire.types.sampling import SamplingParams
 
-RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
+RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt", "documents"})
 
 
 @dataclass
@@ -50,7 +50,8 @@ class Turn:
     begin: bool = True  # the assistant's turn is opened; otherwise its last message is continued
     priority: int = 0
     salt: str = ""
-    thinking: bool = True  # thoughts are told apart, where the model has any
+    prefix: str = ""  # the beginning of the answer, which the model goes on from
+    raw: bool = False  # the last message is the prompt, as it is
     messages_param: str = "messages"  # what the API calls them
 
     def offered(self) -> list[Tool]:
@@ -67,6 +68,13 @@ class Turn:
         if choice.none:
             return []
         return [tool for tool in self.tools if choice.only is None or tool.name in choice.only]
+
+
+def continued(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """(the conversation, the beginning of its answer): a last message of the assistant's is one to go on from."""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        return messages[:-1], messages[-1]["content"]
+    return messages, ""
 
 
 class Call(NamedTuple):
@@ -176,34 +184,40 @@ class Talk:
         return sum(reply.thought_tokens for reply in self.replies)
 
 
-async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
-    """Render the conversation, tokenise it, check it; the work itself begins when the answer is read."""
+async def render(serving: Serving, turn: Turn) -> list[int]:
+    """The conversation as token ids, in a thread if it is long."""
     if reserved := RESERVED & set(turn.variables):
         raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
+    tools = [tool.described() for tool in turn.offered()]
+    size = sum(len(message["content"]) for message in turn.messages) + len(msgspec.json.encode(tools))
+
+    def work() -> list[int]:
+        if turn.raw:
+            return serving.frontend.text.tokenizer.encode(turn.messages[-1]["content"])
+        return serving.frontend.text.encode_chat(
+            turn.messages, tools=tools, add_generation_prompt=turn.begin, prefix=turn.prefix, **turn.variables
+        )
+
+    return await off_loop(size, work)
+
+
+async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
+    """Render the conversation, tokenise it, check it; the work itself begins when the answer is read."""
     frontend = serving.frontend
     tools = turn.offered()
     params, format = _bound(turn, tools, frontend.text)
-    described = [tool.described() for tool in tools]
-
-    def work() -> EngineRequest:
-        tokens = frontend.text.encode_chat(
-            turn.messages, tools=described, add_generation_prompt=turn.begin, **turn.variables
-        )
-        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt)
-
-    size = sum(len(message["content"]) for message in turn.messages) + len(msgspec.json.encode(described))
+    tokens = await render(serving, turn)
     try:
-        request = await off_loop(size, work)
+        request = frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt)
     except ContextLengthError as error:
         error.param = turn.messages_param
         raise
     names = {tool.name for tool in tools}
-    plain = params.grammar is not None and format is not FORCED and not tools
 
     def reply() -> Reply:
         # A grammar describes the whole answer: there is no room for thoughts before it.
-        thoughts = frontend.text.reasoning_reader(request.prompt) if turn.thinking and params.grammar is None else None
-        reader = ToolReader(format, names, turn.choice.parallel) if tools and not plain else None
+        thoughts = None if params.grammar else frontend.text.reasoning_reader(request.prompt)
+        reader = ToolReader(format, names, turn.choice.parallel) if tools else None
         return Reply(thoughts, reader, frontend.text.tool_format)
 
     return Talk(Generation(serving, [request], arrived), [reply() for _ in range(params.n)])
@@ -225,7 +239,3 @@ def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingPara
     if marker is not None:  # text leaves special tokens out, and with them what begins a call
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     return params, format
-
-
-def call_pieces(segments: list[Segment]) -> list[CallBegun | CallArguments]:
-    return [segment for segment in segments if isinstance(segment, (CallBegun, CallArguments))]

@@ -249,6 +249,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     reasoning_effort: Annotated[Effort, noted("handed to the chat template; none: no thinking")] | None = None
     service_tier: Tier | None = None
     add_generation_prompt: Annotated[bool, extension("begin the assistant's turn (default)")] | None = None
+    continue_final_message: Annotated[bool, extension("go on from the last message, an assistant's")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], extension("variables for the chat template")] | None = None
     include_reasoning: Annotated[bool, extension("false leaves thoughts out of the answer")] | None = None
 

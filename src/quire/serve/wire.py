@@ -29,6 +29,19 @@ class BodyTooLargeError(InputError):
     code = "request_too_large"
 
 
+class NotFoundError(InputError):
+    """Something kept for a caller is not, or not for this caller."""
+
+    status = 404
+    code = "not_found"
+
+
+def owner_of(request: Request) -> str:
+    """Whose things a request may see: those made with the same key."""
+    context = request.scope.get("quire.context")
+    return context.key.name if context else ""
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body, refused as soon as it is known to be longer than `limit` bytes."""
     declared = request.headers.get("content-length", "")

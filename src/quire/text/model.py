@@ -88,11 +88,13 @@ class TextModel:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        prefix: str = "",
         **variables: Any,
     ) -> list[int]:
-        """The conversation as token ids. The template writes BOS where it belongs, so none is added."""
+        """The conversation as token ids, and after it the beginning of the answer, if one is given. The template
+        writes BOS where it belongs, so none is added."""
         text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-        return self.tokenizer.encode(text, add_special=False)
+        return self.tokenizer.encode(text + prefix, add_special=False)
 
     def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
         """A reader of the answer to `prompt`, if the model thinks. Some templates begin the thought themselves."""

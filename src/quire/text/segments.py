@@ -5,23 +5,23 @@ Refuses to know: who wrote it in which format, and who reads it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True):
     text: str
 
 
-class Thought(NamedTuple):
+class Thought(msgspec.Struct, frozen=True):
     text: str
 
 
-class CallBegun(NamedTuple):
+class CallBegun(msgspec.Struct, frozen=True):
     index: int
     name: str
 
 
-class CallArguments(NamedTuple):
+class CallArguments(msgspec.Struct, frozen=True):
     """The next characters of a call's arguments, which together are JSON."""
 
     index: int

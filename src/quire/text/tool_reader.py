@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Container
 
-from quire.text.segments import CallArguments, CallBegun, Said, Segment, overlap
+from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought, overlap
 from quire.text.tool_formats import ToolFormat
 
 MAX_NAME = 128
@@ -155,7 +155,11 @@ class ToolReader:
 
     def _wanted(self, out: list[Segment]) -> list[Segment]:
         """Without empty texts, and without calls that nobody wants."""
-        return [s for s in out if (s.text if isinstance(s, Said) else self._parallel or s.index == 0)]
+        return [
+            segment
+            for segment in out
+            if (segment.text if isinstance(segment, Said | Thought) else self._parallel or segment.index == 0)
+        ]
 
     # ---- where the reader is; each takes from what is held and says whether there is more to do -----------------
 
