@@ -9,6 +9,7 @@ import logging
 import time
 from collections import deque
 
+from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError
@@ -29,24 +30,32 @@ class EngineCore:
         self.scheduler = Scheduler(
             options.scheduler, executor.layout, self.capacity, prefix_cache=options.cache.prefix_cache
         )
+        self._preparing = Preparing(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
 
     def submit(self, request: Request) -> None:
-        self.scheduler.submit(request)
+        if request.params.grammar is None:
+            self.scheduler.submit(request)
+        else:
+            self._preparing.add(request, self.executor.prepare(request.params.grammar))
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        return self.scheduler.abort(request_id)
+        return self._preparing.abort(request_id) or self.scheduler.abort(request_id)
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         return self.scheduler.finish_at(request_id, branch, tokens)
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._tickets)
+        return self.scheduler.busy or bool(self._tickets or self._preparing)
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
+        if self._preparing:
+            idle = not (self.scheduler.busy or self._tickets)
+            if refused := self._preparing.release(self.scheduler.submit, idle=idle):
+                return refused
         try:
             plan = self.scheduler.plan(time.monotonic())
             if plan is not None:

@@ -22,7 +22,7 @@ from quire.types.config import SchedulerOptions
 from quire.types.errors import ContextLengthError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
 from quire.types.request import FinishReason, Request, Status
 
 
@@ -76,7 +76,7 @@ class Scheduler:
                 f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
                 "shorten the prompt or raise max_model_len"
             )
-        limit = min(longest, length + (request.params.max_tokens or longest))
+        limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
         if self.memory.layout.pages_for(limit) > self.memory.pool.total:
             raise ContextLengthError(
                 f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
@@ -133,7 +133,7 @@ class Scheduler:
     def _catch_up(self, flight: _Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left."""
         budget = self.capacity.max_batch_tokens
-        behind = [s for s in self._running if s.computed < s.known < s.limit]
+        behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
@@ -176,7 +176,7 @@ class Scheduler:
         seq.epoch += 1
         seq.pending = 0
         if not seq.outputs:
-            seq.scores = []
+            seq.scores, seq.pooled = [], []
         self.stats.preemptions += 1
         self.stats.rows_wasted += seq.computed - seq.hit
         self._waiting.appendleft(seq)
@@ -196,8 +196,8 @@ class Scheduler:
             if seq.inflight:
                 continue  # preempted; its old pages are still in use
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            scored = seq.request.params.prompt_logprobs is not None  # needs every position computed
-            hit = self.memory.lookup(seq.table, 1 if scored else seq.known)
+            every = seq.request.params.prompt_logprobs is not None or seq.request.pooling == "mean"
+            hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
             if hit.waits:
                 seq.move(Status.PENDING)
                 continue
@@ -236,6 +236,7 @@ class Scheduler:
         seq.move(Status.RUNNING)
         self._running[seq] = None
         seq.slot = self._slots.pop()
+        seq.unsent = 0
         params, request = seq.request.params, seq.request
         stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         flight.plan.admits.append(
@@ -259,11 +260,16 @@ class Scheduler:
     def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
         plan, start = flight.plan, seq.computed
         score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
-        plan.rows.append(Row(seq.slot, start, count, score=score))
-        flight.rows.append((seq, seq.epoch))
+        if seq.unsent:
+            at = len(seq.tokens) - seq.unsent
+            plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
+            seq.unsent = 0
         seq.computed = start + count
+        pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
+        plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
+        flight.rows.append((seq, seq.epoch))
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known:
+        if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
             self._add_sample(flight, seq, len(plan.rows) - 1)
@@ -310,6 +316,9 @@ class Scheduler:
             for i, (seq, epoch) in enumerate(flight.samples)
             if seq.epoch == epoch and seq.status is Status.RUNNING
         ]
+        for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
+                events += self._pool(seq, plan.rows[i], result.pooled[i])
         for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
@@ -335,14 +344,32 @@ class Scheduler:
                 break
         seq.tokens += drawn
         seq.pending -= 1
+        seq.unsent = len(drawn) - 1
         self.stats.output_tokens += len(drawn)
-        event = self._finish(seq, finish) if finish else TokenEvent(request.id, seq.branch, index, drawn)
+        self.stats.forced_tokens += seq.unsent
+        if sample in result.errors:
+            event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
+            event.error = InputError.__name__
+        elif finish or sample in result.ended:
+            event = self._finish(seq, finish or FinishReason.STOP)
+        else:
+            event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        event.forced = len(drawn) - 1
         if sample in result.logprobs:
             event.logprobs = [result.logprobs[sample]]
         if index == 0 and seq.scores:
             event.prompt_logprobs = seq.scores
         return event
+
+    def _pool(self, seq: Sequence, row: Row, vector: list[float]) -> list[TokenEvent]:
+        """Add hidden states of a part of the prompt; with the last part the request is answered."""
+        seq.pooled = [a + b for a, b in zip(seq.pooled, vector, strict=True)] if seq.pooled else vector
+        if row.start + row.count < seq.prompt_len:
+            return []
+        event = self._finish(seq, FinishReason.STOP)
+        event.embedding = [x / seq.prompt_len for x in seq.pooled] if row.pool == "mean" else seq.pooled
+        return [event]
 
     def _ends(self, seq: Sequence, request: Request, token: int, outputs: int) -> FinishReason | None:
         params = request.params

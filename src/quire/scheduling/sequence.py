@@ -16,7 +16,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit",
-        "order", "pending", "priority", "prompt_len", "request", "scores", "slot", "status", "table", "tokens",
+        "order", "pending", "pooled", "priority", "prompt_len", "request", "scores", "slot", "status", "stepwise",
+        "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -30,6 +31,8 @@ class Sequence:
         self.limit = limit  # most tokens it may ever have, prompt included
         self.tokens = list(request.prompt)
         self.pending = 0
+        self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
+        self.stepwise = request.params.grammar is not None  # what it computes next depends on the token drawn last
         self.computed = 0  # as of the last plan
         self.hit = 0  # of them, found in the cache at its last start
         self.cached = -1  # prompt tokens found in the cache at first admission
@@ -40,6 +43,7 @@ class Sequence:
         self.status = Status.WAITING
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
+        self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
 
     @property
     def known(self) -> int:

@@ -12,6 +12,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_formats import ToolFormat
 from quire.text.tool_reader import ToolReader
 from quire.text.tools import Tool
+from quire.text.vocabulary import alphabet_of, vocabulary_of
 
 __all__ = [
     "ChatTemplate",
@@ -22,5 +23,7 @@ __all__ = [
     "Tool",
     "ToolFormat",
     "ToolReader",
+    "alphabet_of",
     "load_tokenizer",
+    "vocabulary_of",
 ]

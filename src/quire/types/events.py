@@ -24,6 +24,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     error: str = ""
     message: str = ""
     embedding: list[float] | None = None  # of a request that asked for pooling
+    forced: int = 0  # of these tokens, how many a grammar forced: they took no step
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -36,6 +37,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
     preemptions: int = 0
     finished: dict[str, int] = {}
     waiting: int = 0
