@@ -13,7 +13,7 @@ from typing import Any
 
 from quire.text.reasoning import ReasoningReader
 from quire.text.tool_formats import HERMES
-from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError
+from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -79,14 +79,23 @@ class FakeClient:
     def __init__(self) -> None:
         self.alive = True
         self.closed = threading.Event()
+        self.ended = asyncio.Event()
 
     async def stats(self) -> EngineStats:
         if not self.alive:
             raise EngineDeadError("the engine stopped")
         return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
 
+    def trouble(self) -> str | None:
+        return None if self.alive else "the engine stopped"
+
+    async def lost(self) -> QuireError:
+        await asyncio.Event().wait()
+        raise AssertionError("an event that nobody sets was set")
+
     async def close(self) -> None:
         self.closed.set()
+        self.ended.set()
 
 
 class FakeFrontend:
@@ -122,12 +131,12 @@ class FakeFrontend:
         self.requests.append(request)
         return request
 
-    async def embed(self, prompt: str | list[int], pooling: str = "last") -> tuple[list[float], int]:
+    async def embed(self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "") -> tuple[list[float], int]:
         """A vector of the prompt's bytes; what makes a prompt bad makes it bad here too."""
-        request = self.prepare(prompt, SamplingParams())
-        tokens = [float(token) for token in request.prompt]
-        first = tokens[-1] if pooling == "last" else sum(tokens) / len(tokens)
-        return [first, float(len(tokens)), 3.0, 4.0], len(tokens)
+        tokens = [float(token) for token in self.prepare(prompt, SamplingParams(), salt=salt).prompt]
+        vector = [tokens[-1] if pooling == "last" else sum(tokens) / len(tokens), float(len(tokens)), 3.0, 4.0]
+        length = sum(value * value for value in vector) ** 0.5
+        return [value / length for value in vector], len(tokens)
 
     async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
         self.open += 1
@@ -156,7 +165,8 @@ class FakeFrontend:
             await asyncio.sleep(0)
             if step == 2 and command == "hang":
                 self.hanging.release()
-                await asyncio.Event().wait()
+                await self.client.ended.wait()
+                raise EngineDeadError("the server is shutting down")
             if step == 2 and command == "late-boom":
                 raise RuntimeError("secret detail")
             if step == 2 and command == "dead":

@@ -52,22 +52,24 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
+        now = time.monotonic()
+        late = self.scheduler.expire(now)
         if self._preparing:
             idle = not (self.scheduler.busy or self._tickets)
             if refused := self._preparing.release(self.scheduler.submit, idle=idle):
-                return refused
+                return late + refused
         try:
-            plan = self.scheduler.plan(time.monotonic())
+            plan = self.scheduler.plan(now)
             if plan is not None:
                 self._tickets.append((plan, self.executor.submit(plan)))
             if self._tickets and (plan is None or len(self._tickets) >= self.capacity.depth):
                 done, ticket = self._tickets.popleft()
                 events = self.scheduler.commit(done, ticket.result())
                 self._failures = 0
-                return events
-            return []
+                return late + events
+            return late
         except Exception as error:
-            return self._recover(error)
+            return late + self._recover(error)
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""

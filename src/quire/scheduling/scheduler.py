@@ -11,6 +11,7 @@ Several plans may be in flight. Plans are made from counts alone; values arrive 
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 import msgspec
@@ -19,7 +20,7 @@ from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
 from quire.scheduling.policies import make_policy
 from quire.scheduling.sequence import Sequence
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ContextLengthError, InputError, OverloadedError
+from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
@@ -57,6 +58,7 @@ class Scheduler:
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
         self._flights: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
         self._order = 0
         self._step = 0
 
@@ -89,7 +91,27 @@ class Scheduler:
         else:
             branches[0].children = branches[1:]
             self._waiting.append(branches[0])
+        if request.deadline:
+            self._await_deadline(request)
         self.stats.prompt_tokens += length
+
+    def _await_deadline(self, request: Request) -> None:
+        heapq.heappush(self._deadlines, (request.deadline, request.id))
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            live = (branches[0].request for branches in self._requests.values())
+            self._deadlines = sorted((r.deadline, r.id) for r in live if r.deadline)
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """End what is not done by its deadline, waiting or running."""
+        events: list[TokenEvent] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            for seq in list(self._requests.get(request_id, ())):
+                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
+                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
+                    event.error = DeadlineError.__name__
+                    events.append(event)
+        return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -99,7 +99,7 @@ _STREAMS = msgspec.json.Decoder(_Streams)
 
 async def answer_lines(
     serving: Serving, lines: AsyncIterator[bytes], endpoint: str | None = None
-) -> AsyncIterator[Answered]:
+) -> AsyncGenerator[Answered, None]:
     """Answers in the order they are ready, a bounded number under way. Closing it ends them all."""
     pending: set[asyncio.Task[Answered]] = set()
     more = True

@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -218,7 +218,7 @@ class Batches:
             batch.errors = BatchErrors(problems)
             raise InputError("the file has lines that are no requests")
 
-    def _lines(self, batch: Batch) -> Any:
+    def _lines(self, batch: Batch) -> AsyncGenerator[bytes, None]:
         return lines_of(self._store.path(batch.input_file_id), self._serving.max_body)
 
     async def _work(self, owned: OwnedBatch) -> None:

@@ -180,7 +180,7 @@ def parse(serving: Serving, raw: bytes) -> CompletionRequest:
 async def begin(serving: Serving, body: CompletionRequest) -> tuple[str, Generation]:
     arrived = time.perf_counter()
     id = f"cmpl-{uuid.uuid4().hex}"
-    return id, Generation(serving, await prepare(serving, body, id), arrived)
+    return id, Generation(serving, await prepare(serving, body, id), arrived, body.deadline_ms)
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:

@@ -50,6 +50,7 @@ class Turn:
     begin: bool = True  # the assistant's turn is opened; otherwise its last message is continued
     priority: int = 0
     salt: str = ""
+    deadline_ms: int | None = None
     prefix: str = ""  # the beginning of the answer, which the model goes on from
     raw: bool = False  # the last message is the prompt, as it is
     messages_param: str = "messages"  # what the API calls them
@@ -220,7 +221,7 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
         reader = ToolReader(format, names, turn.choice.parallel) if tools else None
         return Reply(thoughts, reader, frontend.text.tool_format)
 
-    return Talk(Generation(serving, [request], arrived), [reply() for _ in range(params.n)])
+    return Talk(Generation(serving, [request], arrived, turn.deadline_ms), [reply() for _ in range(params.n)])
 
 
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:

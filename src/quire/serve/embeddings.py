@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire.serve.answers import Embedding, EmbeddingList, EmbeddingUsage
 from quire.serve.completions import prompts_of
+from quire.serve.context import current
 from quire.serve.events import json
 from quire.serve.fields import Int, Name, extension, noted, unused
 from quire.serve.generation import Serving, off_loop
@@ -35,52 +36,48 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     dimensions: Annotated[int, noted("the first so many, scaled to length 1 again", ge=1, le=1 << 20)] | None = None
     user: Annotated[str, unused()] | None = None
     pooling: (
-        Annotated[Literal["last", "mean"], extension("the last token's state (default) or all tokens' mean")] | None
+        Annotated[Literal["mean", "last"], extension("all tokens' mean (default) or the last one's state")] | None
     ) = None
-    normalize: Annotated[bool, extension("scale vectors to length 1 (default)")] | None = None
 
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 
 
 async def embed(
-    serving: Serving,
-    prompts: list[str | list[int]],
-    *,
-    pooling: str = "last",
-    dimensions: int | None = None,
-    normalize: bool = True,
+    serving: Serving, prompts: list[str | list[int]], *, pooling: str = "mean", dimensions: int | None = None
 ) -> tuple[list[list[float]], int]:
-    """(a vector for each prompt, tokens of all prompts)."""
+    """(a vector of length 1 for each prompt, tokens of all prompts)."""
     encode = serving.frontend.text.tokenizer.encode
 
     def work() -> list[list[int]]:
         return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    gate = asyncio.Semaphore(AT_ONCE)
-
-    async def one(prompt: list[int]) -> tuple[list[float], int]:
-        async with gate:
-            return await serving.frontend.embed(prompt, pooling)
-
     inputs = await off_loop(sum(map(len, prompts)), work)
+    context, gate = current(), asyncio.Semaphore(AT_ONCE)
+    tokens = sum(map(len, inputs))
+    if context.permit is not None:
+        serving.admission.charge(context.permit, tokens)
+        serving.admission.start(context.permit)
+        context.permit.used += tokens
+
+    async def one(prompt: list[int]) -> list[float]:
+        async with gate:
+            vector, _ = await serving.frontend.embed(prompt, pooling, salt=context.salted(""))
+            return vector if dimensions is None else shortened(vector, dimensions)
+
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(prompt)) for prompt in inputs]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    found = [task.result() for task in tasks]
-    return [_shaped(vector, dimensions, normalize) for vector, _ in found], sum(count for _, count in found)
+    return [task.result() for task in tasks], tokens
 
 
-def _shaped(vector: list[float], dimensions: int | None, normalize: bool) -> list[float]:
-    if dimensions is not None:
-        if dimensions > len(vector):
-            message = f"dimensions is {dimensions} but this model has {len(vector)}"
-            raise InputError(message, param="dimensions")
-        vector = vector[:dimensions]
-    length = math.sqrt(sum(value * value for value in vector)) if normalize else 1.0
-    return [value / length for value in vector] if length else vector
+def shortened(vector: list[float], dimensions: int) -> list[float]:
+    if dimensions > len(vector):
+        raise InputError(f"dimensions is {dimensions} but this model has {len(vector)}", param="dimensions")
+    length = math.sqrt(sum(value * value for value in vector[:dimensions])) or 1.0
+    return [value / length for value in vector[:dimensions]]
 
 
 def encoded(vector: list[float]) -> str:
@@ -93,13 +90,7 @@ def encoded(vector: list[float]) -> str:
 
 async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     prompts = prompts_of(body.input, "input")
-    vectors, tokens = await embed(
-        serving,
-        prompts,
-        pooling=body.pooling or "last",
-        dimensions=body.dimensions,
-        normalize=body.normalize is not False,
-    )
+    vectors, tokens = await embed(serving, prompts, pooling=body.pooling or "mean", dimensions=body.dimensions)
     in_base64 = body.encoding_format == "base64"
     data = [Embedding(index, encoded(vector) if in_base64 else vector) for index, vector in enumerate(vectors)]
     return json(EmbeddingList(data, serving.frontend.model_name, EmbeddingUsage(tokens, tokens)))

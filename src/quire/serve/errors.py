@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import uuid
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.types.errors import ModelNotFoundError, OverloadedError, QuireError
+from quire.types.errors import ModelNotFoundError, QuireError
 
 logger = logging.getLogger("quire.serve")
 
@@ -88,8 +89,10 @@ def describe(error: Exception) -> Failure:
         return Failure(error.status_code, _body(error.status_code, str(error.detail)), headers)
     if isinstance(error, QuireError) and error.status != 500:
         param = "model" if isinstance(error, ModelNotFoundError) else getattr(error, "param", None)
-        if isinstance(error, OverloadedError):
-            headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        if (retry := getattr(error, "retry_after", None)) is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(retry)))
+        if error.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
         return Failure(error.status, _body(error.status, str(error), param, error.code), headers)
     error_id = uuid.uuid4().hex[:16]
     logger.error("error id %s: %s", error_id, error, exc_info=error)
@@ -100,8 +103,11 @@ def describe(error: Exception) -> Failure:
 def _body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
     if len(message) > MAX_MESSAGE:
         message = message[:MAX_MESSAGE] + "..."
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return ErrorBody(ErrorDetail(message, kind, param, code))
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 408: "timeout_error", 429: "rate_limit_error"}
 
 
 async def on_error(request: Request, error: Exception) -> Response:
@@ -115,8 +121,9 @@ async def on_error(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Outermost layer, plain ASGI: what nobody expected becomes a 500 with an id, and a client's hanging up ends
-    quietly. It looks at nothing but the start of a response, so streams pass at the price of a function call."""
+    """Outermost layer, plain ASGI: every request has an id, what nobody expected becomes a 500 with an id of its own,
+    and a client's hanging up ends quietly. It looks at nothing but the start of a response, so streams pass at the
+    price of a function call."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -125,11 +132,14 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        request_id = scope["quire.request_id"] = _request_id(scope)
         started = False
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = True
+            if not started:
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
@@ -139,4 +149,13 @@ class Guard:
         except Exception as error:
             failure = describe(error)
             if not started:
-                await failure.response(scope["path"])(scope, receive, send)
+                await failure.response(scope["path"])(scope, receive, watched)
+
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def _request_id(scope: Scope) -> str:
+    """The caller's own x-request-id, if it is one that fits a log line; else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

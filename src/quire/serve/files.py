@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -265,7 +265,7 @@ def router(serving: Serving, store: FileStore) -> APIRouter:
     return routes
 
 
-async def lines_of(path: Path, longest: int) -> AsyncIterator[bytes]:
+async def lines_of(path: Path, longest: int) -> AsyncGenerator[bytes, None]:
     """Lines of a file, read in a thread; one that is too long raises."""
     with path.open("rb") as source:
         while block := await asyncio.to_thread(source.readlines, 1 << 20):

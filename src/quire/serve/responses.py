@@ -165,6 +165,7 @@ class Work:
             variables={"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {},
             priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
             salt=body.cache_salt or "",
+            deadline_ms=body.deadline_ms,
             messages_param="input",
         )
         return await start(self.serving, turn, self.response.id, arrived)

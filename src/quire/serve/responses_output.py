@@ -81,7 +81,7 @@ class Output:
             out = self._open(OutputMessage(id=_id("msg")))
             part = OutputText()
             out += self._event("response.content_part.added", content_index=0, part=part)
-            self.items[-1].content = [part]  # type: ignore[union-attr, list-item]
+            self.items[-1].content = [part]  # type: ignore[union-attr]
         item = self.items[-1]
         assert isinstance(item, OutputMessage)
         item.content[0].logprobs = [*item.content[0].logprobs, *logprobs]
@@ -93,7 +93,7 @@ class Output:
         if not self.items or not isinstance(self.items[-1], OutputReasoning):
             out = self._open(OutputReasoning(id=_id("rs")))
             out += self._event("response.content_part.added", content_index=0, part=ReasoningText())
-            self.items[-1].content = [ReasoningText()]  # type: ignore[union-attr, list-item]
+            self.items[-1].content = [ReasoningText()]  # type: ignore[union-attr]
         self._parts.append(text)
         return out + self._event("response.reasoning_text.delta", content_index=0, delta=text)
 

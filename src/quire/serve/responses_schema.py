@@ -11,6 +11,7 @@ from quire.serve.answers import ChatTokenLogprob
 from quire.serve.fields import Count, Int, Name, extension, noted, refused, unused
 from quire.serve.schema import (
     MAX_TOOLS,
+    Deadline,
     Effort,
     JsonObjectFormat,
     JsonSchema,
@@ -169,6 +170,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[Int, extension("makes sampling repeatable")] | None = None
     top_k: Annotated[int, extension("sample among the k likeliest tokens; 0 is off", ge=0, le=1 << 30)] | None = None
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
+    deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
 
 

@@ -22,6 +22,7 @@ JsonSchema = Annotated[dict[str, Any], Meta(description="A JSON schema.")]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)]
+Deadline = Annotated[int, extension("cancelled if not finished after so many milliseconds", ge=1, le=1 << 40)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # The tiers that OpenAI publishes, as priorities: lower runs earlier.
 TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "fast": -10, "flex": 10}
@@ -74,6 +75,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     skip_special_tokens: Annotated[bool, extension("leave special tokens out of the text (default)")] | None = None
     prompt_logprobs: Annotated[int, extension("logprobs of the prompt's tokens", ge=0, le=MAX_LOGPROBS)] | None = None
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
+    deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
     guided_json: Annotated[dict[str, Any], extension("the answer keeps to a JSON schema")] | None = None

@@ -6,7 +6,11 @@
     ├── ModelNotFoundError    no such model anywhere we may look (HTTP 404)
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
-    ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 429/503)
+    ├── UnauthorizedError     no key, or not one of ours (HTTP 401)
+    ├── ForbiddenError        the key is ours but does not open this door (HTTP 403)
+    ├── DeadlineError         the work was cancelled because its time was up (HTTP 408)
+    ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 503)
+    │   └── RateLimitError        one key's limit, not the server's (HTTP 429)
     └── EngineDeadError       the engine stopped; everything open has ended (HTTP 503)
 
 Messages say the cause first and the remedy after it.
@@ -53,6 +57,21 @@ class ConfigError(QuireError):
     code = "bad_config"
 
 
+class UnauthorizedError(QuireError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(QuireError):
+    status = 403
+    code = "permission_denied"
+
+
+class DeadlineError(QuireError):
+    status = 408
+    code = "deadline_exceeded"
+
+
 class OverloadedError(QuireError):
     status = 503
     code = "overloaded"
@@ -62,9 +81,15 @@ class OverloadedError(QuireError):
         self.retry_after = retry_after
 
 
+class RateLimitError(OverloadedError):
+    status = 429
+    code = "rate_limit_exceeded"
+
+
 class EngineDeadError(QuireError):
     status = 503
     code = "engine_dead"
+    retry_after = 5.0  # a restart takes a few seconds
 
 
 def from_wire(kind: str, message: str) -> QuireError:

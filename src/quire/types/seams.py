@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
@@ -114,6 +115,14 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    def trouble(self) -> str | None:
+        """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""
+        ...
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -1,7 +1,8 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
 Client → engine: Submit, Abort, FinishAt, GetStats, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, Failed (the engine died).
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, Failed (the engine died), Heartbeat (when
+there was nothing else to say for a while).
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class Heartbeat(msgspec.Struct, tag=True):
+    """Sent by the loop that steps, so that it proves progress and not mere existence."""
+
+
 class Failed(msgspec.Struct, tag=True):
     kind: str  # class name within types.errors, or "" for an internal error
     message: str
@@ -75,4 +80,4 @@ class EngineInfo(msgspec.Struct):
 
 
 ToEngine = Submit | Abort | FinishAt | GetStats | Reset | Shutdown
-ToClient = Ready | Events | Stats | Failed
+ToClient = Ready | Events | Stats | Heartbeat | Failed
