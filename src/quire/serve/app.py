@@ -18,7 +18,22 @@ from starlette.exceptions import HTTPException
 from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve import chat, completions, dashboard, explain, health, live, models
+from quire.serve import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    dashboard,
+    embeddings,
+    explain,
+    health,
+    live,
+    models,
+    ollama,
+    ollama_models,
+    responses,
+    tokens,
+)
 from quire.serve.admission import Admission
 from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.errors import Guard, on_error
@@ -39,7 +54,14 @@ Router = Callable[[Serving], APIRouter]
 PUBLIC: list[Router] = [
     chat.router,
     completions.router,
+    responses.router,
+    embeddings.router,
     models.router,
+    batches.router,
+    anthropic.router,
+    ollama.router,
+    ollama_models.router,
+    tokens.router,
     health.router,
     health.metrics_router,
     explain.router,
@@ -81,7 +103,9 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
 
 def create_app(serving: Serving) -> FastAPI:
     """The public API, for keys with the inference scope."""
-    return _app(serving, INFERENCE, PUBLIC, "Quire", "LLM inference server with OpenAI-compatible APIs.")
+    return _app(
+        serving, INFERENCE, PUBLIC, "Quire", "LLM inference server that speaks OpenAI's, Anthropic's and Ollama's APIs."
+    )
 
 
 def create_admin_app(serving: Serving) -> FastAPI:

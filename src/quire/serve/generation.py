@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
+from quire.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.serve.auth import KeyRing
 from quire.serve.context import Context, current
+from quire.serve.fields import refuse_unsupported
 from quire.serve.lag import LagMonitor
-from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
+from quire.serve.schema import GenerationRequest
 from quire.serve.workshop import Workshop, off_loop
 from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
 from quire.types.outputs import Delta
@@ -92,10 +94,22 @@ class Generation:
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
-    def usage(self) -> Usage:
-        prompt = sum(len(request.prompt) for request in self.requests)
-        details = PromptTokensDetails(sum(self.cached.values()))
-        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    def usage(self, thought_tokens: int = 0) -> Usage:
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(self.cached_tokens),
+            CompletionTokensDetails(thought_tokens),
+        )
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""

@@ -282,7 +282,7 @@ def url_of(listener: socket.socket) -> str:
 def print_welcome(url: ServerUrl, model: str, locked: bool) -> None:
     question = {"role": "user", "content": "What is gravity?"}
     body = {"model": model, "messages": [question], "max_tokens": 64, "temperature": 0}
-    key = "-H \"Authorization: Bearer $QUIRE_API_KEY\" " if locked else ""
+    key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if locked else ""
     print(f"Quire serves {model} at {url}  (API pages: {url}/docs; admin: {url.admin}; stop: Ctrl-C)\n\nTry it:\n")
     data = shlex.quote(json.dumps(body))
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {data}\n")

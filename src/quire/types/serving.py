@@ -17,6 +17,9 @@ class ServeOptions:
     port: int = option(8000, "port of the API; 0 picks a free one")
     admin_host: str = option("127.0.0.1", "address of the admin API")
     admin_port: int | None = option(None, "port of the admin API (default: the API's port + 1, or any if that is 0)")
+    files: str | None = option(None, "folder of uploaded files and batches (default: one that goes with the server)")
+    tool_parser: str = option("auto", "how the model writes tool calls: auto, hermes, llama3 or mistral")
+    reasoning_parser: str = option("auto", "how it marks thoughts: auto, think (<think>...</think>) or none")
     served_model_name: str | None = option(None, "name clients use (default: the model's own)")
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")
