@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -55,6 +56,8 @@ class Serving:
     lag: LagMonitor
     fingerprint: str
     created: int
+    # Salts are of this server's life only, like the cache itself.
+    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     @property
     def max_body(self) -> int:
