@@ -115,21 +115,14 @@ def test_pictures_stream(http: httpx.Client) -> None:
     assert all(picture["ready"] and picture["model"] == "smollm2-135m" for picture in pictures)
 
 
-class Salted(FakeFrontend):
-    """An engine that remembers one request, found under another salt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        async def timelines(request_id: str) -> list[Timeline]:
-            return [
-                Timeline(
-                    request=request_id, branch=0, prompt=70, arrival=1.0, admitted=2.0, first_token=3.0, ended=4.0,
-                    finish="stop", outputs=2, cached=0, prefix=PrefixOutcome.SALT, page_size=16,
-                )
-            ]  # fmt: skip
-
-        self.client.timelines = timelines  # type: ignore[attr-defined]
+async def salted(request_id: str) -> list[Timeline]:
+    """What an engine says of a prompt it knows under another salt."""
+    return [
+        Timeline(
+            request=request_id, branch=0, prompt=70, arrival=1.0, admitted=2.0, first_token=3.0, ended=4.0,
+            finish="stop", outputs=2, cached=0, prefix=PrefixOutcome.SALT, page_size=16,
+        )
+    ]  # fmt: skip
 
 
 def test_a_key_sees_its_own_requests_only() -> None:
@@ -140,7 +133,8 @@ def test_a_key_sees_its_own_requests_only() -> None:
             Key("operator", digest(OPERATOR), frozenset({ADMIN, INFERENCE})),
         ]
     )
-    frontend = Salted()
+    frontend = FakeFrontend()
+    frontend.client.timelines = salted  # type: ignore[method-assign]
     with (
         background_server(lambda: frontend, ServeOptions(port=0, grace=1), keys=keys) as url,  # type: ignore[arg-type, return-value]
         httpx.Client(base_url=url) as http,

@@ -6,6 +6,7 @@ Refuses to know: where the numbers come from.
 from __future__ import annotations
 
 from html import escape
+from itertools import pairwise
 from math import floor, log10
 
 from quire.bench.load.report import SLO
@@ -22,7 +23,7 @@ def draw(phases: list[Phase], slo: SLO, title: str) -> str:
     """Two rows of charts: how latencies spread, then what happened when."""
     done = [[r for r in phase.records if r.ok] for phase in phases]
     ttft = [_shares([r.ttft for r in rs if r.ttft is not None]) for rs in done]
-    itl = [_shares([b - a for r in rs for a, b in zip(r.times, r.times[1:], strict=False)]) for rs in done]
+    itl = [_shares([b - a for r in rs for a, b in pairwise(r.times)]) for rs in done]
     output = [_per_second([t for r in phase.records for t in r.times]) for phase in phases]
     good = [_per_second([r.end for r in phase.records if slo.met(r)]) for phase in phases]
     charts = [

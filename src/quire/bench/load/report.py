@@ -9,6 +9,7 @@ Refuses to know: how the load was made.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from quire.bench.load.run import Phase, Record
@@ -75,7 +76,7 @@ def summarise(phase: Phase, slo: SLO) -> dict[str, Any]:
         "output_tok_s": outputs / seconds,
         "total_tok_s": (outputs + sum(r.prompt for r in done)) / seconds,
         "ttft_s": spread([r.ttft for r in done if r.ttft is not None]),
-        "itl_s": spread([b - a for r in done for a, b in zip(r.times, r.times[1:], strict=False)]),
+        "itl_s": spread([b - a for r in done for a, b in pairwise(r.times)]),
         "tpot_s": spread([r.tpot for r in done if r.tpot is not None]),
         "e2e_s": spread([r.end - r.due for r in done]),
         "client_lag_s": spread([r.sent - r.due for r in phase.records if r.sent >= r.due]),
