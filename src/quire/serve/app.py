@@ -93,6 +93,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
             max_queue_wait=options.max_queue_wait,
             key_concurrency=options.key_concurrency,
             key_tokens_per_minute=options.key_tokens_per_minute,
+            slots=info.slots,
         ),
         workshop=Workshop(options.prepare_workers, options.prepare_seconds),
         lag=LagMonitor(),

@@ -139,7 +139,9 @@ class Generation:
             request.deadline = time.monotonic() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
-            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+            sequences = sum(request.params.n for request in self.requests)
+            tokens = sum(price(request, info) for request in self.requests)
+            self.serving.admission.charge(context.permit, tokens, sequences, left)
         return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:

@@ -98,6 +98,7 @@ class EngineInfo(msgspec.Struct):
     device: str
     dtype: str
     reasons: list[str]
+    slots: int = 0  # sequences that run at once; 0: not known
 
 
 ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Reset | Shutdown
