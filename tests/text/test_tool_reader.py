@@ -52,7 +52,12 @@ CASES = [
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     (HERMES, "a <tool_c b < <tool", None, []),
     (HERMES, "<tool_call>nothing</tool_call>", None, []),
-    (LLAMA3, '{"name": "f", "parameters": {"q": 1}}; {"name": "g", "parameters": {}}', "", [("f", {"q": 1}), ("g", {})]),
+    (
+        LLAMA3,
+        '{"name": "f", "parameters": {"q": 1}}; {"name": "g", "parameters": {}}',
+        "",
+        [("f", {"q": 1}), ("g", {})],
+    ),
     (LLAMA3, '<|python_tag|>f.call(query="what, (x)", n=3)', "", [("f", {"query": "what, (x)", "n": 3})]),
     (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"q": "1"}}', "", [("f", {"q": "1"})]),
     (LLAMA3, "<|python_tag|>print(open('x'))", None, []),
@@ -68,7 +73,12 @@ CASES = [
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": {}}', "", [("f", {"a": 1}), ("g", {"b": {}})]),
     (MISTRAL, '[TOOL_CALLS]other[ARGS]{"a": 1}', None, []),
     (MISTRAL, "see [TOOL or [1]", None, []),
-    (FORCED, '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 2}}]', "", [("f", {}), ("g", {"a": 2})]),
+    (
+        FORCED,
+        '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 2}}]',
+        "",
+        [("f", {}), ("g", {"a": 2})],
+    ),
     (FORCED, '{"name": "f", "arguments": {"a": null}}', "", [("f", {"a": None})]),
 ]
 
@@ -99,7 +109,10 @@ def test_what_is_spelled_is_read(format: Any, arguments: dict[str, Any], size: i
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(st.sampled_from('<>[]{}"\\:,; \ntool_call/|pyhnag.TOCALSRG#name=f'), max_size=60), size=st.integers(1, 9))
+@given(
+    text=st.text(st.sampled_from('<>[]{}"\\:,; \ntool_call/|pyhnag.TOCALSRG#name=f'), max_size=60),
+    size=st.integers(1, 9),
+)
 def test_no_text_breaks_a_reader(format: Any, text: str, size: int) -> None:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     assert read(ToolReader(format, NAMES), pieces) == read(ToolReader(format, NAMES), [text])

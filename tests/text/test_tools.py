@@ -116,7 +116,10 @@ def test_a_system_message_stays_the_first() -> None:
 
 
 def test_a_template_with_tools_keeps_its_own_way(text: TextModel) -> None:
-    template = "{% for t in tools or [] %}T:{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.role }} {% endfor %}<|python_tag|></think>"
+    template = (
+        "{% for t in tools or [] %}T:{{ t.function.name }} {% endfor %}"
+        "{% for m in messages %}{{ m.role }} {% endfor %}<|python_tag|></think>"
+    )
     own = TextModel(text.tokenizer, {"default": template})
     assert own.render_chat(CONVERSATION, tools=[TOOLS[0].described()]).startswith("T:f user assistant tool")
     assert own.tool_format is LLAMA3 and own.reasons
