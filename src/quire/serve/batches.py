@@ -110,6 +110,8 @@ class OwnedBatch(msgspec.Struct):
     owner: str
 
 
+STOPPED = InputError("the server stopped before the batch was done", code="server_stopped")
+
 _DECODER = msgspec.json.Decoder(BatchRequest)
 
 
@@ -122,11 +124,12 @@ class Batches:
         self._batches: dict[str, OwnedBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
+        self._closing = False
         for path in sorted(store.folder.glob("batch-*.json")):
             owned = msgspec.json.decode(path.read_bytes(), type=OwnedBatch)
             self._batches[owned.batch.id] = owned
             if not owned.batch.over:
-                self._fail(owned, InputError("the server stopped before the batch was done", code="server_stopped"))
+                self._fail(owned, STOPPED)
 
     def create(self, body: BatchRequest, owner: str) -> Batch:
         self._store.get(body.input_file_id, owner)
@@ -166,6 +169,7 @@ class Batches:
         return batch
 
     async def close(self) -> None:
+        self._closing = True
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -182,8 +186,11 @@ class Batches:
             batch.status, batch.completed_at = "completed", int(time.time())
         except TimeoutError:
             batch.status, batch.expired_at = "expired", int(time.time())
-        except asyncio.CancelledError:  # a cancelled batch, or the end of the server
-            batch.status, batch.cancelled_at = "cancelled", int(time.time())
+        except asyncio.CancelledError:
+            if self._closing:
+                self._fail(owned, STOPPED)
+            else:
+                batch.status, batch.cancelled_at = "cancelled", int(time.time())
         except QuireError as error:
             self._fail(owned, error)
         except Exception:
