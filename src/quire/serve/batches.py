@@ -26,9 +26,9 @@ from quire.serve import files
 from quire.serve.batch_lines import ENDPOINTS, answer_lines, read_line
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported, refused
-from quire.serve.files import FileStore, Limit, Text, lines_of, page_of
+from quire.serve.files import PAGE, FileStore, lines_of, page_of
 from quire.serve.generation import Serving
-from quire.serve.openapi import answers
+from quire.serve.openapi import answers, queried
 from quire.serve.wire import NotFoundError, decode, owner_of, read_body
 from quire.types.errors import InputError, OverloadedError, QuireError
 
@@ -309,13 +309,10 @@ def router(serving: Serving) -> APIRouter:
         refuse_unsupported(body)
         return reply(batches[0].create(body, owner_of(request)))
 
-    @routes.get("/v1/batches", summary="List batches", openapi_extra=answers(BatchList))
-    async def list_batches(request: Request, after: Text = None, limit: Limit = None) -> Response:
-        page, more = page_of(batches[0].listing(owner_of(request)), after, limit)
-        ids = [batch.id for batch in page]
-        return reply(
-            BatchList(data=page, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=more)
-        )
+    @routes.get("/v1/batches", summary="List batches", openapi_extra=answers(BatchList) | queried(**PAGE))
+    async def list_batches(request: Request) -> Response:
+        page, about = page_of(batches[0].listing(owner_of(request)), request)
+        return reply(BatchList(data=page, **about))
 
     @routes.get("/v1/batches/{id}", summary="Describe a batch", openapi_extra=answers(Batch))
     async def describe_batch(request: Request, id: str) -> Response:
