@@ -107,16 +107,24 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
+    """One card for two APIs: `type`, `display_name` and `created_at` are what Anthropic's clients read."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "quire"
     max_model_len: int
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
     object: Literal["list"] = "list"
+    has_more: bool = False
+    first_id: str
+    last_id: str
 
 
 class Embedding(msgspec.Struct):

@@ -26,9 +26,9 @@ from quire.serve import files
 from quire.serve.batch_lines import ENDPOINTS, answer_lines, read_line
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported, refused
-from quire.serve.files import FileStore, Limit, Text, lines_of, page_of
+from quire.serve.files import PAGE, FileStore, lines_of, page_of
 from quire.serve.generation import Serving
-from quire.serve.openapi import answers
+from quire.serve.openapi import answers, queried
 from quire.serve.wire import NotFoundError, decode, owner_of, read_body
 from quire.types.errors import InputError, OverloadedError, QuireError
 
@@ -110,6 +110,8 @@ class OwnedBatch(msgspec.Struct):
     owner: str
 
 
+STOPPED = InputError("the server stopped before the batch was done", code="server_stopped")
+
 _DECODER = msgspec.json.Decoder(BatchRequest)
 
 
@@ -122,11 +124,12 @@ class Batches:
         self._batches: dict[str, OwnedBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turn = asyncio.Lock()
+        self._closing = False
         for path in sorted(store.folder.glob("batch-*.json")):
             owned = msgspec.json.decode(path.read_bytes(), type=OwnedBatch)
             self._batches[owned.batch.id] = owned
             if not owned.batch.over:
-                self._fail(owned, InputError("the server stopped before the batch was done", code="server_stopped"))
+                self._fail(owned, STOPPED)
 
     def create(self, body: BatchRequest, owner: str) -> Batch:
         self._store.get(body.input_file_id, owner)
@@ -166,6 +169,7 @@ class Batches:
         return batch
 
     async def close(self) -> None:
+        self._closing = True
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -182,8 +186,11 @@ class Batches:
             batch.status, batch.completed_at = "completed", int(time.time())
         except TimeoutError:
             batch.status, batch.expired_at = "expired", int(time.time())
-        except asyncio.CancelledError:  # a cancelled batch, or the end of the server
-            batch.status, batch.cancelled_at = "cancelled", int(time.time())
+        except asyncio.CancelledError:
+            if self._closing:
+                self._fail(owned, STOPPED)
+            else:
+                batch.status, batch.cancelled_at = "cancelled", int(time.time())
         except QuireError as error:
             self._fail(owned, error)
         except Exception:
@@ -302,13 +309,10 @@ def router(serving: Serving) -> APIRouter:
         refuse_unsupported(body)
         return reply(batches[0].create(body, owner_of(request)))
 
-    @routes.get("/v1/batches", summary="List batches", openapi_extra=answers(BatchList))
-    async def list_batches(request: Request, after: Text = None, limit: Limit = None) -> Response:
-        page, more = page_of(batches[0].listing(owner_of(request)), after, limit)
-        ids = [batch.id for batch in page]
-        return reply(
-            BatchList(data=page, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=more)
-        )
+    @routes.get("/v1/batches", summary="List batches", openapi_extra=answers(BatchList) | queried(**PAGE))
+    async def list_batches(request: Request) -> Response:
+        page, about = page_of(batches[0].listing(owner_of(request)), request)
+        return reply(BatchList(data=page, **about))
 
     @routes.get("/v1/batches/{id}", summary="Describe a batch", openapi_extra=answers(Batch))
     async def describe_batch(request: Request, id: str) -> Response:

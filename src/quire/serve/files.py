@@ -13,10 +13,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
@@ -24,7 +24,7 @@ from starlette.types import Message
 
 from quire.serve.events import json
 from quire.serve.generation import Serving
-from quire.serve.openapi import answers
+from quire.serve.openapi import answers, queried
 from quire.serve.wire import BodyTooLargeError, NotFoundError, owner_of
 from quire.types.errors import InputError, OverloadedError
 
@@ -194,8 +194,16 @@ def _expiry(form: dict[str, Any]) -> int | None:
     return int(text)
 
 
-def page_of(items: list[Any], after: str | None, limit: str | None, order: str | None = None) -> tuple[list[Any], bool]:
-    """(one page of a listing, whether more follows); items come newest first."""
+PAGE = {
+    "after": {"type": "string"},
+    "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE},
+    "order": {"type": "string", "enum": ["asc", "desc"]},
+}
+
+
+def page_of(items: list[Any], request: Request) -> tuple[list[Any], dict[str, Any]]:
+    """(the page of a listing that a request asks for, what to say of it); items come newest first."""
+    after, limit, order = map(request.query_params.get, ("after", "limit", "order"))
     if order not in (None, "asc", "desc"):
         raise InputError("order must be asc or desc", param="order")
     if order == "asc":
@@ -208,7 +216,9 @@ def page_of(items: list[Any], after: str | None, limit: str | None, order: str |
         if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= MAX_PAGE):
             raise InputError(f"limit must be in [1, {MAX_PAGE}]", param="limit")
         size = int(limit)
-    return items[:size], len(items) > size
+    page = items[:size]
+    ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
+    return page, {"has_more": len(items) > size, **ends}
 
 
 _FORM = {
@@ -222,8 +232,6 @@ _FORM = {
         "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
     },
 }
-Text = Annotated[str | None, Query()]
-Limit = Annotated[str | None, Query(json_schema_extra={"type": "integer", "minimum": 1, "maximum": MAX_PAGE})]
 
 
 def router(serving: Serving, store: FileStore) -> APIRouter:
@@ -234,15 +242,16 @@ def router(serving: Serving, store: FileStore) -> APIRouter:
     async def create(request: Request) -> Response:
         return Response(json(await upload(request, store)), media_type="application/json")
 
-    @routes.get("/v1/files", summary="List files", openapi_extra=answers(FileList))
-    async def list_files(
-        request: Request, purpose: Text = None, after: Text = None, limit: Limit = None, order: Text = None
-    ) -> Response:
+    @routes.get(
+        "/v1/files",
+        summary="List files",
+        openapi_extra=answers(FileList) | queried(purpose={"type": "string"}, **PAGE),
+    )
+    async def list_files(request: Request) -> Response:
+        purpose = request.query_params.get("purpose")
         found = [file for file in store.listing(owner_of(request)) if purpose in (None, file.purpose)]
-        page, more = page_of(found, after, limit, order)
-        ids = [file.id for file in page]
-        listing = FileList(data=page, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=more)
-        return Response(json(listing), media_type="application/json")
+        page, about = page_of(found, request)
+        return Response(json(FileList(data=page, **about)), media_type="application/json")
 
     @routes.get("/v1/files/{id}", summary="Describe a file", openapi_extra=answers(FileObject))
     async def describe_file(request: Request, id: str) -> Response:

@@ -36,6 +36,13 @@ class OllamaError(msgspec.Struct):
     error: str
 
 
+# One item of a stream, by its media type.
+_STREAMS: dict[str, dict[str, Any]] = {
+    "text/event-stream": {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}},
+    "application/x-ndjson": {"type": "object"},
+}
+
+
 def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:
     known = _named.setdefault(struct.__name__, struct)
     assert known is struct, f"two structs are called {struct.__name__}"
@@ -53,7 +60,7 @@ def answers(
     but that), and the shape of its errors."""
     content = _json(struct) if struct is not None else {}
     if media is not None:
-        content[media] = {"schema": {"type": "string"}}
+        content[media] = {"schema": _STREAMS.get(media, {"type": "string"})}
     extra: dict[str, Any] = {
         "responses": {
             "200": {"description": "OK", "content": content},
@@ -64,6 +71,11 @@ def answers(
     if takes is not None:
         extra["requestBody"] = {"required": True, "content": _json(takes)}
     return extra
+
+
+def queried(**parameters: Any) -> dict[str, Any]:
+    """... of a route with a query: its parameters, none of them required."""
+    return {"parameters": [{"name": name, "in": "query", "schema": schema} for name, schema in parameters.items()]}
 
 
 def generates(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.answers import ChatTokenLogprob
 from quire.serve.conversation import Spoken, Talk, ToolChoice, Turn, start
 from quire.serve.errors import describe
 from quire.serve.events import json
@@ -117,6 +118,7 @@ class Work:
         self.body = body
         self.store = store if body.store is not False else None
         self.owner = owner
+        self._scores: list[ChatTokenLogprob] = []
         self.messages: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             found = store.find(body.previous_response_id, owner) if store else None
@@ -171,12 +173,14 @@ class Work:
         return await start(self.serving, turn, self.response.id, arrived)
 
     def write(self, output: Output, step: Spoken) -> bytes:
-        entries = chat_logprobs(self.serving.frontend.text.tokenizer, step.delta.logprobs or ()).content
+        """Tokens may come before their text does: their logprobs wait for it."""
+        self._scores += chat_logprobs(self.serving.frontend.text.tokenizer, step.delta.logprobs or ()).content
         out = b""
         for segment in step.segments:
-            out += output.write(segment, entries if isinstance(segment, Said) else ())
+            scores: list[ChatTokenLogprob] = []
             if isinstance(segment, Said):
-                entries = []
+                scores, self._scores = self._scores, []
+            out += output.write(segment, scores)
         return out
 
     def finish(self, talk: Talk, output: Output) -> bytes:

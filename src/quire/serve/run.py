@@ -220,7 +220,7 @@ class Server(uvicorn.Server):
                 app,
                 http=bounded_protocol(options.header_bytes, options.max_connections),
                 ws="none",
-                lifespan="off",
+                lifespan="on",
                 log_level="warning",
                 access_log=False,
                 server_header=False,

@@ -84,7 +84,7 @@ _FIELD = re.compile(r"Object (?P<fault>missing required|contains unknown) field 
 def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
     """msgspec's "Expected `int`, got `str` - at `$.n`" → an error whose param is the field's path."""
     match = _PROBLEM.fullmatch(text)
-    problem, path = (match["problem"], match["path"] or "") if match else (text, "")
+    problem, path = (match["problem"], (match["path"] or "").replace("[...]", "")) if match else (text, "")
     if field := _FIELD.fullmatch(problem):
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["fault"] == "missing required":
