@@ -14,19 +14,23 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
-    """Serve a model over HTTP (OpenAI-compatible)."""
+    """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs."""
     from quire.assets import resolve
     from quire.engine.client import AsyncClient, Care
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
+    from quire.serve.context import current
     from quire.text import TextModel
+    from quire.types.logs import configure
 
+    configure(serving.log_format, serving.log_level, request_id=lambda: current().request_id)
     keys = load_keys(serving.api_keys)
 
     async def open_frontend() -> Frontend:
         local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
         care = Care(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
         client = await AsyncClient.open(engine, process=True, care=care)
-        return Frontend(client, TextModel.load(local), serving.served_model_name or local.name)
+        text = TextModel.load(local, tool_parser=serving.tool_parser, reasoning_parser=serving.reasoning_parser)
+        return Frontend(client, text, serving.served_model_name or local.name)
 
     run_server(open_frontend, serving, keys=keys)

@@ -23,9 +23,9 @@ from typing import Protocol
 import msgspec
 
 from quire.engine.core import EngineCore
+from quire.engine.preparing import endings
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
-from quire.types.events import TokenEvent
 from quire.types.request import FinishReason
 from quire.types.wire import (
     MAX_FRAME,
@@ -35,14 +35,18 @@ from quire.types.wire import (
     Failed,
     FinishAt,
     GetStats,
+    GetTimelines,
+    GetView,
     Heartbeat,
     Ready,
     Reset,
     Shutdown,
     Stats,
     Submit,
+    Timelines,
     ToClient,
     ToEngine,
+    View,
 )  # fmt: skip
 
 START_TIMEOUT = 600.0
@@ -75,26 +79,20 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         try:
             core.submit(message.request)
         except QuireError as error:
-            return [Events(_refusals(message, error))]
+            return [Events(endings(message.request, FinishReason.ERROR, error))]
     elif isinstance(message, Abort):
         return [Events(core.abort(message.request))]
     elif isinstance(message, FinishAt):
         return [Events(core.finish_at(message.request, message.branch, message.tokens))]
     elif isinstance(message, GetStats):
         return [Stats(core.stats())]
+    elif isinstance(message, GetView):
+        return [View(core.view())]
+    elif isinstance(message, GetTimelines):
+        return [Timelines(message.request, core.timelines(message.request))]
     elif isinstance(message, Reset):
         core.reset()
     return []
-
-
-def _refusals(message: Submit, error: QuireError) -> list[TokenEvent]:
-    """A request the scheduler would not take ends at once, on every branch."""
-    return [
-        TokenEvent(
-            message.request.id, branch, 0, [], finish=FinishReason.ERROR, error=type(error).__name__, message=str(error)
-        )
-        for branch in range(message.request.params.n)
-    ]
 
 
 class LocalLink:

@@ -15,8 +15,25 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 
+from quire.observe.energy import Energy
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve import chat, completions, health, models
+from quire.serve import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    dashboard,
+    embeddings,
+    explain,
+    health,
+    live,
+    models,
+    ollama,
+    ollama_models,
+    responses,
+    tokens,
+)
 from quire.serve.admission import Admission
 from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.errors import Guard, on_error
@@ -24,6 +41,7 @@ from quire.serve.gate import Gate
 from quire.serve.generation import Serving
 from quire.serve.lag import LagMonitor
 from quire.serve.openapi import install_schemas
+from quire.serve.tracing import traced
 from quire.serve.workshop import Workshop
 from quire.types.errors import QuireError
 from quire.types.serving import ServeOptions
@@ -36,13 +54,25 @@ Router = Callable[[Serving], APIRouter]
 PUBLIC: list[Router] = [
     chat.router,
     completions.router,
+    responses.router,
+    embeddings.router,
     models.router,
+    batches.router,
+    anthropic.router,
+    ollama.router,
+    ollama_models.router,
+    tokens.router,
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
+    dashboard.router,
 ]
 ADMIN_ONLY: list[Router] = [
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
 ]
 
 
@@ -50,9 +80,11 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
+    metrics = Metrics(frontend.model_name, Energy())
     return Serving(
         frontend=frontend,
-        metrics=Metrics(frontend.model_name),
+        metrics=metrics,
+        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
         admission=Admission(
@@ -72,7 +104,9 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
 
 def create_app(serving: Serving) -> FastAPI:
     """The public API, for keys with the inference scope."""
-    return _app(serving, INFERENCE, PUBLIC, "Quire", "LLM inference server with OpenAI-compatible APIs.")
+    return _app(
+        serving, INFERENCE, PUBLIC, "Quire", "LLM inference server that speaks OpenAI's, Anthropic's and Ollama's APIs."
+    )
 
 
 def create_admin_app(serving: Serving) -> FastAPI:

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
+from quire.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
 from quire.serve.auth import KeyRing
 from quire.serve.context import Context, current
+from quire.serve.fields import refuse_unsupported
 from quire.serve.lag import LagMonitor
-from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
+from quire.serve.schema import GenerationRequest
 from quire.serve.workshop import Workshop, off_loop
 from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
 from quire.types.outputs import Delta
@@ -44,6 +48,7 @@ class Serving:
 
     frontend: Frontend
     metrics: Metrics
+    ledger: Ledger
     options: ServeOptions
     keys: KeyRing
     admission: Admission
@@ -51,6 +56,8 @@ class Serving:
     lag: LagMonitor
     fingerprint: str
     created: int
+    # Salts are of this server's life only, like the cache itself.
+    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     @property
     def max_body(self) -> int:
@@ -90,10 +97,22 @@ class Generation:
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
-    def usage(self) -> Usage:
-        prompt = sum(len(request.prompt) for request in self.requests)
-        details = PromptTokensDetails(sum(self.cached.values()))
-        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    def usage(self, thought_tokens: int = 0) -> Usage:
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(self.cached_tokens),
+            CompletionTokensDetails(thought_tokens),
+        )
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
@@ -127,8 +146,10 @@ class Generation:
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
         branches = request.params.n
-        meter = self.serving.metrics.request(len(request.prompt), self.arrived)
-        try:
+        who = current()
+        with self.serving.ledger.watch(
+            request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
+        ) as meter:
             source = self.serving.frontend.stream(request)
             async with aclosing(source) as stream:
                 async for deltas in stream:
@@ -140,8 +161,6 @@ class Generation:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches
                     yield deltas
-        finally:
-            meter.close(branches)
 
 
 def price(request: Request, info: EngineInfo) -> int:

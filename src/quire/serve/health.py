@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quire.observe.metrics import CONTENT_TYPE
 from quire.serve import gauges
@@ -48,7 +48,7 @@ def router(serving: Serving) -> APIRouter:
 def metrics_router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
-    @routes.get("/metrics", summary="Prometheus metrics")
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         try:
             serving.metrics.engine(await engine_stats(serving))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.types.config import option, parse_size
 from quire.types.errors import ConfigError
+from quire.types.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,9 @@ class ServeOptions:
     port: int = option(8000, "port of the API; 0 picks a free one")
     admin_host: str = option("127.0.0.1", "address of the admin API")
     admin_port: int | None = option(None, "port of the admin API (default: the API's port + 1, or any if that is 0)")
+    files: str | None = option(None, "folder of uploaded files and batches (default: one that goes with the server)")
+    tool_parser: str = option("auto", "how the model writes tool calls: auto, hermes, llama3 or mistral")
+    reasoning_parser: str = option("auto", "how it marks thoughts: auto, think (<think>...</think>) or none")
     served_model_name: str | None = option(None, "name clients use (default: the model's own)")
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")
@@ -33,6 +37,11 @@ class ServeOptions:
     max_connections: int = option(4096, "open connections per port")
     prepare_workers: int = option(2, "threads that render templates and tokenise")
     prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise")
+
+    log_format: str = option("text", "lines of the log: text or json")
+    log_level: str = option("info", "least important lines to log: debug, info, warning or error")
+    otlp_endpoint: str | None = option(None, "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]")
+    grpc_port: int | None = option(None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]")
 
     grace: float = option(30.0, "seconds open requests have to finish after SIGTERM")
     heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready")
@@ -52,6 +61,8 @@ class ServeOptions:
         for name in (*limits, "grace", "hang_timeout", "max_restarts"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+        if self.log_format not in FORMATS or self.log_level not in LEVELS:
+            raise ConfigError(f"--log-format is one of {', '.join(FORMATS)}; --log-level of {', '.join(LEVELS)}")
         if 0 < self.hang_timeout < self.heartbeat:
             raise ConfigError("--hang-timeout must not be shorter than --heartbeat")
         self.body_bytes, self.header_bytes  # noqa: B018 - sizes must be readable
