@@ -6,6 +6,7 @@ from quire.scheduling import Scheduler
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError, ContextLengthError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor
+from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 from quire.types.request import TRANSITIONS, FinishReason, Request, Status
@@ -90,6 +91,50 @@ def test_branches_without_a_slot_start_later():
         ended += [e.branch for e in step(scheduler, executor)[1] if e.finish]
         scheduler.check()
     assert sorted(ended) == [0, 1, 2, 3]
+
+
+def constrained(name, prompt, **params):
+    return ask(name, prompt, grammar=GrammarSpec("json_object"), **params)
+
+
+def test_a_grammar_has_one_step_in_flight_and_others_do_not_wait_for_it():
+    scheduler, executor = world(depth=2)
+    scheduler.submit(constrained("a", [1, 2, 3], max_tokens=9))
+    scheduler.submit(ask("b", [4, 5, 6], max_tokens=9))
+    first = scheduler.plan(0.0)
+    result = executor.submit(first).result()
+    second = scheduler.plan(0.0)
+    assert len(first.samples) == 2 and [r.slot for r in second.rows] == [first.rows[1].slot]
+    executor.submit(second)
+    scheduler.commit(first, result)
+    assert len(scheduler.plan(0.0).rows) == 2
+
+
+def test_forced_tokens_are_written_and_computed_with_the_next_row():
+    scheduler, executor = world()
+    scheduler.submit(constrained("a", [1, 2, 3], max_tokens=20))
+    plan, _ = step(scheduler, executor)
+    while scheduler.busy:
+        before = plan
+        plan, _ = step(scheduler, executor)
+        assert plan.rows[0].count == 1 + sum(len(w.tokens) for w in plan.writes)
+        assert plan.rows[0].start == before.rows[0].start + before.rows[0].count
+    assert scheduler.stats.forced_tokens > 0
+    assert scheduler.stats.steps == scheduler.stats.output_tokens - scheduler.stats.forced_tokens
+
+
+def test_a_grammar_that_ends_or_fails_ends_its_own_sequence():
+    scheduler, executor = world()
+    for name in ("ends", "fails", "lives"):
+        scheduler.submit(constrained(name, [len(name), 7, 8]))
+    plan = scheduler.plan(0.0)
+    result = executor.submit(plan).result()
+    result.ended, result.errors = [0], {1: "too complex"}
+    ends, fails, lives = scheduler.commit(plan, result)
+    assert ends.finish is FinishReason.STOP and ends.tokens
+    assert fails.finish is FinishReason.ERROR and "too complex" in fails.message and fails.error == "InputError"
+    assert lives.finish is None
+    scheduler.check()
 
 
 def test_running_out_of_pages_preempts_the_last_to_come():

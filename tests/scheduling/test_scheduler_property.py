@@ -8,6 +8,7 @@ import pytest
 from quire.scheduling import Scheduler
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 from quire.types.request import FinishReason, Request
@@ -34,22 +35,26 @@ class World:
         self.requests = {}
         self.outputs = {}
         self.ended = {}
+        self.embeddings = {}
         self.now = 0.0
 
     def submit(self):
         stem = [[1] * 40, list(range(2, 50)), [3, 5] * 20][self.rng.randrange(3)]
         prompt = stem[: self.rng.randint(0, 40)] + [self.rng.randrange(VOCAB) for _ in range(self.rng.randint(1, 12))]
+        grammar = self.rng.choice([None, None, GrammarSpec("json_object")])
         params = SamplingParams(
             n=self.rng.choice([1, 1, 1, 2, 4]),
             seed=self.rng.randrange(5),
             max_tokens=self.rng.randint(1, 30),
             stop_token_ids=[self.rng.randrange(VOCAB)],
-            min_tokens=self.rng.choice([0, 0, 1]),
+            min_tokens=0 if grammar else self.rng.choice([0, 0, 1]),
+            grammar=grammar,
             prompt_logprobs=self.rng.choice([None, None, 0]),
         )
         request = Request(
             id=f"r{len(self.requests)}", prompt=prompt, params=params, arrival=self.now,
             priority=self.rng.randrange(3), salt=self.rng.choice(["", "", "tenant"]),
+            pooling=self.rng.choice(["", "", "", "mean", "last"]) if params.n == 1 else "",
         )  # fmt: skip
         self.requests[request.id] = request
         self.scheduler.submit(request)
@@ -63,6 +68,8 @@ class World:
             out += event.tokens
             if event.finish:
                 self.ended[key] = event.finish
+            if event.embedding is not None:
+                self.embeddings[event.request] = event.embedding
             if event.prompt_logprobs is not None:
                 assert len(event.prompt_logprobs) == len(self.requests[event.request].prompt) - 1
 
@@ -119,6 +126,14 @@ def alone(request: Request, branch: int) -> tuple[list[int], FinishReason]:
             return out, FinishReason.LENGTH
 
 
+def pooled(request: Request) -> list[float]:
+    """What the fake's hidden states, the tokens and their positions, come to."""
+    positions = range(len(request.prompt))
+    if request.pooling == "last":
+        return [request.prompt[-1], positions[-1]]
+    return [sum(request.prompt) / len(positions), sum(positions) / len(positions)]
+
+
 WORLDS = [
     pytest.param((FULL, WINDOW), "priority", 2, True, 20_000, id="two-groups-priority"),
     pytest.param((FULL,), "fcfs", 1, True, 6_000, id="full-depth1"),
@@ -143,14 +158,19 @@ def test_random_life(groups, policy, depth, cache, operations):
     assert world.scheduler.memory.pool.used == 0
     whole = 0
     for (name, branch), reason in world.ended.items():
-        expected, why = alone(world.requests[name], branch)
+        request = world.requests[name]
+        if request.pooling:
+            assert reason is FinishReason.ABORT or world.embeddings[name] == pytest.approx(pooled(request))
+            continue
+        expected, why = alone(request, branch)
         out = world.outputs[name, branch]
         assert out == expected[: len(out)]
         if reason is not FinishReason.ABORT and (out == expected or reason is not FinishReason.STOP):
             assert (out, reason) == (expected, why)
             whole += 1
-    assert whole > 100
+    assert whole > 100 and len(world.embeddings) > 100
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
+    assert world.scheduler.stats.forced_tokens > 100
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from quire.cli import bench, chat, doctor, models, serve
+from quire.cli import batch, bench, chat, doctor, keys, models, serve
 from quire.types.errors import QuireError
 
 app = typer.Typer(
@@ -19,8 +19,10 @@ app = typer.Typer(
 )
 chat.register(app)
 serve.register(app)
+batch.register(app)
 models.register(app)
 doctor.register(app)
+app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
 
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from quire.assets import resolve
 from quire.engine.core import EngineCore
 from quire.runtime.executor import LocalExecutor
+from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
 from quire.types.wire import EngineInfo
 
 
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
     model = resolve(options.model.model, progress=progress)
-    executor = LocalExecutor(options, model.open(), progress=progress)
+    executor = LocalExecutor(
+        options,
+        model.open(),
+        vocabulary=lambda size: vocabulary_of(load_tokenizer(model), size),
+        progress=progress,
+    )
     core = EngineCore(options, executor)
     capacity = core.capacity
     info = EngineInfo(
@@ -25,5 +31,6 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         device=str(executor.device),
         dtype=str(executor.dtype).removeprefix("torch."),
         reasons=executor.reasons,
+        slots=capacity.slots,
     )
     return core, info

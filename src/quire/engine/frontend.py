@@ -7,8 +7,8 @@ from typing import Any
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
-from quire.engine.inputs import Prompt, prepare
-from quire.engine.outputs import RequestText
+from quire.engine.inputs import Prompt, prepare, prepare_embedding
+from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
 from quire.types.config import EngineOptions
@@ -57,6 +57,22 @@ class Frontend:
                     return
         finally:
             await events.aclose()  # type: ignore[attr-defined]
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: str = "mean",
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> tuple[list[float], int]:
+        """The pooled hidden state of a prompt, of length one, and how many tokens the prompt has."""
+        request = prepare_embedding(
+            prompt, pooling, text=self.text, info=self.client.info, request_id=request_id, priority=priority, salt=salt
+        )
+        events = [event async for batch in self.client.submit(request) for event in batch]
+        return embedding_in(events[-1]), len(request.prompt)
 
 
 class AsyncLLM(Frontend):

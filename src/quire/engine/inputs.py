@@ -8,13 +8,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.text import TextModel
+from quire.generation.guidance import DOOR_SECONDS, Guidance
+from quire.text import TextModel, alphabet_of
 from quire.types.errors import ContextLengthError, InputError
+from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
 Prompt = str | Sequence[int]
+POOLINGS = ("mean", "last")
+_door = Guidance(DOOR_SECONDS)
 
 
 def prepare(
@@ -28,10 +32,11 @@ def prepare(
     salt: str = "",
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
-    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    check_tokens(tokens, info)
+    tokens = _tokens(prompt, text, info)
     room = info.max_model_len - len(tokens)
     params.check_vocabulary(info.vocab_size)
+    if params.grammar is not None:
+        check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
         raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
     params = msgspec.structs.replace(
@@ -48,6 +53,42 @@ def prepare(
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
     )
+
+
+def prepare_embedding(
+    prompt: Prompt,
+    pooling: str,
+    *,
+    text: TextModel,
+    info: EngineInfo,
+    request_id: str | None = None,
+    priority: int = 0,
+    salt: str = "",
+) -> Request:
+    """A request for the pooled hidden state of a prompt."""
+    if pooling not in POOLINGS:
+        raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling")
+    return Request(
+        id=request_id or secrets.token_hex(12),
+        prompt=_tokens(prompt, text, info),
+        params=SamplingParams(max_tokens=1),
+        arrival=time.monotonic(),
+        priority=priority,
+        salt=salt,
+        pooling=pooling,
+    )
+
+
+def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
+    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    check_tokens(tokens, info)
+    return tokens
+
+
+def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
+    """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
+    Needs no torch. Waits for the compiler: not for an event loop to call."""
+    _door.compile(spec, alphabet_of(text.tokenizer))
 
 
 def check_tokens(tokens: list[int], info: EngineInfo) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from quire.assets import resolve
-from quire.engine.inputs import Prompt, prepare
+from quire.engine.inputs import Prompt, prepare, prepare_embedding
 from quire.engine.link import open_link
-from quire.engine.outputs import RequestText
+from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
 from quire.types.config import EngineOptions
@@ -74,6 +74,23 @@ class LLM:
         for _, delta in self._run([self._prepare(prompt, params or SamplingParams(), 0)]):
             yield delta
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean") -> list[list[float]]:
+        """One vector of length one per prompt: the hidden states of its tokens after the final norm, their mean or
+        the last of them."""
+        requests = [prepare_embedding(p, pooling, text=self.text, info=self.info) for p in _as_list(prompts)]
+        vectors: dict[str, list[float]] = {}
+        waiting = {r.id for r in requests}
+        with self._following(waiting):
+            for request in requests:
+                self._link.send(Submit(request))
+            while waiting:
+                for message in self._link.receive(None):
+                    for event in message.events if isinstance(message, Events) else ():
+                        if event.request in waiting:
+                            waiting.remove(event.request)
+                            vectors[event.request] = embedding_in(event)
+        return [vectors[r.id] for r in requests]
+
     def stats(self) -> EngineStats:
         """Counters since start, or since the last reset()."""
         self._link.send(GetStats())
@@ -100,15 +117,21 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:
         views = {r.id: RequestText(r, self.text) for r in requests}
-        for request in requests:
-            self._link.send(Submit(request))
-        try:
+        with self._following(views):
+            for request in requests:
+                self._link.send(Submit(request))
             while views:
                 for message in self._link.receive(None):
                     yield from self._take(message, views)
+
+    @contextlib.contextmanager
+    def _following(self, open_: Collection[str]) -> Iterator[None]:
+        """However it is left, requests that are still open then are aborted."""
+        try:
+            yield
         finally:
             with contextlib.suppress(EngineDeadError):
-                for request_id in views:
+                for request_id in open_:
                     self._link.send(Abort(request_id))
 
     def _take(self, message: ToClient, views: dict[str, RequestText]) -> Iterator[tuple[Request, Delta]]:

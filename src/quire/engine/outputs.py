@@ -5,11 +5,23 @@ Stop strings are found here, where text is made; the engine is then told where t
 
 from __future__ import annotations
 
+import math
+
 from quire.text import IncrementalDetokenizer, StopMatcher, TextModel
-from quire.types.errors import from_wire
+from quire.types.errors import EngineDeadError, from_wire
 from quire.types.events import TokenEvent
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason, Request
+
+
+def embedding_in(event: TokenEvent) -> list[float]:
+    """The pooled hidden state that an event carries, scaled to length one."""
+    if event.finish is FinishReason.ERROR:
+        raise from_wire(event.error, event.message)
+    if event.embedding is None:
+        raise EngineDeadError("the request ended without an embedding: it was cancelled")
+    length = math.hypot(*event.embedding) or 1.0
+    return [x / length for x in event.embedding]
 
 
 class _Branch:
@@ -19,6 +31,7 @@ class _Branch:
         self.done = False
         self.include_stop = params.include_stop
         self.stop_ids = set(params.stop_token_ids)
+        self.end_ids = self.stop_ids.union(request.eos_token_ids)
         self.decoder = IncrementalDetokenizer(text.tokenizer, request.prompt, params.skip_special_tokens)
         self.stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
 
@@ -47,7 +60,9 @@ class RequestText:
         matched = None
         pieces: list[str] = []
         used = 0
-        silent = event.finish is FinishReason.STOP and not branch.include_stop  # ended by a token that is no text
+        # Ended by a token that is no text, rather than by a grammar's last one.
+        ended = event.finish is FinishReason.STOP and bool(tokens) and tokens[-1] in branch.end_ids
+        silent = ended and not branch.include_stop
         for token in tokens:
             used += 1
             piece = "" if silent and used == len(tokens) else branch.decoder.push([token])
@@ -75,6 +90,7 @@ class RequestText:
             finish_reason=finish,
             stop_reason=stop_reason,
             cached_tokens=event.cached,
+            forced_tokens=event.forced,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

@@ -24,6 +24,7 @@ class Collector:
         now = time.perf_counter()
         result, out, times = self.output, self.output.outputs[delta.branch], self.output.times
         out.token_ids += delta.token_ids
+        out.forced_tokens += delta.forced_tokens
         self._texts[delta.branch].append(delta.text)
         if delta.logprobs:
             out.logprobs = (out.logprobs or []) + delta.logprobs

@@ -14,6 +14,7 @@ import torch
 from quire.generation.slots import PAD, Params
 
 _NEVER = float("-inf")
+_LEAST = -1e30  # of a token that a grammar allows, whatever else forbids it: the grammar has the last word
 
 
 def add_bias(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -66,6 +67,15 @@ def penalise(
         seen = logits.new_zeros(len(ids), logits.shape[-1]).scatter_add_(1, ids, produced).gather(1, ids)
         values = values - params.frequency * seen - params.presence * (seen > 0)
     logits.view(-1).scatter_(0, flat, values.view(-1))
+
+
+def allow(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+    """Forbid all tokens but those whose bit is set. masks uint8 [m, bytes], lowest bit first"""
+    shifts = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    bits = (masks.unsqueeze(-1) >> shifts).bitwise_and_(1)  # [m, bytes, 8]
+    banned = bits.flatten(1)[:, : logits.shape[-1]] == 0
+    kept = logits.index_select(0, rows).clamp_(min=_LEAST).masked_fill_(banned, _NEVER)
+    logits.index_copy_(0, rows, kept)
 
 
 def _flat(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

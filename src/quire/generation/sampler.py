@@ -16,6 +16,7 @@ import torch
 
 from quire.generation import edits
 from quire.generation.draw import draw_fused, draw_leading, draw_nucleus, draw_plain
+from quire.generation.grammars import Masks
 from quire.generation.logprobs import LogprobTensors, score_rows
 from quire.generation.noise import row_keys
 from quire.generation.order import best
@@ -79,6 +80,7 @@ class Sampler:
         slots: list[int],
         positions: list[int],  # index in its slot of each token to draw: as many tokens are known before it
         tokens: torch.Tensor,  # int32 [slots, max_len]
+        masks: Masks | None = None,  # one row for each of these slots that has a grammar, in their order
     ) -> Sampled:
         table = self._table
         table.flush()
@@ -88,7 +90,7 @@ class Sampler:
         if wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
             return Sampled(best(logits))
         passes = self._passes(wanted, needs, host_slots, host_positions)
-        edited = self._edit(logits, passes, tokens) if wanted & EDITS else logits
+        edited = self._edit(logits, passes, tokens, masks) if wanted & EDITS else logits
         drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
         for need in DRAWS & wanted:
             rows = passes[need]
@@ -110,8 +112,10 @@ class Sampler:
             for need, rows, part in zip(wanted, picked, parts, strict=True)
         }
 
-    def _edit(self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor) -> torch.Tensor:
-        """A copy with logit bias, bad words, minimum length and penalties applied, in this order."""
+    def _edit(
+        self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: Masks | None
+    ) -> torch.Tensor:
+        """A copy with logit bias, bad words, minimum length, penalties and grammars applied, in this order."""
         table = self._table
         logits = logits.clone(memory_format=torch.contiguous_format)
         if rows := passes.get(Need.BIAS):
@@ -127,6 +131,9 @@ class Sampler:
             known = tokens[:, : rows.host_positions.max()].index_select(0, rows.slots)
             params = table.params(rows.slots)
             edits.penalise(logits, rows.index, params, known, rows.positions, counts=rows.any(Need.COUNTS))
+        if rows := passes.get(Need.GRAMMAR):
+            assert masks is not None, "a slot with a grammar needs its mask"
+            edits.allow(logits, rows.index, ship(masks, table.device))
         return logits
 
     def _draw(self, need: Need, rows: Rows, logits: torch.Tensor) -> torch.Tensor:

@@ -43,10 +43,11 @@ class Need(enum.IntFlag):
     PENALTIES = enum.auto()
     COUNTS = enum.auto()  # penalties that count occurrences (presence, frequency)
     LOGPROBS = enum.auto()
+    GRAMMAR = enum.auto()
 
 
 DRAWS = Need.GREEDY | Need.PLAIN | Need.LEADING | Need.WIDE | Need.NUCLEUS
-EDITS = Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES
+EDITS = Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def _needs(params: SamplingParams, top_k: bool) -> Need:
         (Need.PENALTIES, params.penalised),
         (Need.COUNTS, params.presence_penalty or params.frequency_penalty),
         (Need.LOGPROBS, params.logprobs is not None),
+        (Need.GRAMMAR, params.grammar is not None),
     ):
         if wanted:
             needs |= need

@@ -7,13 +7,10 @@ Twin: `triton/batch.py`, one launch. Refuses to know: who fills the slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-
-from quire.kernels.triton import why_not
 
 
 class Assembled(NamedTuple):
@@ -23,18 +20,6 @@ class Assembled(NamedTuple):
     query_start: torch.Tensor  # [rows + 1] int32
     kv_len: torch.Tensor  # [rows] int32
     page_table: torch.Tensor  # [rows, pages] int32; what lies behind a row's need may be anything
-
-
-# rows table, tokens, pages, page_size, count, width: see `assemble`
-Assemble = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, int, int], Assembled]
-
-
-def choose_assemble(device: torch.device) -> Assemble:
-    if why_not(device) is not None:
-        return assemble
-    from quire.kernels.triton.batch import assemble as fused
-
-    return fused
 
 
 def assemble(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec
+from quire.kernels.batch import Assembled, assemble
 from quire.kernels.dense import DenseRows
 from quire.kernels.eager import ops as eager_ops
 from quire.kernels.eager.attention import TorchSdpa
@@ -39,6 +42,15 @@ def choose_backend(
     if invariant:
         raise ConfigError(f"no attention gives invariant results here: {'; '.join(reasons) or 'it needs Triton'}")
     raise AssertionError("the reference backend supports everything")
+
+
+def choose_assemble(device: torch.device) -> Callable[..., Assembled]:
+    """What makes a step's batch out of the slots' state: `kernels.batch.assemble` or its twin."""
+    if why_not(device) is not None:
+        return assemble
+    from quire.kernels.triton.batch import assemble as fused
+
+    return fused
 
 
 def describe(spec: AttentionSpec) -> str:

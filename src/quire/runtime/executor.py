@@ -13,19 +13,29 @@ from dataclasses import replace
 
 import torch
 
+from quire.generation.grammars import GrammarStore
+from quire.generation.guidance import Guidance
 from quire.model import NativeModel, load_model
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.seams import Ticket, WeightSource
+from quire.types.seams import Grammar, Ticket, WeightSource
 
 
 class LocalExecutor:
-    def __init__(self, options: EngineOptions, source: WeightSource, *, progress: bool = False):
+    def __init__(
+        self,
+        options: EngineOptions,
+        source: WeightSource,
+        *,
+        vocabulary: Callable[[int], Vocabulary],  # given how many ids the model knows; called when a grammar needs it
+        progress: bool = False,
+    ):
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
         if hardware.device == "cpu":
@@ -64,12 +74,18 @@ class LocalExecutor:
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._runner: ModelRunner | None = None
+        self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.kv_dtype)
+        self._runner = ModelRunner(
+            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars
+        )
         if self._graphs:
             self._runner.capture()
         return self._capacity
+
+    def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
+        return self._grammars.prepare(grammar)
 
     def submit(self, plan: StepPlan) -> Ticket:
         assert self._runner is not None, "start() comes first"
@@ -80,6 +96,8 @@ class LocalExecutor:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+        if self._runner is not None:
+            self._runner.close()
         self._runner = None
 
 

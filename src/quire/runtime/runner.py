@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.generation.grammars import Accepted, GrammarStore, SlotGrammars
 from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
@@ -33,6 +34,7 @@ class ModelRunner:
         capacity: Capacity,
         device: torch.device,
         kv_dtype: torch.dtype,
+        grammars: GrammarStore,
     ):
         self.model = model
         self._device = device
@@ -43,6 +45,7 @@ class ModelRunner:
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
         self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
+        self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=capacity.slots,
@@ -57,6 +60,9 @@ class ModelRunner:
         if device.type == "cuda" and group is not None and group.window is None and not invariant:
             self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
 
+    def close(self) -> None:
+        self._grammars.close()
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
@@ -69,6 +75,8 @@ class ModelRunner:
         for admit in plan.admits:
             self._sampler.admit(admit)
             self._tops[admit.slot] = admit.params.prompt_logprobs or 0
+        self._grammars.apply(plan.frees, plan.admits)
+        self._grammars.begin([s.slot for s in plan.samples])
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
@@ -76,26 +84,27 @@ class ModelRunner:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self._pages[pairs[1]] = self._pages[pairs[0]]  # reads all sources before it writes
         counts = [row.count for row in plan.rows]
-        scored = any(row.score for row in plan.rows)
-        size = None if scored or not self._captured.ready else self._captured.fit(counts)
+        looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
+        size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         if size is not None:
             return self._replay(plan, size, began)
-        return self._compute(plan, counts, scored, began)
+        return self._compute(plan, counts, looked_at, began)
 
-    def _compute(self, plan: StepPlan, counts: list[int], scored: bool, began: float) -> PendingStep:
+    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool, began: float) -> PendingStep:
         """The step as it is, operation by operation."""
         table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
-        hidden = self.model.forward(input_ids, batch, self._kv, last=not scored)  # [tokens or rows, hidden]
-        scores = {}
-        if scored:
-            scores, hidden = self._score(plan, hidden), hidden[batch.ends]
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
+        scores: dict[int, list[LogprobTensors]] = {}
+        pooled: dict[int, torch.Tensor] = {}
+        if looked_at:
+            scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
         sampled = None
         if plan.samples:
             rows = self._staging.upload(np.array([s.row for s in plan.samples], dtype=np.int64))
             sampled = self._sample(plan, self.model.logits(hidden[rows]))
-        return PendingStep(plan, sampled, scores, began, self._device)
+        return PendingStep(plan, sampled, scores, pooled, began, self._device, self._grammars)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -118,7 +127,9 @@ class ModelRunner:
                 sampled = Sampled(output.best[: len(rows)])
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
-        return PendingStep(plan, sampled, {}, began, self._device)
+        computed = output.logits.shape[0] if size[0] == size[1] else size[0]
+        padding = computed - plan.tokens
+        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars, padding)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -140,7 +151,7 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
-        sampled = self._sampler.sample(logits.float(), slots, positions, self._slots.tokens)
+        sampled = self._sampler.sample(logits.float(), slots, positions, self._slots.tokens, self._grammars.masks())
         where = self._staging.upload(np.array([slots, positions], dtype=np.int64))
         self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled
@@ -166,6 +177,17 @@ class ModelRunner:
         return found
 
 
+def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of rows that ask for it: their hidden states, summed, or the last of them. [tokens, hidden] → float32 [hidden]"""
+    pooled: dict[int, torch.Tensor] = {}
+    end = 0
+    for i, row in enumerate(plan.rows):
+        begin, end = end, end + row.count
+        if row.pool:
+            pooled[i] = hidden[begin:end].float().sum(0) if row.pool == "mean" else hidden[end - 1].float()
+    return pooled
+
+
 class PendingStep:
     """A step whose results are on their way to the host; `result` waits for them."""
 
@@ -174,15 +196,21 @@ class PendingStep:
         plan: StepPlan,
         sampled: Sampled | None,
         scores: dict[int, list[LogprobTensors]],
+        pooled: dict[int, torch.Tensor],
         began: float,
         device: torch.device,
+        grammars: SlotGrammars,
+        padding: int = 0,
     ):
         self._plan = plan
+        self._grammars = grammars
+        self._padding = padding
         self._began = began
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}
+        self._pooled = {row: begin_copy(vector) for row, vector in pooled.items()}
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -191,16 +219,26 @@ class PendingStep:
     def result(self) -> StepResult:
         if self._event is not None:
             self._event.synchronize()
+        accepted = self._accept(self._tokens.tolist()) if self._tokens is not None else []
         return StepResult(
             step=self._plan.step,
-            tokens=[[t] for t in self._tokens.tolist()] if self._tokens is not None else [],
+            tokens=[a.tokens for a in accepted],
+            ended=[i for i, a in enumerate(accepted) if a.done],
+            errors={i: a.error for i, a in enumerate(accepted) if a.error},
             logprobs=dict(_present(self._logprobs.to_host())) if self._logprobs is not None else {},
             scores={
                 row: [entry for part in parts for _, entry in _present(part.to_host())]
                 for row, parts in self._scores.items()
             },
+            pooled={row: vector.tolist() for row, vector in self._pooled.items()},
             seconds=time.perf_counter() - self._began,
+            padding=self._padding,
         )
+
+    def _accept(self, drawn: list[int]) -> list[Accepted]:
+        """What each draw comes to under its grammar, if it has one."""
+        samples = zip(self._plan.samples, drawn, strict=True)
+        return [self._grammars.accept(sample.slot, sample.position, token) for sample, token in samples]
 
 
 def _present(entries: list[TokenLogprobs | None]) -> list[tuple[int, TokenLogprobs]]:

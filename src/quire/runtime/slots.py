@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from quire.kernels.attention import Batch, GroupBatch
-from quire.kernels.batch import choose_assemble
+from quire.kernels.registry import choose_assemble
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
@@ -36,11 +36,15 @@ class SlotState:
         ]
 
     def apply(self, plan: StepPlan) -> None:
-        """Fill newly occupied slots and bring page tables up to date."""
+        """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
         if plan.admits:
             lengths = [len(a.tokens) for a in plan.admits]
             flat = np.concatenate([np.asarray(a.tokens, dtype=np.int64) for a in plan.admits])
             self._put(self.tokens, [a.slot for a in plan.admits], [0] * len(lengths), lengths, flat)
+        if plan.writes:
+            flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
+            lengths = [len(w.tokens) for w in plan.writes]
+            self._put(self.tokens, [w.slot for w in plan.writes], [w.start for w in plan.writes], lengths, flat)
         for group, table in enumerate(self._tables):
             deltas = [d for d in plan.deltas if d.group == group]
             if deltas:

@@ -11,19 +11,24 @@ Several plans may be in flight. Plans are made from counts alone; values arrive 
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 import msgspec
 
 from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
+from quire.scheduling.diary import Diary
 from quire.scheduling.policies import make_policy
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ContextLengthError, InputError, OverloadedError
+from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
 from quire.types.request import FinishReason, Request, Status
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 
 class _Flight:
@@ -48,6 +53,7 @@ class Scheduler:
         shared = prefix_cache and not self.policy.contiguous
         self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._watermark = max(1, capacity.pages // 100)
@@ -57,6 +63,7 @@ class Scheduler:
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
         self._flights: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
         self._order = 0
         self._step = 0
 
@@ -76,7 +83,7 @@ class Scheduler:
                 f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
                 "shorten the prompt or raise max_model_len"
             )
-        limit = min(longest, length + (request.params.max_tokens or longest))
+        limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
         if self.memory.layout.pages_for(limit) > self.memory.pool.total:
             raise ContextLengthError(
                 f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
@@ -89,12 +96,35 @@ class Scheduler:
         else:
             branches[0].children = branches[1:]
             self._waiting.append(branches[0])
+        if request.deadline:
+            self._await_deadline(request)
         self.stats.prompt_tokens += length
+
+    def _await_deadline(self, request: Request) -> None:
+        heapq.heappush(self._deadlines, (request.deadline, request.id))
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            live = (branches[0].request for branches in self._requests.values())
+            self._deadlines = sorted((r.deadline, r.id) for r in live if r.deadline)
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """End what is not done by its deadline, waiting or running."""
+        self.diary.now = now
+        events: list[TokenEvent] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            for seq in list(self._requests.get(request_id, ())):
+                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
+                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
+                    event.error = DeadlineError.__name__
+                    events.append(event)
+        return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1
         table = PageTable(len(self.memory.layout.groups))
-        return Sequence(request, branch, order=self._order, limit=limit, table=table)
+        seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
+        self.diary.arrived(seq)
+        return seq
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
@@ -105,7 +135,7 @@ class Scheduler:
         """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
         for seq in self._requests.get(request_id, ()):
             if seq.branch == branch and seq.status is not Status.FINISHED:
-                self.stats.rows_wasted += max(0, seq.outputs - tokens)
+                self.diary.cut(max(0, seq.outputs - tokens))
                 del seq.tokens[seq.prompt_len + tokens :]
                 return [self._finish(seq, FinishReason.STOP)]
         return []
@@ -119,6 +149,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
+        self.diary.now = now
         flight = _Flight(StepPlan(step=self._step))
         budget = self._catch_up(flight, now)
         self._admit(flight, budget, now)
@@ -134,7 +165,7 @@ class Scheduler:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         budget = self.capacity.max_batch_tokens
-        behind = [s for s in self._running if s.computed < s.known < s.limit]
+        behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
@@ -178,9 +209,8 @@ class Scheduler:
         seq.epoch += 1
         seq.pending = 0
         if not seq.outputs:
-            seq.scores = []
-        self.stats.preemptions += 1
-        self.stats.rows_wasted += seq.computed - seq.hit
+            seq.scores, seq.pooled = [], []
+        self.diary.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -198,10 +228,11 @@ class Scheduler:
             if seq.inflight:
                 continue  # preempted; its old pages are still in use
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            scored = seq.request.params.prompt_logprobs is not None  # needs every position computed
-            hit = self.memory.lookup(seq.table, 1 if scored else seq.known)
+            every = seq.request.params.prompt_logprobs is not None or seq.request.pooling == "mean"
+            hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
             if hit.waits:
                 seq.move(Status.PENDING)
+                self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, budget)
             if not self._start(flight, seq, hit, count, reserve):
@@ -225,6 +256,7 @@ class Scheduler:
         if seq.cached < 0:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
+        self.diary.started(seq, hit)
         self._run(flight, seq)
         self._apply(flight, seq, adopted)
         self._apply(flight, seq, extended)
@@ -238,6 +270,7 @@ class Scheduler:
         seq.move(Status.RUNNING)
         self._running[seq] = None
         seq.slot = self._slots.pop()
+        seq.unsent = 0
         params, request = seq.request.params, seq.request
         stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         flight.plan.admits.append(
@@ -261,11 +294,17 @@ class Scheduler:
     def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
         plan, start = flight.plan, seq.computed
         score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
-        plan.rows.append(Row(seq.slot, start, count, score=score))
-        flight.rows.append((seq, seq.epoch))
+        if seq.unsent:
+            at = len(seq.tokens) - seq.unsent
+            plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
+            seq.unsent = 0
         seq.computed = start + count
+        self.diary.row(seq, count)
+        pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
+        plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
+        flight.rows.append((seq, seq.epoch))
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known:
+        if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
             self._add_sample(flight, seq, len(plan.rows) - 1)
@@ -286,6 +325,7 @@ class Scheduler:
                 continue
             child.table = self.memory.fork(parent.table)
             child.computed = child.hit = parent.computed
+            self.diary.started(child)
             self._run(flight, child)
             flight.plan.deltas += [
                 PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
@@ -295,13 +335,12 @@ class Scheduler:
 
     # ---- commit ---------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[TokenEvent]:
         """Take in a finished step; plans commit in the order they were made."""
+        self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
-        self.stats.steps += 1
-        self.stats.rows += plan.tokens
-        self.stats.step_seconds += result.seconds
+        self.diary.stepped(plan, result, flight.rows)
         self._land(flight)
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and i in result.scores:
@@ -312,6 +351,9 @@ class Scheduler:
             for i, (seq, epoch) in enumerate(flight.samples)
             if seq.epoch == epoch and seq.status is Status.RUNNING
         ]
+        for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
+                events += self._pool(seq, plan.rows[i], result.pooled[i])
         for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
@@ -335,16 +377,36 @@ class Scheduler:
             finish = self._ends(seq, request, token, index + len(drawn))
             if finish:
                 break
+        if index == 0:
+            self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
+        seq.unsent = len(drawn) - 1
         self.stats.output_tokens += len(drawn)
-        event = self._finish(seq, finish) if finish else TokenEvent(request.id, seq.branch, index, drawn)
+        self.stats.forced_tokens += seq.unsent
+        if sample in result.errors:
+            event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
+            event.error = InputError.__name__
+        elif finish or sample in result.ended:
+            event = self._finish(seq, finish or FinishReason.STOP)
+        else:
+            event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        event.forced = len(drawn) - 1
         if sample in result.logprobs:
             event.logprobs = [result.logprobs[sample]]
         if index == 0 and seq.scores:
             event.prompt_logprobs = seq.scores
         return event
+
+    def _pool(self, seq: Sequence, row: Row, vector: list[float]) -> list[TokenEvent]:
+        """Add hidden states of a part of the prompt; with the last part the request is answered."""
+        seq.pooled = [a + b for a, b in zip(seq.pooled, vector, strict=True)] if seq.pooled else vector
+        if row.start + row.count < seq.prompt_len:
+            return []
+        event = self._finish(seq, FinishReason.STOP)
+        event.embedding = [x / seq.prompt_len for x in seq.pooled] if row.pool == "mean" else seq.pooled
+        return [event]
 
     def _ends(self, seq: Sequence, request: Request, token: int, outputs: int) -> FinishReason | None:
         params = request.params
@@ -360,7 +422,7 @@ class Scheduler:
             self._waiting.remove(seq)
         self._running.pop(seq, None)
         seq.move(Status.FINISHED)
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        self.diary.ended(seq, reason)
         if not seq.inflight:
             self._release(seq)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
@@ -393,7 +455,7 @@ class Scheduler:
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -401,6 +463,7 @@ class Scheduler:
         return msgspec.structs.replace(
             self.stats,
             finished=dict(self.stats.finished),
+            waste=dict(self.stats.waste),
             waiting=len(self._waiting),
             running=len(self._running),
             pages_used=pool.used,
@@ -410,6 +473,22 @@ class Scheduler:
             kv_slots_filled=memory.slots_filled,
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
         )
+
+    def view(self) -> EngineView:
+        return picture(
+            self.diary.now,
+            running=list(self._running),
+            waiting=self._waiting,
+            memory=self.memory,
+            stats=self.snapshot(),
+            capacity=self.capacity,
+            steps=self.diary.steps,
+        )
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to each branch of a request that runs or lately ended."""
+        branches = self._requests.get(request_id)
+        return [seq.log for seq in branches] if branches else self.diary.of(request_id)
 
     def check(self) -> None:
         """Invariants; run after every step in tests and when idle in service."""

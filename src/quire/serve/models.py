@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from quire.serve.answers import ModelCard, ModelList
 from quire.serve.events import json
 from quire.serve.generation import Serving
 from quire.serve.openapi import answers
-from quire.serve.schema import ModelCard, ModelList
 
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
+    name = serving.frontend.model_name
     card = ModelCard(
-        id=serving.frontend.model_name,
+        id=name,
         created=serving.created,
+        display_name=name,
+        created_at=datetime.fromtimestamp(serving.created, UTC).isoformat(),
         max_model_len=serving.frontend.client.info.max_model_len,
     )
 
     @routes.get("/v1/models", summary="List models", openapi_extra=answers(ModelList))
     async def list_models() -> Response:
-        return Response(json(ModelList([card])), media_type="application/json")
+        return Response(json(ModelList(data=[card], first_id=name, last_id=name)), media_type="application/json")
 
     # A path, because names such as org/model hold slashes.
     @routes.get("/v1/models/{id:path}", summary="Describe a model", openapi_extra=answers(ModelCard))

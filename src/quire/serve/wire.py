@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.errors import ClientGoneError, describe
+from quire.serve.context import current
+from quire.serve.errors import ClientGoneError, Failure, describe
 from quire.types.errors import InputError
 
 T = TypeVar("T")
@@ -29,6 +30,26 @@ class BodyTooLargeError(InputError):
     code = "request_too_large"
 
 
+class BodyTooSlowError(InputError):
+    status = 408
+    code = "request_timeout"
+
+
+BODY_SECONDS = 60.0  # for the whole body; it holds a place in the queue meanwhile
+
+
+class NotFoundError(InputError):
+    """Something kept for a caller is not, or not for this caller."""
+
+    status = 404
+    code = "not_found"
+
+
+def owner_of(request: Request) -> str:
+    """Whose things a request may see: those made with the same key."""
+    return current().key.name
+
+
 async def read_body(request: Request, limit: int) -> bytes:
     """The whole body, refused as soon as it is known to be longer than `limit` bytes."""
     declared = request.headers.get("content-length", "")
@@ -36,11 +57,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(f"request body of {declared[:20]} bytes is larger than the limit of {limit}")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlowError(f"the request body did not arrive within {BODY_SECONDS:g} s") from None
     return b"".join(chunks)
 
 
@@ -71,7 +96,7 @@ _FIELD = re.compile(r"Object (?P<fault>missing required|contains unknown) field 
 def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
     """msgspec's "Expected `int`, got `str` - at `$.n`" → an error whose param is the field's path."""
     match = _PROBLEM.fullmatch(text)
-    problem, path = (match["problem"], match["path"] or "") if match else (text, "")
+    problem, path = (match["problem"], (match["path"] or "").replace("[...]", "")) if match else (text, "")
     if field := _FIELD.fullmatch(problem):
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["fault"] == "missing required":
@@ -80,7 +105,7 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
     problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
-    code = "invalid_type" if problem.startswith("Expected") else "invalid_value"
+    code = "invalid_type" if ", got " in problem else "invalid_value"
     return InputError(f"{path or 'request body'}: {problem}", param=path or None, code=code)
 
 
@@ -105,20 +130,24 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events made of ready bytes. An error before the first event is an ordinary HTTP error; a later
-    one is the last event. When the client hangs up, `events` is closed, and with it the work behind it."""
+    """A stream of ready bytes. An error before the first of them is an ordinary HTTP error; a later one is the last
+    event, written by `failed`. When the client hangs up, `events` is closed, and with it the work behind it."""
 
     media_type = "text/event-stream"
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes, None]):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._send(send))
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return b"data: " + failure.encode(path) + b"\n\n"
 
-    async def _send(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_gone(receive, self._send(send, scope["path"]))
+
+    async def _send(self, send: Send, path: str) -> None:
         async with aclosing(self.events) as events:
             event = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -127,6 +156,25 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                last = b"data: " + msgspec.json.encode(describe(error).body) + b"\n\n"
+                last = self.failed(describe(error), path)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": self.last, "more_body": False})
+
+
+class NamedEvents(EventStream):
+    """Events with names; no mark follows the last of them."""
+
+    last = b""
+
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return b"event: error\ndata: " + failure.encode(path) + b"\n\n"
+
+
+class JsonLines(EventStream):
+    """One JSON object a line."""
+
+    media_type = "application/x-ndjson"
+    last = b""
+
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return failure.encode(path) + b"\n"

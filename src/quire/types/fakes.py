@@ -3,12 +3,25 @@
 `FakeExecutor` has no model but a memory that never lies: each KV entry is a digest of the whole token history
 that led to it. It checks that every row would read exactly its own history through its page table, whatever
 was shared, copied, preempted or re-used, and draws tokens that depend on that history alone.
+
+`FakeGrammars` knows choices only, and finds what may follow by looking at every token and every choice.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.errors import InputError
+from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, StepPlan, StepResult, TokenLogprobs
+from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
 
 _MASK = (1 << 61) - 1
 
@@ -23,6 +36,14 @@ def fake_token(tokens: list[int], seed: int, branch: int, vocab: int) -> int:
     for token in tokens:
         state = _mix(state, token)
     return _mix(_mix(state, seed), branch) % vocab
+
+
+def fake_draw(tokens: list[int], admit: Admit, vocab: int) -> list[int]:
+    """What a draw gives: one token, and with a grammar sometimes the next few, as if it forced them."""
+    drawn: list[int] = []
+    while not drawn or (admit.params.grammar is not None and drawn[-1] % 3 == 0):
+        drawn.append(fake_token([*tokens, *drawn], admit.seed, admit.branch, vocab))
+    return drawn
 
 
 class _Slot:
@@ -62,12 +83,20 @@ class FakeExecutor:
     def start(self) -> Capacity:
         return self.capacity
 
+    def prepare(self, grammar: GrammarSpec) -> Future[Any]:
+        ready: Future[Any] = Future()
+        ready.set_result(None)
+        return ready
+
     def submit(self, plan: StepPlan) -> FakeTicket:
         for slot in plan.frees:
             self._slots.pop(slot, None)
         for admit in plan.admits:
             assert admit.slot not in self._slots, f"slot {admit.slot} is taken"
             self._slots[admit.slot] = _Slot(admit, len(self.layout.groups))
+        for write in plan.writes:
+            for position, token in enumerate(write.tokens, write.start):
+                self._slots[write.slot].store(position, token)
         for delta in plan.deltas:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
@@ -111,18 +140,81 @@ class FakeExecutor:
             slot = self._slots[sample.slot]
             assert ends[sample.row] == sample.position == len(slot.tokens), "sample is not at the end of its row"
             admit = slot.admit
-            token = fake_token(slot.tokens, admit.seed, admit.branch, self.vocab)
-            drawn.append((slot, sample.position, token))
+            tokens = fake_draw(slot.tokens, admit, self.vocab)
+            token = tokens[0]
+            drawn.append((slot, sample.position, tokens))
             if admit.params.logprobs is not None:
                 logprobs[i] = TokenLogprobs(token, -0.5, 1, [token][: admit.params.logprobs], [-0.5])
-        for slot, position, token in drawn:
-            slot.store(position, token)
+        for slot, position, tokens in drawn:
+            slot.store(position, tokens[0])
         scores = {
             i: [TokenLogprobs(0, -1.0, 1, [], []) for _ in range(row.count)]
             for i, row in enumerate(plan.rows)
             if row.score
         }
-        return StepResult(step=plan.step, tokens=[[t] for _, _, t in drawn], logprobs=logprobs, scores=scores)
+        pooled = {i: self._pool(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.pool}
+        all_drawn = [tokens for _, _, tokens in drawn]
+        return StepResult(step=plan.step, tokens=all_drawn, logprobs=logprobs, scores=scores, pooled=pooled)
+
+    def _pool(self, slot: _Slot, row: Row) -> list[float]:
+        """A hidden state here is the token itself, and its position."""
+        states = [(float(slot.tokens[p]), float(p)) for p in range(row.start, row.start + row.count)]
+        return [sum(column) for column in zip(*states, strict=True)] if row.pool == "mean" else list(states[-1])
 
     def close(self) -> None:
         self._slots.clear()
+
+
+class FakeGrammars:
+    """A GrammarBackend for choices."""
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> FakeGrammar:
+        choices = json.loads(spec.source) if spec.kind == "choice" else None
+        if not choices:
+            raise InputError(f"only choices are known here, not {spec.kind} {spec.source!r}")
+        return FakeGrammar([choice.encode() for choice in choices], vocabulary)
+
+
+class FakeGrammar:
+    def __init__(self, choices: list[bytes], vocabulary: Vocabulary, taken: tuple[int, ...] = ()):
+        self._choices = choices
+        self._vocabulary = vocabulary
+        self._taken = taken
+        self.error = ""
+
+    @property
+    def _text(self) -> bytes:
+        return b"".join(self._vocabulary.tokens[t] for t in self._taken if t not in self._vocabulary.ends)
+
+    @property
+    def _left(self) -> list[bytes]:
+        return [choice[len(self._text) :] for choice in self._choices if choice.startswith(self._text)]
+
+    @property
+    def done(self) -> bool:
+        return bool(self._taken and self._taken[-1] in self._vocabulary.ends) or not any(self._left)
+
+    def fill(self, row: npt.NDArray[np.uint8]) -> None:
+        vocabulary, left = self._vocabulary, self._left
+        bits = [
+            b"" in left if i in vocabulary.ends else bool(piece) and any(rest.startswith(piece) for rest in left)
+            for i, piece in enumerate(vocabulary.tokens)
+        ]
+        row[:] = np.packbits(bits, bitorder="little")[: len(row)]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._taken += tuple(tokens)
+        if not self._left:
+            self.error = f"{self._text!r} begins none of the choices"
+
+    def forced(self) -> list[int]:
+        common = bytes(c[0] for c in takewhile(lambda column: len(set(column)) == 1, zip(*self._left, strict=False)))
+        tokens = self._vocabulary.encode(common.decode("utf-8", "ignore"))
+        return tokens if len(self._left) == 1 else tokens[:-1]  # the last might go on otherwise
+
+    def rollback(self, count: int) -> None:
+        self._taken = self._taken[: len(self._taken) - count]
+        self.error = ""
+
+    def fork(self) -> FakeGrammar:
+        return FakeGrammar(self._choices, self._vocabulary, self._taken)

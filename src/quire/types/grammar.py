@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -21,3 +23,13 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if len(self.source) > MAX_GRAMMAR:
             raise InputError(f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR} are taken")
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """What a grammar must know of a model's tokens."""
+
+    tokens: Sequence[bytes]  # what each id stands for; nothing: it is never allowed
+    special: frozenset[int]  # ids that are no text, whatever their name
+    ends: Sequence[int]  # ids that end an answer
+    encode: Callable[[str], list[int]]  # the ids of a text that continues another

@@ -19,6 +19,7 @@ class Delta(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     cached_tokens: int = 0
+    forced_tokens: int = 0  # of these tokens, how many a grammar forced
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -29,6 +30,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     cumulative_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    forced_tokens: int = 0
 
 
 class RequestTimes(msgspec.Struct, kw_only=True):

@@ -8,7 +8,7 @@ The worker keeps, per slot, all known tokens, the page table and the sampling st
 changed. Token values sampled by an earlier step are read from the slot on the device, so a plan never needs
 them: it can be made while that step still runs.
 
-Order inside a step: frees, admits, page deltas, page copies, forward over rows, samples (drawn tokens are
+Order inside a step: frees, admits, writes, page deltas, page copies, forward over rows, samples (drawn tokens are
 stored into their slots).
 """
 
@@ -32,6 +32,14 @@ class Admit(msgspec.Struct):
     stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
 
 
+class Write(msgspec.Struct):
+    """Tokens of a slot, from position `start`, that the device did not draw itself."""
+
+    slot: int
+    start: int
+    tokens: list[int]
+
+
 class PageDelta(msgspec.Struct):
     """Table of (slot, group): entries from `index` on become `pages`."""
 
@@ -45,13 +53,15 @@ class Row(msgspec.Struct):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
-    token there: prompt logprobs).
+    token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
+    these positions, "last" for that of the last.
     """
 
     slot: int
     start: int
     count: int
     score: bool = False
+    pool: str = ""
 
 
 class Sample(msgspec.Struct):
@@ -68,6 +78,7 @@ class StepPlan(msgspec.Struct):
     samples: list[Sample] = []
     frees: list[int] = []
     admits: list[Admit] = []
+    writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
 
@@ -87,13 +98,18 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct):
-    """`tokens[i]` belongs to `plan.samples[i]`: the tokens drawn there (one, or more once drafts are accepted)."""
+    """`tokens[i]` belongs to `plan.samples[i]`: the token drawn there, and those that a grammar forces after it.
+    Only the first is in its slot; a later plan writes the others."""
 
     step: int
     tokens: list[list[int]]
     logprobs: dict[int, TokenLogprobs] = {}  # by sample index
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
+    pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
+    ended: list[int] = []  # samples after which a grammar allows nothing more
+    errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
+    padding: int = 0  # token rows computed only to fill a captured size
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -84,6 +84,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias")
         for value in self.logit_bias.values():
             _within("logit_bias", value, -100.0, 100.0)
+        for name in ("ignore_eos", "min_tokens"):
+            if self.grammar is not None and getattr(self, name):
+                raise InputError(f"{name} contradicts a grammar, which says where the answer ends", param=name)
 
     @property
     def greedy(self) -> bool:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
+from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 from quire.types.wire import EngineInfo
 
 
@@ -27,6 +33,10 @@ class Executor(Protocol):
     layout: KVLayout
 
     def start(self) -> Capacity: ...
+
+    def prepare(self, grammar: GrammarSpec) -> Future[Any]:
+        """Make ready what requests with this grammar will need, beside the steps; a bad one ends in InputError."""
+        ...
 
     def submit(self, plan: StepPlan) -> Ticket: ...
 
@@ -57,6 +67,42 @@ class SchedulingPolicy(Protocol):
         ...
 
 
+class Grammar(Protocol):
+    """What one answer may still become. An error is final: `fill` then allows nothing that could be relied on."""
+
+    @property
+    def error(self) -> str:
+        """Why it cannot go on; '' while it can."""
+        ...
+
+    @property
+    def done(self) -> bool:
+        """Nothing may follow."""
+        ...
+
+    def fill(self, row: npt.NDArray[np.uint8]) -> None:
+        """Set the bits (lowest first) of the tokens that may come next; ends count once the answer is complete."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+    def forced(self) -> list[int]:
+        """Tokens that must come next, whatever is drawn; not yet accepted."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+        ...
+
+    def fork(self) -> Grammar: ...
+
+
+class GrammarBackend(Protocol):
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
+        """The grammar before any token; InputError with the reason if it makes no sense or is too large."""
+        ...
+
+
 class EngineClient(Protocol):
     """One engine or a thousand: what the servers and the language see."""
 
@@ -71,6 +117,20 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def view(self) -> EngineView: ...
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to the branches of a request, running or lately ended."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""
+        ...
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
+        ...
 
     async def close(self) -> None: ...
 

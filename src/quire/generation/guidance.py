@@ -1,0 +1,181 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, choices and Lark grammars against a model's own tokens.
+
+Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick and what a grammar
+may cost is bounded by the limits below. Compiling walks the grammar recursively, so it happens on a stack deep enough
+for any grammar of the permitted size.
+
+Knows: llguidance (imported when first used). Refuses to know: torch, slots, requests.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.errors import InputError
+from quire.types.grammar import GrammarSpec, Vocabulary
+
+T = TypeVar("T")
+
+DOOR_SECONDS = 0.9  # a grammar that takes longer to compile is refused; an engine waits longer for one let in
+ENGINE_SECONDS = 10.0
+STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
+MAX_REASON = 400  # characters of a refusal
+# A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+
+
+class Guidance:
+    """The GrammarBackend of llguidance."""
+
+    def __init__(self, seconds: float = ENGINE_SECONDS) -> None:
+        self._seconds = seconds
+        self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> GuidanceGrammar:
+        tokenizer = self._tokenizers.get(vocabulary)
+        if tokenizer is None:
+            tokenizer = self._tokenizers[vocabulary] = _tokenizer(vocabulary)
+        return _on_a_deep_stack(lambda: _compile(spec, tokenizer), self._seconds)
+
+
+def _compile(spec: GrammarSpec, tokenizer: Any) -> GuidanceGrammar:
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
+    grammar = GuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+    trial = grammar.fork()  # too many ways to begin, or to go on from the beginning, shows only when tried
+    row = np.empty(-(-tokenizer.vocab_size // 8), np.uint8)
+    for tokens in ([], trial.forced()):
+        if not trial.done:
+            trial.accept(tokens)
+            trial.fill(row)
+    if trial.error:
+        raise _refusal(spec, trial.error)
+    return grammar
+
+
+class GuidanceGrammar:
+    def __init__(self, matcher: Any, words: int):
+        self._matcher = matcher
+        self._words = words  # of 32 bits in a mask
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error() if self._matcher.is_error() else ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, row: npt.NDArray[np.uint8]) -> None:
+        words = np.empty(self._words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        row[:] = words.view(np.uint8)[: len(row)]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._matcher.consume_tokens(list(tokens))
+
+    def forced(self) -> list[int]:
+        return [] if self.done else self._matcher.compute_ff_tokens()
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def fork(self) -> GuidanceGrammar:
+        return GuidanceGrammar(self._matcher.deep_copy(), self._words)
+
+
+class _Tokens:
+    """A vocabulary in the form llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._encode = vocabulary.encode
+        self.tokens = list(vocabulary.tokens)
+        self.special_token_ids = sorted(vocabulary.special)
+        self.ends = list(vocabulary.ends)
+        if not self.ends:  # the library needs one: an id that the model does not have
+            self.ends = [len(self.tokens)]
+            self.special_token_ids += self.ends
+            self.tokens.append(b"<end>")
+        self.eos_token_id = self.ends[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"))
+
+
+def _tokenizer(vocabulary: Vocabulary) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = _Tokens(vocabulary)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.ends)
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    """The specification in llguidance's own words."""
+    from llguidance import LLMatcher, grammar_from
+
+    if spec.kind in ("json_object", "json_schema"):
+        source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
+        try:
+            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        except ValueError as error:
+            raise _refusal(spec, str(error)) from None
+    if spec.kind == "choice":
+        return grammar_from("choice", json.dumps(_choices(spec)))
+    return (LLMatcher.grammar_from_regex if spec.kind == "regex" else LLMatcher.grammar_from_lark)(spec.source)
+
+
+def _choices(spec: GrammarSpec) -> list[str]:
+    try:
+        choices = json.loads(spec.source)
+    except (ValueError, RecursionError):
+        choices = None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise _refusal(spec, "it must be a list of one or more strings, none of them empty")
+    return choices
+
+
+def _refusal(spec: GrammarSpec, reason: str) -> InputError:
+    reason = reason.removesuffix("<non-verbose/>").strip()
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + " ..."
+    return InputError(f"the {spec.kind} grammar cannot be used: {reason}", param="grammar", code="invalid_grammar")
+
+
+_spawning = threading.Lock()  # the stack size of new threads is one setting for the whole process
+
+
+def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
+    done: Future[T] = Future()
+
+    def body() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _spawning:
+        usual = threading.stack_size(STACK)
+        try:
+            threading.Thread(target=body, name="quire-grammar").start()
+        finally:
+            threading.stack_size(usual)
+    try:
+        return done.result(seconds)
+    except TimeoutError:
+        raise InputError(
+            f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
+            param="grammar",
+            code="invalid_grammar",
+        ) from None

@@ -1,0 +1,121 @@
+"""What every GrammarBackend must do, asked of all of them."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from quire.generation.guidance import Guidance
+from quire.types.errors import InputError
+from quire.types.fakes import FakeGrammars
+from quire.types.grammar import GrammarSpec, Vocabulary
+
+WORDS = [b"ye", b"yes", b"no", b"non", b"e", "é".encode(), b"aybe", b"\xff"]
+TOKENS = [bytes([b]) for b in range(256)] + WORDS + [b"<end>", b""]
+END = len(TOKENS) - 2
+
+
+def encode(text):
+    """Longest token first."""
+    data, ids = text.encode(), []
+    while data:
+        piece = max((w for w in TOKENS[:-2] if data.startswith(w)), key=len)
+        ids.append(TOKENS.index(piece))
+        data = data[len(piece) :]
+    return ids
+
+
+VOCABULARY = Vocabulary(tokens=TOKENS, special=frozenset({END}), ends=[END], encode=encode)
+CHOICES = ["yes", "yellow", "no", "none", "maybe", "né", "né\n"]
+
+
+@pytest.fixture(params=[FakeGrammars, Guidance])
+def backend(request):
+    return request.param()
+
+
+def compiled(backend, choices=CHOICES):
+    return backend.compile(GrammarSpec("choice", json.dumps(choices)), VOCABULARY)
+
+
+def allowed(grammar):
+    row = np.empty(-(-len(TOKENS) // 8), np.uint8)
+    grammar.fill(row)
+    return np.flatnonzero(np.unpackbits(row, bitorder="little")[: len(TOKENS)]).tolist()
+
+
+def text(tokens):
+    return b"".join(TOKENS[t] for t in tokens if t != END)
+
+
+def walk(grammar, rng):
+    taken = []
+    while not grammar.done:
+        options = allowed(grammar)
+        assert options, f"nothing may follow {taken}"
+        taken.append(rng.choice(options))
+        grammar.accept(taken[-1:])
+        assert not grammar.error
+    return taken
+
+
+def test_every_walk_ends_in_a_choice_and_every_choice_is_reached(backend):
+    rng, start = random.Random(1), compiled(backend)
+    assert {text(walk(start.fork(), rng)) for _ in range(400)} == {choice.encode() for choice in CHOICES}
+
+
+def test_the_end_is_allowed_only_after_a_whole_answer(backend):
+    grammar = compiled(backend)
+    for token in encode("no"):
+        assert END not in allowed(grammar)
+        grammar.accept([token])
+    assert END in allowed(grammar) and not grammar.done, "none may still come"
+    grammar.accept([END])
+    assert grammar.done and not grammar.error
+
+
+def test_forced_tokens_are_the_only_way_on(backend):
+    rng = random.Random(2)
+    for _ in range(50):
+        grammar = compiled(backend)
+        while not grammar.done:
+            before = grammar.fork()
+            forced = grammar.forced()
+            for token in forced:
+                assert token in allowed(grammar)
+                grammar.accept([token])
+            said = text(forced)
+            others = [walk(before.fork(), random.Random(seed)) for seed in range(20)]
+            assert all(text(other).startswith(said) for other in others)
+            if not grammar.done:
+                grammar.accept([rng.choice(allowed(grammar))])
+
+
+def test_rollback_returns_to_where_it_was(backend):
+    rng, grammar = random.Random(3), compiled(backend)
+    for _ in range(50):
+        before = allowed(grammar)
+        fork = grammar.fork()
+        steps = walk(fork, rng)
+        fork.rollback(len(steps))
+        assert allowed(fork) == before and not fork.done
+
+
+def test_forks_do_not_feel_each_other(backend):
+    grammar = compiled(backend)
+    grammar.accept(encode("ye"))
+    before, fork = allowed(grammar), grammar.fork()
+    fork.accept(encode("s"))
+    assert allowed(grammar) == before and fork.done and not grammar.done
+
+
+def test_a_token_that_may_not_come_is_an_error(backend):
+    grammar = compiled(backend)
+    grammar.accept(encode("x"))
+    assert grammar.error
+
+
+def test_what_makes_no_sense_is_refused(backend):
+    with pytest.raises(InputError):
+        compiled(backend, [])

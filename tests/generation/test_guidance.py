@@ -1,0 +1,143 @@
+"""llguidance behind its seam: kinds of grammars, the model's own vocabulary, and grammars meant to do harm."""
+
+import json
+
+import numpy as np
+import pytest
+
+from quire.engine.inputs import check_grammar
+from quire.generation.guidance import Guidance
+from quire.text import TextModel, alphabet_of, load_tokenizer, vocabulary_of
+from quire.types.errors import InputError
+from quire.types.grammar import GrammarSpec, Vocabulary
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model):
+    return load_tokenizer(default_model)
+
+
+@pytest.fixture(scope="module")
+def text(default_model):
+    return TextModel.load(default_model)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer):
+    return vocabulary_of(tokenizer, tokenizer.vocab_size + 100)
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return Guidance()
+
+
+def allowed(grammar, vocabulary):
+    row = np.empty(-(-len(vocabulary.tokens) // 8), np.uint8)
+    grammar.fill(row)
+    return set(np.flatnonzero(np.unpackbits(row, bitorder="little")).tolist())
+
+
+def schema(value):
+    return GrammarSpec("json_schema", json.dumps(value))
+
+
+PERSON = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
+
+ACCEPTED = [
+    (GrammarSpec("json_object"), '{"a": [1, null, "x"], "b": {}}', '[1]'),
+    (schema(PERSON | {"required": ["name", "age"]}), '{"name": "Bé\\n", "age": -3}', '{"name": "B", "age": "x"}'),
+    (GrammarSpec("regex", r"\d{3}-[a-f]+"), "123-abc", "12-abc"),
+    (GrammarSpec("choice", '["ja", "nein", "vielleicht"]'), "vielleicht", "vielen"),
+    (GrammarSpec("lark", 'start: "<" WORD ("," WORD)* ">"\nWORD: /[a-z]+/'), "<ab,c>", "<ab,>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "good", "bad"), ACCEPTED, ids=lambda v: getattr(v, "kind", ""))
+def test_each_kind_takes_what_fits_and_nothing_else(backend, vocabulary, tokenizer, spec, good, bad):
+    grammar = backend.compile(spec, vocabulary).fork()
+    grammar.accept(tokenizer.encode(good, add_special=False))
+    assert not grammar.error and (grammar.done or set(vocabulary.ends) <= allowed(grammar, vocabulary))
+    grammar = backend.compile(spec, vocabulary).fork()
+    grammar.accept(tokenizer.encode(bad, add_special=False))
+    assert grammar.error or not (grammar.done or set(vocabulary.ends) & allowed(grammar, vocabulary))
+
+
+def test_special_tokens_are_no_text_and_padding_is_never_allowed(backend, vocabulary, tokenizer):
+    grammar = backend.compile(GrammarSpec("regex", r"(.|\n)*"), vocabulary)
+    may = allowed(grammar, vocabulary)
+    assert tokenizer.special_ids & may == set(tokenizer.eos_ids)
+    assert max(may) < tokenizer.vocab_size
+    named = backend.compile(GrammarSpec("lark", 'start: <|im_start|> "x"'), vocabulary)
+    assert allowed(named, vocabulary) == {tokenizer.encode("<|im_start|>", add_special=False)[0]}
+
+
+def test_a_vocabulary_without_ends_still_finishes(backend):
+    letters = Vocabulary([b"a", b"b"], frozenset(), [], lambda text: [ord(c) - 97 for c in text])
+    grammar = backend.compile(GrammarSpec("regex", "a+b"), letters)
+    grammar.accept([0, 0])
+    assert not grammar.done and allowed(grammar, letters) == {0, 1}
+    grammar.accept([1])
+    assert grammar.done
+
+
+def test_the_door_knows_the_models_special_tokens(text):
+    check_grammar(GrammarSpec("lark", 'start: <|im_start|> "x"'), text)
+    with pytest.raises(InputError, match="nobody"):
+        check_grammar(GrammarSpec("lark", 'start: <|nobody|> "x"'), text)
+
+
+def chain(length, link, last):
+    defs = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(length)}
+    return schema({"$ref": "#/$defs/d0", "$defs": defs | {f"d{length}": last}})
+
+
+REFUSED = [
+    (GrammarSpec("regex", "a{"), "unclosed counted repetition"),
+    (GrammarSpec("regex", "(?=a)b"), "look-around"),
+    (GrammarSpec("regex", "(" * 100_000), "regex"),
+    (GrammarSpec("choice", "[]"), "list of one or more strings"),
+    (GrammarSpec("choice", "{"), "list of one or more strings"),
+    (GrammarSpec("choice", '["a", 3]'), "list of one or more strings"),
+    (GrammarSpec("lark", "start: nobody"), "unknown name"),
+    (GrammarSpec("lark", "start: " + "(" * 50_000), "deeply nested"),
+    (GrammarSpec("json_schema", "{"), "EOF"),
+    (GrammarSpec("json_schema", "true"), "object"),
+    (GrammarSpec("json_schema", '{"items":' * 3000 + "{}" + "}" * 3000), "recursion limit"),
+    (schema({"type": "nonsense"}), "nonsense"),
+    (schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+    (schema({"$ref": "https://example.com/schema.json"}), "retriev"),
+    (schema({"enum": []}), "empty"),
+    (schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}), "items"),
+]
+
+
+@pytest.mark.parametrize(("spec", "reason"), REFUSED)
+def test_bad_grammars_are_refused_with_the_reason(text, spec, reason):
+    with pytest.raises(InputError, match=reason) as caught:
+        check_grammar(spec, text)
+    assert caught.value.param == "grammar" and len(str(caught.value)) < 600
+
+
+def test_a_grammar_too_long_is_not_even_read():
+    with pytest.raises(InputError, match="characters"):
+        GrammarSpec("regex", "a" * 300_000)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        chain(3000, lambda ref: ref, {"type": "string"}),
+        chain(1500, lambda ref: {"type": "object", "properties": {"x": ref}, "required": ["x"]}, {"type": "null"}),
+        GrammarSpec("lark", "start: R0\n" + "\n".join(f'R{i}: "a" R{i + 1}' for i in range(9000)) + '\nR9000: "b"'),
+    ],
+    ids=["references", "objects", "terminals"],
+)
+def test_deep_grammars_do_not_run_off_the_stack(text, spec):
+    check_grammar(spec, text)
+
+
+def test_a_compiler_that_takes_too_long_is_given_up(tokenizer):
+    slow = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
+    with pytest.raises(InputError, match="longer than"):
+        Guidance(seconds=0.001).compile(slow, alphabet_of(tokenizer))

@@ -1,0 +1,221 @@
+"""Files and batches through the `openai` client, their stores' bounds, and `quire batch`."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fake_frontend import FakeFrontend
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.serve.files import FileStore
+from quire.serve.responses_schema import ResponseObject
+from quire.serve.responses_store import ResponseStore, Stored
+from quire.serve.run import background_server
+from quire.serve.wire import NotFoundError
+from quire.types.errors import OverloadedError
+from quire.types.serving import ServeOptions
+
+MODEL = FakeFrontend.model_name
+
+
+@pytest.fixture
+def client(fake_server: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{fake_server}/v1", api_key="none", max_retries=0, timeout=30)
+
+
+def line(id: str, url: str = "/v1/chat/completions", **body: Any) -> bytes:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], **body}
+    return json.dumps({"custom_id": id, "method": "POST", "url": url, "body": body}).encode()
+
+
+def uploaded(client: openai.OpenAI, *lines: bytes) -> str:
+    return client.files.create(file=("in.jsonl", b"\n".join(lines)), purpose="batch").id
+
+
+def finished(client: openai.OpenAI, id: str) -> Any:
+    for _ in range(600):
+        batch = client.batches.retrieve(id)
+        if batch.status in ("completed", "failed", "expired", "cancelled"):
+            return batch
+        time.sleep(0.02)
+    raise AssertionError(f"the batch is still {batch.status}")
+
+
+def run(client: openai.OpenAI, *lines: bytes) -> Any:
+    file = uploaded(client, *lines)
+    made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
+    return finished(client, made.id)
+
+
+def records(client: openai.OpenAI, file: str) -> dict[str, Any]:
+    found = [json.loads(text) for text in client.files.content(file).text.splitlines()]
+    return {record["custom_id"]: record for record in found}
+
+
+def test_files(client: openai.OpenAI) -> None:
+    made = client.files.create(file=("a.jsonl", b"abc\n"), purpose="batch")
+    assert (made.bytes, made.filename, made.purpose) == (4, "a.jsonl", "batch")
+    assert client.files.content(made.id).content == b"abc\n"
+    assert made.id in [file.id for file in client.files.list()]
+    assert client.files.retrieve(made.id) == made
+    assert client.files.delete(made.id).deleted
+    for call in (client.files.retrieve, client.files.content, client.files.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(made.id)
+    expiring: Any = {"anchor": "created_at", "seconds": 3600}
+    later = client.files.create(file=("a", b"x"), purpose="batch", expires_after=expiring)
+    assert later.expires_at == later.created_at + 3600
+    client.files.delete(later.id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "files", "param"),
+    [
+        ({"purpose": "batch"}, {}, None),
+        ({"purpose": "batch"}, {"other": b"x"}, "other"),
+        ({"purpose": "fun"}, {"file": b"x"}, "purpose"),
+        ({}, {"file": b"x"}, "purpose"),
+        ({"purpose": "batch", "expires_after[anchor]": "x"}, {"file": b"x"}, "expires_after[anchor]"),
+        (
+            {"purpose": "batch", "expires_after[anchor]": "created_at", "expires_after[seconds]": "1"},
+            {"file": b"x"},
+            "expires_after[seconds]",
+        ),
+    ],
+)
+def test_bad_forms(fake_server: str, fields: dict[str, str], files: dict[str, bytes], param: str | None) -> None:
+    response = httpx.post(f"{fake_server}/v1/files", data=fields, files=files)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e%2fx", "file-" + "0" * 32, "batch-x.json"])
+def test_paths_lead_nowhere(fake_server: str, path: str) -> None:
+    assert httpx.get(f"{fake_server}/v1/files/{path}/content").status_code == 404
+
+
+def test_batch(client: openai.OpenAI) -> None:
+    batch = run(client, line("a", max_tokens=3), line("b", temperature=-1), line("c", stream=True), line("d", n=2))
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (4, 2, 2)
+    good, bad = records(client, batch.output_file_id), records(client, batch.error_file_id)
+    assert set(good) == {"a", "d"} and set(bad) == {"b", "c"}
+    assert good["a"]["response"]["status_code"] == 200
+    assert good["a"]["response"]["body"]["usage"]["completion_tokens"] == 3
+    assert len(good["d"]["response"]["body"]["choices"]) == 2
+    assert bad["b"]["response"]["status_code"] == 400
+    assert bad["b"]["response"]["body"]["error"]["param"] == "temperature"
+    assert batch.id in [found.id for found in client.batches.list()]
+
+
+def test_more_lines_than_run_at_once(client: openai.OpenAI) -> None:
+    batch = run(client, *(line(str(number), max_tokens=2) for number in range(200)))
+    assert set(records(client, batch.output_file_id)) == {str(number) for number in range(200)}
+
+
+def test_files_that_are_no_batches(client: openai.OpenAI) -> None:
+    for lines, word in (
+        ([b"{}"], "custom_id"),
+        ([line("a"), line("a")], "twice"),
+        ([line("a", url="/v1/completions")], "url"),
+        ([b"nonsense"], "JSON"),
+        ([b""], "empty"),
+    ):
+        batch = run(client, *lines)
+        assert batch.status == "failed" and word in batch.errors.data[0].message
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(input_file_id="file-x", endpoint="/v1/completions", completion_window="24h")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.batches.create(input_file_id="x", endpoint="/v1/images", completion_window="24h")  # type: ignore[arg-type]
+    assert caught.value.param == "endpoint"
+
+
+def test_a_batch_may_be_cancelled(client: openai.OpenAI, fake_frontend: FakeFrontend) -> None:
+    hang = [{"role": "user", "content": "hang"}]
+    file = uploaded(client, line("a", max_tokens=2), line("b", messages=hang))
+    made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
+    assert fake_frontend.hanging.acquire(timeout=20)
+    assert client.batches.cancel(made.id).status == "cancelling"
+    assert fake_frontend.aborted.acquire(timeout=20)
+    batch = finished(client, made.id)
+    assert batch.status == "cancelled" and set(records(client, batch.output_file_id)) == {"a"}
+    with pytest.raises(openai.BadRequestError):
+        client.batches.cancel(made.id)
+
+
+def test_a_folder_outlives_the_server(tmp_path: Path) -> None:
+    options = ServeOptions(port=0, grace=1, files=str(tmp_path / "files"))
+    made: list[Any] = []
+    for round in range(2):
+        with background_server(FakeFrontend, options) as url:  # type: ignore[arg-type]
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+            if round == 0:
+                made = [run(client, line("a", max_tokens=2))]
+                assert (tmp_path / "files").stat().st_mode & 0o777 == 0o700
+            else:
+                assert client.batches.retrieve(made[0].id) == made[0]
+                assert "a" in records(client, made[0].output_file_id)
+
+
+def test_the_file_store_is_bounded_and_owned(tmp_path: Path) -> None:
+    store = FileStore(tmp_path, max_bytes=10, max_files=2)
+    one = store.add(io.BytesIO(b"12345"), "a", "batch", "me")
+    with pytest.raises(NotFoundError):
+        store.get(one.id, "you")
+    with pytest.raises(OverloadedError, match="full"):
+        store.room(6)
+    store.add(io.BytesIO(b"1"), "b", "batch", "me")
+    with pytest.raises(OverloadedError, match="full"):
+        store.room(0)
+    assert [file.filename for file in FileStore(tmp_path).listing("me")] == [f.filename for f in store.listing("me")]
+    store.delete(one.id, "me")
+    store.room(6)
+
+
+def test_the_response_store_is_bounded_and_owned() -> None:
+    store = ResponseStore(max_responses=3, max_bytes=10_000)
+
+    def keep(id: str, size: int = 10) -> None:
+        response = ResponseObject(id=id, created_at=0, model="m")
+        store.keep(Stored(response, [{"content": "x" * size}], [], "me"))
+
+    for number in range(5):
+        keep(str(number))
+    assert [id for id in "01234" if store.find(id, "me")] == ["2", "3", "4"]
+    assert store.find("4", "you") is None
+    keep("large", 8_000)
+    keep("larger", 9_000)
+    assert [id for id in ("2", "4", "large", "larger") if store.find(id, "me")] == ["larger"]
+    keep("too large", 20_000)
+    assert store.find("too large", "me") is None
+
+
+def test_quire_batch(default_model: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    name = default_model.name
+    words = [{"role": "user", "content": "What is gravity?"}]
+    lines = [
+        line("chat", model=name, messages=words, max_tokens=8, temperature=0),
+        json.dumps(
+            {"custom_id": "text", "method": "POST", "url": "/v1/completions", "body": {"model": name, "prompt": "One,"}}
+        ).encode(),
+        json.dumps(
+            {"custom_id": "vector", "method": "POST", "url": "/v1/embeddings", "body": {"model": name, "input": "One"}}
+        ).encode(),
+    ]
+    source.write_bytes(b"\n".join(lines))
+    done = CliRunner().invoke(app, ["batch", str(source), str(target), "--kv-memory", "64M"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = {record["custom_id"]: record["response"]["body"] for record in map(json.loads, target.open())}
+    assert found["chat"]["choices"][0]["message"]["content"].startswith("Gravity")
+    assert found["text"]["choices"][0]["text"] and len(found["vector"]["data"][0]["embedding"]) > 100
+    source.write_bytes(line("a", model="other"))
+    done = CliRunner().invoke(app, ["batch", str(source), str(target), "--kv-memory", "64M"], catch_exceptions=False)
+    assert done.exit_code == 1 and "no model" in target.read_text()
