@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -88,7 +89,10 @@ def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
-    _door.compile(spec, alphabet_of(text.tokenizer))
+    _door.compile(spec, _alphabet(text.tokenizer))
+
+
+_alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives
 
 
 def check_tokens(tokens: list[int], info: EngineInfo) -> None:
