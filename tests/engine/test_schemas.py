@@ -24,9 +24,7 @@ def judge(many, results):
     for schema, result in zip(many, results, strict=True):
         output = result.outputs[0]
         if output.finish_reason is FinishReason.STOP:
-            value = json.loads(output.text)
-            checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
-            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(value)
+            jsonschema.validate(json.loads(output.text), schema, jsonschema.Draft202012Validator)
             finished.append(schema)
     return finished
 
