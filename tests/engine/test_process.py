@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6)
 def test_answers_and_leaves_nothing_behind(default_model):
     with LLM("smollm2-135m", dtype="float32", kv_memory="128M", process=True) as llm:
         directory, pid = llm._link._directory, llm._link.pid
-        assert directory.stat().st_mode & 0o777 == 0o700
+        assert not directory.exists()  # both ends hold the connection: nobody needs the file
         assert llm.generate("The capital of France is", PARAMS)[0].outputs[0].text.startswith(" Paris")
         assert llm.stats().output_tokens == 6
     assert not directory.exists() and not Path(f"/proc/{pid}").exists()

@@ -11,7 +11,9 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError
+from quire.text.reasoning import ReasoningReader
+from quire.text.tool_formats import HERMES
+from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -27,7 +29,7 @@ CONTEXT = 512
 class FakeTokenizer:
     vocab_size = VOCAB
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
     def token_bytes(self, token: int) -> bytes:
@@ -42,11 +44,30 @@ class FakeText:
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
         self.threads: set[str] = set()  # where templates were rendered
+        self.rendered: list[dict[str, Any]] = []  # what they were given
+        self.tool_format = HERMES
+        self.reasons = False
+        self.template = "{{ messages }}"
 
-    def encode_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        prefix: str = "",
+        **variables: Any,
+    ) -> list[int]:
         self.threads.add(threading.current_thread().name)
+        self.rendered.append({"messages": messages, "tools": tools, **variables})
         turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else ""))
+        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else "") + prefix)
+
+    def reasoning_reader(self, prompt: list[int]) -> ReasoningReader | None:
+        return ReasoningReader() if self.reasons else None
+
+    def special_id(self, token: str) -> int | None:
+        return None
 
 
 class FakeClient:
@@ -58,14 +79,23 @@ class FakeClient:
     def __init__(self) -> None:
         self.alive = True
         self.closed = threading.Event()
+        self.ended = asyncio.Event()
 
     async def stats(self) -> EngineStats:
         if not self.alive:
             raise EngineDeadError("the engine stopped")
         return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
 
+    def trouble(self) -> str | None:
+        return None if self.alive else "the engine stopped"
+
+    async def lost(self) -> QuireError:
+        await asyncio.Event().wait()
+        raise AssertionError("an event that nobody sets was set")
+
     async def close(self) -> None:
         self.closed.set()
+        self.ended.set()
 
 
 class FakeFrontend:
@@ -76,6 +106,7 @@ class FakeFrontend:
         self.text = FakeText()
         self.requests: list[Request] = []
         self.open = 0
+        self.says: str | None = None  # the answer, instead of the fixed one
         self.aborted = threading.Semaphore(0)
         self.hanging = threading.Semaphore(0)
 
@@ -100,6 +131,13 @@ class FakeFrontend:
         self.requests.append(request)
         return request
 
+    async def embed(self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "") -> tuple[list[float], int]:
+        """A vector of the prompt's bytes; what makes a prompt bad makes it bad here too."""
+        tokens = [float(token) for token in self.prepare(prompt, SamplingParams(), salt=salt).prompt]
+        vector = [tokens[-1] if pooling == "last" else sum(tokens) / len(tokens), float(len(tokens)), 3.0, 4.0]
+        length = sum(value * value for value in vector) ** 0.5
+        return [value / length for value in vector], len(tokens)
+
     async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
         self.open += 1
         finished = False
@@ -119,7 +157,7 @@ class FakeFrontend:
             raise OverloadedError("the queue is full", retry_after=2.5)
         if command == "boom":
             raise RuntimeError("secret detail")
-        steps = [list(_branch(request, branch)) for branch in range(request.params.n)]
+        steps = [list(_branch(request, branch, self.says)) for branch in range(request.params.n)]
         if command == "burst":
             yield [delta for branch in steps for delta in branch]
             return
@@ -127,7 +165,8 @@ class FakeFrontend:
             await asyncio.sleep(0)
             if step == 2 and command == "hang":
                 self.hanging.release()
-                await asyncio.Event().wait()
+                await self.client.ended.wait()
+                raise EngineDeadError("the server is shutting down")
             if step == 2 and command == "late-boom":
                 raise RuntimeError("secret detail")
             if step == 2 and command == "dead":
@@ -143,9 +182,9 @@ def answer(params: SamplingParams, branch: int) -> str:
     return f"€{flavour} für uns: one two three four five six seven eight nine ten"
 
 
-def _branch(request: Request, branch: int) -> list[Delta]:
+def _branch(request: Request, branch: int, says: str | None) -> list[Delta]:
     params = request.params
-    tokens = [*answer(params, branch).encode(), *([] if params.ignore_eos else [EOS])]
+    tokens = [*(answer(params, branch) if says is None else says).encode(), *([] if params.ignore_eos else [EOS])]
     text = bytes(token for token in tokens if token != EOS).decode()
     cut = min((end for stop in params.stop if (end := text.find(stop)) >= 0), default=None)
     decoder = codecs.getincrementaldecoder("utf-8")()

@@ -229,8 +229,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("bias out of range", {"logit_bias": {"5": 1000}}, "logit_bias"),
     ("bias on no token", {"logit_bias": {"99999999": 1}}, "logit_bias"),
     ("wrong type", {"max_tokens": "five"}, "max_tokens"),  # type: ignore[dict-item]
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-    ("json mode", {"response_format": {"type": "json_object"}}, "response_format"),
     ("too many top logprobs", {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
     ("unknown field", {"extra_body": {"temprature": 1}}, "temprature"),
     ("too long", {"messages": [{"role": "user", "content": "word " * 60_000}]}, "messages"),

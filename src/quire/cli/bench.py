@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quire.cli.bench_serve import serve
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
 
@@ -207,3 +208,4 @@ def suite(
 
 
 app.command()(with_engine_options(positional_model=False)(suite))
+app.command()(serve)

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from quire.cli import bench, chat, doctor, models, serve
+from quire.cli import bench, chat, doctor, keys, models, serve
 from quire.types.errors import QuireError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ chat.register(app)
 serve.register(app)
 models.register(app)
 doctor.register(app)
+app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")
 
 

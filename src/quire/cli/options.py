@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -11,22 +12,40 @@ import typer
 
 from quire.types import config
 from quire.types.config import EngineOptions, flat_fields
+from quire.types.serving import ServeOptions
 
 
 def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command every engine option; it receives them as one `engine: EngineOptions`."""
+    owners = (config.ModelOptions, config.DeviceOptions, config.CacheOptions, config.SchedulerOptions)
+    derived = [
+        _parameter(next(o for o in owners if f.name in o.__dataclass_fields__), f, positional_model)
+        for f in flat_fields()
+    ]
+    return _with(derived, "engine", lambda options: EngineOptions.of(**options))
+
+
+def with_serve_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command every option of a server; it receives them as one `serving: ServeOptions`."""
+    derived = [_parameter(ServeOptions, f, False) for f in dataclasses.fields(ServeOptions)]
+    return _with(derived, "serving", lambda options: ServeOptions(**options))
+
+
+def _with(
+    derived: list[inspect.Parameter], argument: str, build: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replace a command's `argument` by the flags it is built from."""
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
-        own = [p for p in inspect.signature(command).parameters.values() if p.name != "engine"]
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != argument]
         hints = get_type_hints(command, include_extras=True)
         own = [p.replace(annotation=hints[p.name]) for p in own]
-        derived = [_parameter(f, positional_model) for f in flat_fields()]
         names = [p.name for p in derived]
 
         @functools.wraps(command)
         def call(**kwargs: Any) -> Any:
             options = {name: kwargs.pop(name) for name in names}
-            return command(engine=EngineOptions.of(**options), **kwargs)
+            return command(**{argument: build(options)}, **kwargs)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*derived, *own)]
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -36,12 +55,7 @@ def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[
     return wrap
 
 
-def _parameter(field: Any, positional_model: bool) -> inspect.Parameter:
-    owner = next(
-        kind
-        for kind in (config.ModelOptions, config.DeviceOptions, config.CacheOptions, config.SchedulerOptions)
-        if field.name in kind.__dataclass_fields__
-    )
+def _parameter(owner: Any, field: Any, positional_model: bool) -> inspect.Parameter:
     annotation = get_type_hints(owner)[field.name]
     marker: Any
     if positional_model and field.metadata.get("positional"):

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import typer
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
+from quire.types.serving import ServeOptions
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(with_engine_options()(serve))
+    app.command()(with_engine_options()(with_serve_options()(serve)))
 
 
-def serve(
-    *,
-    engine: EngineOptions,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 picks a free one")] = 8000,
-    served_model_name: Annotated[str | None, typer.Option(help="name clients use (default: the model's own)")] = None,
-) -> None:
-    """Serve a model over HTTP (OpenAI-compatible)."""
+def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
+    """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs."""
     from quire.assets import resolve
-    from quire.engine.client import AsyncClient
+    from quire.engine.client import AsyncClient, Care
     from quire.engine.frontend import Frontend
-    from quire.serve import run_server
+    from quire.serve import load_keys, run_server
+    from quire.serve.context import current
     from quire.text import TextModel
+    from quire.types.logs import configure
+
+    configure(serving.log_format, serving.log_level, request_id=lambda: current().request_id)
+    keys = load_keys(serving.api_keys)
 
     async def open_frontend() -> Frontend:
         local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
-        client = await AsyncClient.open(engine, process=True)
-        return Frontend(client, TextModel.load(local), served_model_name or local.name)
+        care = Care(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
+        client = await AsyncClient.open(engine, process=True, care=care)
+        text = TextModel.load(local, tool_parser=serving.tool_parser, reasoning_parser=serving.reasoning_parser)
+        return Frontend(client, text, serving.served_model_name or local.name)
 
-    run_server(open_frontend, host=host, port=port)
+    run_server(open_frontend, serving, keys=keys)

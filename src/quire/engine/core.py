@@ -9,14 +9,19 @@ import logging
 import time
 from collections import deque
 
+import msgspec
+
 from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.plan import StepPlan
+from quire.types.process import resident_bytes
 from quire.types.request import Request
 from quire.types.seams import Executor, Ticket
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
 
@@ -52,22 +57,24 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
+        now = time.monotonic()
+        late = self.scheduler.expire(now)
         if self._preparing:
             idle = not (self.scheduler.busy or self._tickets)
             if refused := self._preparing.release(self.scheduler.submit, idle=idle):
-                return refused
+                return late + refused
         try:
-            plan = self.scheduler.plan(time.monotonic())
+            plan = self.scheduler.plan(now)
             if plan is not None:
                 self._tickets.append((plan, self.executor.submit(plan)))
             if self._tickets and (plan is None or len(self._tickets) >= self.capacity.depth):
                 done, ticket = self._tickets.popleft()
-                events = self.scheduler.commit(done, ticket.result())
+                events = self.scheduler.commit(done, ticket.result(), time.monotonic())
                 self._failures = 0
-                return events
-            return []
+                return late + events
+            return late
         except Exception as error:
-            return self._recover(error)
+            return late + self._recover(error)
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""
@@ -82,7 +89,13 @@ class EngineCore:
         self.scheduler.reset()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.snapshot()
+        return msgspec.structs.replace(self.scheduler.snapshot(), memory=resident_bytes())
+
+    def view(self) -> EngineView:
+        return self.scheduler.view()
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        return self.scheduler.timelines(request_id)
 
     def close(self) -> None:
         self._tickets.clear()

@@ -1,11 +1,13 @@
 """Links: how a client reaches an engine. The same four calls whether it lives in this process or its own.
 
 `LocalLink` holds the engine itself: receiving runs a step. `ProcessLink` starts `python -m quire.engine.process`
-and speaks msgpack over a unix socket in a directory only this user can enter.
+and speaks msgpack over a unix socket in a directory only this user can enter, which is gone as soon as both ends hold
+the connection: whatever ends either of them later leaves no file behind.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Protocol
@@ -32,21 +35,28 @@ from quire.types.wire import (
     Failed,
     FinishAt,
     GetStats,
+    GetTimelines,
+    GetView,
+    Heartbeat,
     Ready,
     Reset,
     Shutdown,
     Stats,
     Submit,
+    Timelines,
     ToClient,
     ToEngine,
+    View,
 )  # fmt: skip
 
 START_TIMEOUT = 600.0
-CLOSE_TIMEOUT = 10.0
+CLOSE_TIMEOUT = 5.0
+LOOK = 0.25  # seconds between looks at whether the process is still there
 
 
 class Link(Protocol):
     info: EngineInfo
+    heard: float  # when the engine last gave a sign of life, on the monotonic clock
 
     def send(self, message: ToEngine) -> None: ...
 
@@ -58,7 +68,9 @@ class Link(Protocol):
         """Make a waiting receive() return; the one call allowed from another thread."""
         ...
 
-    def close(self) -> None: ...
+    def close(self, *, force: bool = False) -> None:
+        """End the engine; with `force`, without asking it."""
+        ...
 
 
 def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
@@ -74,6 +86,10 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         return [Events(core.finish_at(message.request, message.branch, message.tokens))]
     elif isinstance(message, GetStats):
         return [Stats(core.stats())]
+    elif isinstance(message, GetView):
+        return [View(core.view())]
+    elif isinstance(message, GetTimelines):
+        return [Timelines(message.request, core.timelines(message.request))]
     elif isinstance(message, Reset):
         core.reset()
     return []
@@ -85,6 +101,7 @@ class LocalLink:
     def __init__(self, core: EngineCore, info: EngineInfo):
         self.core = core
         self.info = info
+        self.heard = time.monotonic()
         self._replies: deque[ToClient] = deque()
         self._woken = threading.Event()
 
@@ -98,19 +115,20 @@ class LocalLink:
         replies, self._replies = list(self._replies), deque()
         if self.core.busy and (events := self.core.step()):
             replies.append(Events(events))
+        self.heard = time.monotonic()
         return replies
 
     def wake(self) -> None:
         self._woken.set()
 
-    def close(self) -> None:
+    def close(self, *, force: bool = False) -> None:
         self.core.close()
 
 
 class ProcessLink:
-    """The engine in a process of its own."""
+    """The engine in a process of its own. `stop`, once set, ends a start that is under way."""
 
-    def __init__(self, options: EngineOptions):
+    def __init__(self, options: EngineOptions, stop: threading.Event | None = None):
         import zmq
 
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
@@ -122,23 +140,34 @@ class ProcessLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         address = f"ipc://{self._directory / 'engine.sock'}"
         self._socket.bind(address)
+        self._wake_lock = threading.Lock()
         self._wake_in, self._wake_out = os.pipe()
         os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        command = [sys.executable, "-m", "quire.engine.process", address, json.dumps(options.flat())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        arguments = [address, str(os.getpid()), json.dumps(options.flat())]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.process", *arguments], stdin=subprocess.DEVNULL
+        )
         self.pid = self._process.pid
-        self.info = self._await_ready()
+        self.heard = time.monotonic()
+        self.info = self._await_ready(stop)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _await_ready(self) -> EngineInfo:
+    def _await_ready(self, stop: threading.Event | None) -> EngineInfo:
         try:
-            for message in self.receive(START_TIMEOUT):
-                if isinstance(message, Ready):
-                    return message.info
+            started = time.monotonic()
+            while time.monotonic() - started < START_TIMEOUT:
+                if stop is not None and stop.is_set():
+                    self._process.kill()
+                    raise EngineDeadError("the engine was told to stop before it was ready")
+                for message in self.receive(LOOK):
+                    if isinstance(message, Ready):
+                        return message.info
             raise EngineDeadError(f"the engine process was not ready within {START_TIMEOUT:.0f} s")
         except BaseException:
             self.close()
@@ -153,35 +182,45 @@ class ProcessLink:
             raise EngineDeadError("the engine process is gone") from None
 
     def receive(self, timeout: float | None) -> list[ToClient]:
-        import zmq
-
         waited = 0.0
         while True:
-            slice_ = 0.5 if timeout is None else min(0.5, timeout - waited)
+            slice_ = LOOK if timeout is None else min(LOOK, timeout - waited)
             ready = dict(self._poller.poll(int(max(0.0, slice_) * 1000)))
-            if ready:
-                break
+            ended = self._process.poll()  # looked at before the socket is read, so that its last words are heard
+            messages = self._drain()
+            if ended is not None and not messages:
+                raise EngineDeadError(f"the engine process ended with exit code {ended}")
+            if self._wake_in in ready:
+                os.read(self._wake_in, 4096)
             waited += slice_
-            if self._process.poll() is not None:
-                raise EngineDeadError(f"the engine process ended with exit code {self._process.returncode}")
-            if timeout is not None and waited >= timeout:
-                return []
-        if self._wake_in in ready:
-            os.read(self._wake_in, 4096)
+            if ready or (timeout is not None and waited >= timeout):
+                return messages
+
+    def _drain(self) -> list[ToClient]:
+        """What the engine has said since; its heartbeats are noted and go no further."""
+        import zmq
+
         messages: list[ToClient] = []
         while self._socket.poll(0):
             message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            self.heard = time.monotonic()
             if isinstance(message, Failed):
                 raise from_wire(message.kind, message.message)
-            messages.append(message)
+            if not isinstance(message, Heartbeat):
+                messages.append(message)
         return messages
 
     def wake(self) -> None:
-        os.write(self._wake_out, b"w")
+        with self._wake_lock:
+            if self._wake_out >= 0:
+                with contextlib.suppress(BlockingIOError):  # full of wakes already
+                    os.write(self._wake_out, b"w")
 
-    def close(self) -> None:
+    def close(self, *, force: bool = False) -> None:
         if self._process.poll() is None:
             try:
+                if force:
+                    raise EngineDeadError("it would not listen")
                 self.send(Shutdown())
                 self._process.wait(CLOSE_TIMEOUT)
             except (EngineDeadError, subprocess.TimeoutExpired):
@@ -189,15 +228,19 @@ class ProcessLink:
                 self._process.wait()
         self._socket.close()
         self._context.term()
-        os.close(self._wake_in)
-        os.close(self._wake_out)
+        with self._wake_lock:
+            os.close(self._wake_in)
+            os.close(self._wake_out)
+            self._wake_out = -1
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def open_link(options: EngineOptions, *, process: bool, progress: bool = False) -> Link:
+def open_link(
+    options: EngineOptions, *, process: bool, progress: bool = False, stop: threading.Event | None = None
+) -> Link:
     """An engine in this process, or in one of its own."""
     if process:
-        return ProcessLink(options)
+        return ProcessLink(options, stop)
     from quire.engine.build import build_engine
 
     return LocalLink(*build_engine(options, progress=progress))

@@ -1,7 +1,7 @@
-"""The engine process: `python -m quire.engine.process ADDRESS OPTIONS-JSON`, started by ProcessLink.
+"""The engine process: `python -m quire.engine.process ADDRESS PARENT-PID OPTIONS-JSON`, started by ProcessLink.
 
-One frame a step goes out; client messages are taken in between steps. It ends when told to, or when its parent
-is gone.
+One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
+ends when told to, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ import gc
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -21,11 +25,14 @@ from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
-from quire.types.wire import MAX_FRAME, Events, Failed, Ready, Shutdown, ToClient, ToEngine
+from quire.types.logs import configure_child
+from quire.types.wire import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
 
 log = logging.getLogger(__name__)
 
-IDLE_POLL_MS = 1000
+IDLE_POLL_MS = 250
+BEAT = 0.5  # seconds of silence before a heartbeat
+CHECK = 1.0  # seconds of idleness between looks whether all is in order
 
 
 class EngineProcess:
@@ -39,16 +46,21 @@ class EngineProcess:
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._parent = os.getppid()
+        self._sent = time.monotonic()
 
     def send(self, message: ToClient) -> None:
         self._socket.send(self._encoder.encode(message))
+        self._sent = time.monotonic()
 
     def serve(self, core: EngineCore) -> None:
         """Step while there is work, listen always."""
-        while os.getppid() == self._parent:
-            if not core.busy and not self._socket.poll(IDLE_POLL_MS):
+        checked = 0.0
+        while True:
+            if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
                 core.scheduler.check()  # nobody wants anything: time to look whether all is in order
+                checked = time.monotonic()
+            if time.monotonic() - self._sent > BEAT:
+                self.send(Heartbeat())
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
@@ -69,9 +81,24 @@ class EngineProcess:
         self._context.term()
 
 
-def main(address: str, options: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+def end_with_parent(parent: int, directory: Path) -> None:
+    """A thread that ends this process, and what it would leave behind, as soon as its parent is gone: however the
+    parent ended, and whatever this process is busy with."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(BEAT)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="quire-parent", daemon=True).start()
+
+
+def main(address: str, parent: str, options: str) -> int:
+    configure_child("engine")
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(int(parent), Path(address.removeprefix("ipc://")).parent)
     process = EngineProcess(address)
     try:
         from quire.engine.build import build_engine

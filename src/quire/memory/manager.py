@@ -161,7 +161,8 @@ class KVManager:
             for i in range(table.published[group], last):
                 page = table.pages[group][i]
                 if page != NULL_PAGE:
-                    self.index.publish((group, table.hashes[group][i]), page)
+                    before = table.hashes[group][i - 1] if i else b""
+                    self.index.publish((group, table.hashes[group][i]), page, before)
             table.published[group] = max(table.published[group], last)
         table.due = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
 

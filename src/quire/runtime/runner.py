@@ -122,7 +122,9 @@ class ModelRunner:
                 sampled = Sampled(output.best[: len(rows)])
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
-        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars)
+        computed = output.logits.shape[0] if size[0] == size[1] else size[0]
+        padding = computed - plan.tokens
+        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars, padding)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -194,9 +196,11 @@ class PendingStep:
         began: float,
         device: torch.device,
         grammars: SlotGrammars,
+        padding: int = 0,
     ):
         self._plan = plan
         self._grammars = grammars
+        self._padding = padding
         self._began = began
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
@@ -224,6 +228,7 @@ class PendingStep:
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
             seconds=time.perf_counter() - self._began,
+            padding=self._padding,
         )
 
     def _accept(self, drawn: list[int]) -> list[Accepted]:

@@ -11,19 +11,24 @@ Several plans may be in flight. Plans are made from counts alone; values arrive 
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
 import msgspec
 
 from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
+from quire.scheduling.diary import Diary
 from quire.scheduling.policies import make_policy
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ContextLengthError, InputError, OverloadedError
+from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
 from quire.types.request import FinishReason, Request, Status
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 
 class _Flight:
@@ -48,6 +53,7 @@ class Scheduler:
         shared = prefix_cache and not self.policy.contiguous
         self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._watermark = max(1, capacity.pages // 100)
@@ -57,6 +63,7 @@ class Scheduler:
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
         self._flights: deque[_Flight] = deque()
+        self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
         self._order = 0
         self._step = 0
 
@@ -89,12 +96,35 @@ class Scheduler:
         else:
             branches[0].children = branches[1:]
             self._waiting.append(branches[0])
+        if request.deadline:
+            self._await_deadline(request)
         self.stats.prompt_tokens += length
+
+    def _await_deadline(self, request: Request) -> None:
+        heapq.heappush(self._deadlines, (request.deadline, request.id))
+        if len(self._deadlines) > 64 + 2 * len(self._requests):
+            live = (branches[0].request for branches in self._requests.values())
+            self._deadlines = sorted((r.deadline, r.id) for r in live if r.deadline)
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """End what is not done by its deadline, waiting or running."""
+        self.diary.now = now
+        events: list[TokenEvent] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, request_id = heapq.heappop(self._deadlines)
+            for seq in list(self._requests.get(request_id, ())):
+                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
+                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
+                    event.error = DeadlineError.__name__
+                    events.append(event)
+        return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1
         table = PageTable(len(self.memory.layout.groups))
-        return Sequence(request, branch, order=self._order, limit=limit, table=table)
+        seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
+        self.diary.arrived(seq)
+        return seq
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
@@ -105,7 +135,7 @@ class Scheduler:
         """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
         for seq in self._requests.get(request_id, ()):
             if seq.branch == branch and seq.status is not Status.FINISHED:
-                self.stats.rows_wasted += max(0, seq.outputs - tokens)
+                self.diary.cut(max(0, seq.outputs - tokens))
                 del seq.tokens[seq.prompt_len + tokens :]
                 return [self._finish(seq, FinishReason.STOP)]
         return []
@@ -119,6 +149,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
+        self.diary.now = now
         flight = _Flight(StepPlan(step=self._step))
         budget = self._catch_up(flight, now)
         self._admit(flight, budget, now)
@@ -177,8 +208,7 @@ class Scheduler:
         seq.pending = 0
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
-        self.stats.preemptions += 1
-        self.stats.rows_wasted += seq.computed - seq.hit
+        self.diary.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -200,6 +230,7 @@ class Scheduler:
             hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
             if hit.waits:
                 seq.move(Status.PENDING)
+                self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, budget)
             if not self._start(flight, seq, hit, count, reserve):
@@ -223,6 +254,7 @@ class Scheduler:
         if seq.cached < 0:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
+        self.diary.started(seq, hit)
         self._run(flight, seq)
         self._apply(flight, seq, adopted)
         self._apply(flight, seq, extended)
@@ -265,6 +297,7 @@ class Scheduler:
             plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
             seq.unsent = 0
         seq.computed = start + count
+        self.diary.row(seq, count)
         pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
         plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
         flight.rows.append((seq, seq.epoch))
@@ -290,6 +323,7 @@ class Scheduler:
                 continue
             child.table = self.memory.fork(parent.table)
             child.computed = child.hit = parent.computed
+            self.diary.started(child)
             self._run(flight, child)
             flight.plan.deltas += [
                 PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
@@ -299,13 +333,12 @@ class Scheduler:
 
     # ---- commit ---------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[TokenEvent]:
         """Take in a finished step; plans commit in the order they were made."""
+        self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
-        self.stats.steps += 1
-        self.stats.rows += plan.tokens
-        self.stats.step_seconds += result.seconds
+        self.diary.stepped(plan, result, flight.rows)
         self._land(flight)
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and i in result.scores:
@@ -342,6 +375,8 @@ class Scheduler:
             finish = self._ends(seq, request, token, index + len(drawn))
             if finish:
                 break
+        if index == 0:
+            self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
         seq.unsent = len(drawn) - 1
@@ -385,7 +420,7 @@ class Scheduler:
             self._waiting.remove(seq)
         self._running.pop(seq, None)
         seq.move(Status.FINISHED)
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
+        self.diary.ended(seq, reason)
         if not seq.inflight:
             self._release(seq)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
@@ -418,7 +453,7 @@ class Scheduler:
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -426,6 +461,7 @@ class Scheduler:
         return msgspec.structs.replace(
             self.stats,
             finished=dict(self.stats.finished),
+            waste=dict(self.stats.waste),
             waiting=len(self._waiting),
             running=len(self._running),
             pages_used=pool.used,
@@ -435,6 +471,22 @@ class Scheduler:
             kv_slots_filled=memory.slots_filled,
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
         )
+
+    def view(self) -> EngineView:
+        return picture(
+            self.diary.now,
+            running=list(self._running),
+            waiting=self._waiting,
+            memory=self.memory,
+            stats=self.snapshot(),
+            capacity=self.capacity,
+            steps=self.diary.steps,
+        )
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to each branch of a request that runs or lately ended."""
+        branches = self._requests.get(request_id)
+        return [seq.log for seq in branches] if branches else self.diary.of(request_id)
 
     def check(self) -> None:
         """Invariants; run after every step in tests and when idle in service."""

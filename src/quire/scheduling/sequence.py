@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.memory.manager import PageTable
 from quire.types.plan import TokenLogprobs
 from quire.types.request import TRANSITIONS, Request, Status
+from quire.types.timeline import Timeline
 
 
 class Sequence:
@@ -15,9 +16,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit",
-        "order", "pending", "pooled", "priority", "prompt_len", "request", "scores", "slot", "status", "stepwise",
-        "table", "tokens", "unsent",
+        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit", "log",
+        "lost", "order", "pending", "pooled", "priority", "prompt_len", "request", "rows", "scores", "slot", "status",
+        "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -44,6 +45,10 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
+        self.log: Timeline  # these four are the diary's
+        self.rows = 0  # token rows computed for it that were not in vain
+        self.lost = 0  # KV entries it had when it was preempted
+        self.waits_since = 0.0
 
     @property
     def known(self) -> int:

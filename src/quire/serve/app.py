@@ -1,5 +1,7 @@
-"""The application: routes of every API family over one frontend.
+"""The applications: a public one with every API family, an admin one beside it, over one frontend.
 
+Routers are functions `router(serving) -> APIRouter`; adding one to a list below is all it takes, and it is behind the
+gate like all others. Routes find the key, salt and request id of their request with `serve.context.current()`.
 Refuses to know: sockets, signals, where the engine runs.
 """
 
@@ -7,56 +9,121 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 
+from quire.observe.energy import Energy
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve.chat import router as chat
-from quire.serve.completions import router as completions
+from quire.serve import (
+    anthropic,
+    batches,
+    chat,
+    completions,
+    dashboard,
+    embeddings,
+    explain,
+    health,
+    live,
+    models,
+    ollama,
+    ollama_models,
+    responses,
+    tokens,
+)
+from quire.serve.admission import Admission
+from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.errors import Guard, on_error
+from quire.serve.gate import Gate
 from quire.serve.generation import Serving
-from quire.serve.health import router as health
-from quire.serve.models import router as models
+from quire.serve.lag import LagMonitor
 from quire.serve.openapi import install_schemas
+from quire.serve.tracing import traced
+from quire.serve.workshop import Workshop
 from quire.types.errors import QuireError
+from quire.types.serving import ServeOptions
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-MAX_BODY = 16 << 20  # bytes of one request body
+Router = Callable[[Serving], APIRouter]
+
+PUBLIC: list[Router] = [
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    models.router,
+    batches.router,
+    anthropic.router,
+    ollama.router,
+    ollama_models.router,
+    tokens.router,
+    health.router,
+    health.metrics_router,
+    explain.router,
+    live.router,
+    dashboard.router,
+]
+ADMIN_ONLY: list[Router] = [
+    health.router,
+    health.metrics_router,
+    explain.router,
+    live.router,
+]
 
 
-def create_app(frontend: Frontend, *, max_body: int = MAX_BODY) -> FastAPI:
-    """A server for `frontend`, whose client it closes when it shuts down."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await frontend.client.close()
-
-    serving = Serving(
+def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys: KeyRing | None = None) -> Serving:
+    """What the routes of both applications share. Without keys, everything is open."""
+    options = options or ServeOptions()
+    info = frontend.client.info
+    metrics = Metrics(frontend.model_name, Energy())
+    return Serving(
         frontend=frontend,
-        metrics=Metrics(frontend.model_name),
+        metrics=metrics,
+        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
+        options=options,
+        keys=keys or KeyRing(),
+        admission=Admission(
+            max_queue=options.max_queue,
+            max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
+            max_queue_wait=options.max_queue_wait,
+            key_concurrency=options.key_concurrency,
+            key_tokens_per_minute=options.key_tokens_per_minute,
+        ),
+        workshop=Workshop(options.prepare_workers, options.prepare_seconds),
+        lag=LagMonitor(),
         fingerprint=fingerprint(frontend),
         created=int(time.time()),
-        max_body=max_body,
     )
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """The public API, for keys with the inference scope."""
+    return _app(
+        serving, INFERENCE, PUBLIC, "Quire", "LLM inference server that speaks OpenAI's, Anthropic's and Ollama's APIs."
+    )
+
+
+def create_admin_app(serving: Serving) -> FastAPI:
+    """What operators need and users must not reach, for keys with the admin scope."""
+    return _app(serving, ADMIN, ADMIN_ONLY, "Quire admin", "Operating a Quire server.")
+
+
+def _app(serving: Serving, scope: str, routers: list[Router], title: str, description: str) -> FastAPI:
     app = FastAPI(
-        title="Quire",
-        description="LLM inference server with OpenAI-compatible APIs.",
-        lifespan=lifespan,
+        title=title,
+        description=description,
         redirect_slashes=False,
         exception_handlers={QuireError: on_error, HTTPException: on_error},
     )
-    app.add_middleware(Guard)
-    for family in (chat, completions, models, health):
-        app.include_router(family(serving))
+    app.add_middleware(Gate, serving=serving, scope=scope)
+    app.add_middleware(Guard)  # added last, so outermost
+    for router in routers:
+        app.include_router(router(serving))
     install_schemas(app)
     return app
 

@@ -16,11 +16,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
 from quire.serve.events import Chunks, json, worth_sending
 from quire.serve.generation import Collected, Generation, Serving, check, collect, off_loop, sampling_params
 from quire.serve.logprobs import CompletionLogprobsBuilder, prompt_logprobs, scored_prompt
 from quire.serve.openapi import generates
-from quire.serve.schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, PromptLogprobs
+from quire.serve.schema import CompletionRequest
+from quire.serve.structured import grammar_of
 from quire.serve.wire import EventStream, decode, read_body, until_gone
 from quire.types.errors import InputError
 from quire.types.outputs import Delta
@@ -37,15 +39,14 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, n):
         raise InputError(f"best_of is supported only when equal to n ({n})", param="best_of")
-    params = sampling_params(body, logprobs=body.logprobs)
+    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body))
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
 
 
-def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list of prompts."""
-    given = body.prompt
+def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
+    """The four forms of a prompt as a list of prompts."""
     prompts: list[str | list[int]]
     if isinstance(given, str):
         prompts = [given]
@@ -54,16 +55,16 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
         prompts = cast("list[str | list[int]]", given)
     else:
-        raise InputError("prompt mixes text and token ids; send one kind per request", param="prompt")
+        raise InputError(f"{param} mixes text and token ids; send one kind per request", param=param)
     if not prompts or not all(prompts):
-        raise InputError("prompt is empty; give at least one character or token id", param="prompt")
+        raise InputError(f"{param} is empty; give at least one character or token id", param=param)
     if len(prompts) > MAX_PROMPTS:
-        raise InputError(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompts)}", param="prompt")
+        raise InputError(f"{param} takes at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=param)
     return prompts
 
 
 async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[EngineRequest]:
-    prompts = prompts_of(body)
+    prompts = prompts_of(body.prompt)
     params = completion_params(body)
 
     def work() -> list[EngineRequest]:
@@ -115,7 +116,7 @@ class Writer:
         return choice // self.requests[0].params.n
 
     def _prompt_text(self, choice: int) -> str:
-        prompt = prompts_of(self.body)[self._prompt(choice)]
+        prompt = prompts_of(self.body.prompt)[self._prompt(choice)]
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, skip_special_tokens=False)
 
     def _scored(self, choice: int) -> list[TokenLogprobs | int]:
@@ -170,6 +171,25 @@ async def stream(
         yield chunks.usage(generation.usage())
 
 
+def parse(serving: Serving, raw: bytes) -> CompletionRequest:
+    body = decode(_DECODER, raw)
+    check(serving, body)
+    return body
+
+
+async def begin(serving: Serving, body: CompletionRequest) -> tuple[str, Generation]:
+    arrived = time.perf_counter()
+    id = f"cmpl-{uuid.uuid4().hex}"
+    return id, Generation(serving, await prepare(serving, body, id), arrived, body.deadline_ms)
+
+
+async def whole(serving: Serving, raw: bytes) -> bytes:
+    """A body to its answer, without HTTP: what batches use."""
+    body = parse(serving, raw)
+    id, generation = await begin(serving, body)
+    return completion(serving, id, generation, await collect(generation), body)
+
+
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
 
@@ -177,11 +197,8 @@ def router(serving: Serving) -> APIRouter:
         "/v1/completions", summary="Create a completion", openapi_extra=generates(CompletionRequest, Completion)
     )
     async def completions(request: Request) -> Response:
-        arrived = time.perf_counter()
-        body = decode(_DECODER, await read_body(request, serving.max_body))
-        check(serving, body)
-        id = f"cmpl-{uuid.uuid4().hex}"
-        generation = Generation(serving, await prepare(serving, body, id), arrived)
+        body = parse(serving, await read_body(request, serving.max_body))
+        id, generation = await begin(serving, body)
         if body.stream:
             return EventStream(stream(serving, id, generation, body))
         choices = await until_gone(request.receive, collect(generation))

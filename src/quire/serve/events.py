@@ -9,8 +9,9 @@ import time
 
 import msgspec
 
+from quire.serve.answers import Usage
 from quire.serve.generation import Serving
-from quire.serve.schema import StreamOptions, Usage
+from quire.serve.schema import StreamOptions
 from quire.types.outputs import Delta
 
 json = msgspec.json.encode

@@ -7,25 +7,35 @@ leave here with `branch` set to that number. Refuses to know: JSON, HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import math
+import time
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve.schema import GenerationRequest, PromptTokensDetails, Usage, refuse_unsupported
-from quire.types.errors import EngineDeadError, InputError, ModelNotFoundError, QuireError
+from quire.serve.admission import Admission, Permit
+from quire.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
+from quire.serve.auth import KeyRing
+from quire.serve.context import Context, current
+from quire.serve.fields import refuse_unsupported
+from quire.serve.lag import LagMonitor
+from quire.serve.schema import GenerationRequest
+from quire.serve.workshop import Workshop, off_loop
+from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
+from quire.types.serving import ServeOptions
+from quire.types.wire import EngineInfo
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-T = TypeVar("T")
-
-INLINE_SIZE = 4096  # characters or token ids prepared on the event loop; more go to a thread
+__all__ = ["Collected", "Generation", "Serving", "check", "collect", "off_loop", "price", "sampling_params"]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
@@ -37,9 +47,18 @@ class Serving:
 
     frontend: Frontend
     metrics: Metrics
+    ledger: Ledger
+    options: ServeOptions
+    keys: KeyRing
+    admission: Admission
+    workshop: Workshop
+    lag: LagMonitor
     fingerprint: str
     created: int
-    max_body: int
+
+    @property
+    def max_body(self) -> int:
+        return self.options.body_bytes
 
     def check_model(self, name: str) -> None:
         if name != self.frontend.model_name:
@@ -64,11 +83,6 @@ def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
     return SamplingParams(**(given | changes))
 
 
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run `work` here if its input is small, else in a thread so that streams keep flowing."""
-    return work() if size <= INLINE_SIZE else await asyncio.to_thread(work)
-
-
 @dataclass
 class Generation:
     """The engine requests of one HTTP request under way, and what they have used."""
@@ -76,25 +90,61 @@ class Generation:
     serving: Serving
     requests: list[Request]
     arrived: float
+    deadline_ms: int | None = None  # None: the server's own
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
-    def usage(self) -> Usage:
-        prompt = sum(len(request.prompt) for request in self.requests)
-        details = PromptTokensDetails(sum(self.cached.values()))
-        return Usage(prompt, self.completion_tokens, prompt + self.completion_tokens, details)
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request in self.requests)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.cached.values())
+
+    def usage(self, thought_tokens: int = 0) -> Usage:
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(self.cached_tokens),
+            CompletionTokensDetails(thought_tokens),
+        )
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
+        permit = self._admitted(current())
         streams = [self._deltas(index, request) for index, request in enumerate(self.requests)]
-        async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
-            async for deltas in stream:
-                yield coalesced(deltas)
+        try:
+            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
+                async for deltas in stream:
+                    if permit is not None and not permit.started:
+                        self.serving.admission.start(permit)
+                    yield coalesced(deltas)
+        finally:
+            if permit is not None:
+                permit.used += self.usage().total_tokens
+
+    def _admitted(self, context: Context) -> Permit | None:
+        """The one door to the engine, for every API family: salts, deadlines, and the price of it all."""
+        allowed = self.serving.options.deadline_ms if self.deadline_ms is None else self.deadline_ms
+        left = allowed / 1000 - (time.perf_counter() - self.arrived) if allowed else math.inf
+        if left <= 0:
+            raise DeadlineError(f"the deadline of {allowed} ms passed before the request could be queued")
+        for request in self.requests:
+            request.salt = context.salted(request.salt)
+            request.deadline = time.monotonic() + left if allowed else 0.0
+        if context.permit is not None:
+            info = self.serving.frontend.client.info
+            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+        return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
         branches = request.params.n
-        meter = self.serving.metrics.request(len(request.prompt), self.arrived)
-        try:
+        who = current()
+        with self.serving.ledger.watch(
+            request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
+        ) as meter:
             source = self.serving.frontend.stream(request)
             async with aclosing(source) as stream:
                 async for deltas in stream:
@@ -106,8 +156,14 @@ class Generation:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches
                     yield deltas
-        finally:
-            meter.close(branches)
+
+
+def price(request: Request, info: EngineInfo) -> int:
+    """Tokens that `request` may come to hold, in whole pages: its prompt once, and what each branch may draw."""
+    prompt = len(request.prompt)
+    room = info.max_model_len - prompt
+    drawn = 0 if request.pooling else min(request.params.max_tokens or room, room) * request.params.n
+    return math.ceil((prompt + drawn) / info.page_size) * info.page_size
 
 
 def _raise_failure(delta: Delta) -> None:

@@ -11,8 +11,10 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from quire.observe.metrics import CONTENT_TYPE
+from quire.serve import gauges
+from quire.serve.admission import DRAIN_RETRY
 from quire.serve.generation import Serving
-from quire.types.errors import EngineDeadError
+from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats
 
 ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
@@ -32,10 +34,19 @@ def router(serving: Serving) -> APIRouter:
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @routes.get("/ready", summary="Does the engine answer?")
+    @routes.get("/ready", summary="Would a request be served now?")
     async def ready() -> Response:
-        await engine_stats(serving)
+        if serving.admission.draining:
+            raise OverloadedError("the server is shutting down", retry_after=DRAIN_RETRY)
+        if (trouble := serving.frontend.client.trouble()) is not None:
+            raise EngineDeadError(trouble)
         return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
+
+    return routes
+
+
+def metrics_router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
 
     @routes.get("/metrics", summary="Prometheus metrics")
     async def metrics() -> Response:
@@ -43,6 +54,6 @@ def router(serving: Serving) -> APIRouter:
             serving.metrics.engine(await engine_stats(serving))
         except EngineDeadError:
             serving.metrics.engine(None)
-        return Response(serving.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(serving.metrics.render() + gauges.render(serving), media_type=CONTENT_TYPE)
 
     return routes

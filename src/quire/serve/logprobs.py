@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from quire.serve.schema import (
+from quire.serve.answers import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

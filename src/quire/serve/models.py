@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from quire.serve.answers import ModelCard, ModelList
 from quire.serve.events import json
 from quire.serve.generation import Serving
 from quire.serve.openapi import answers
-from quire.serve.schema import ModelCard, ModelList
 
 
 def router(serving: Serving) -> APIRouter:

@@ -5,37 +5,70 @@ Refuses to know: routes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI
 
 from quire.serve.errors import ErrorBody
-from quire.serve.schema import ChatCompletion, ChatRequest, Completion, CompletionRequest, ModelCard, ModelList
 
 _REF = "#/components/schemas/{name}"
-_STRUCTS = (ChatRequest, ChatCompletion, CompletionRequest, Completion, ModelCard, ModelList, ErrorBody)
+
+# Structs that routes named, by the name they have in the document.
+_named: dict[str, type[msgspec.Struct]] = {}
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    """Errors of /v1/messages."""
+
+    error: AnthropicErrorDetail
+    type: Literal["error"] = "error"
+
+
+class OllamaError(msgspec.Struct):
+    """Errors of /api."""
+
+    error: str
 
 
 def _json(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    known = _named.setdefault(struct.__name__, struct)
+    assert known is struct, f"two structs are called {struct.__name__}"
     return {"application/json": {"schema": {"$ref": _REF.format(name=struct.__name__)}}}
 
 
-def answers(struct: type[msgspec.Struct], **more: Any) -> dict[str, Any]:
-    """`openapi_extra` of a route: what it answers, and the one shape of its errors."""
-    return {
+def answers(
+    struct: type[msgspec.Struct] | None,
+    *,
+    error: type[msgspec.Struct] = ErrorBody,
+    media: str | None = None,
+    takes: type[msgspec.Struct] | None = None,
+) -> dict[str, Any]:
+    """`openapi_extra` of a route: the body it takes, what it answers (also as a stream of type `media`, or as nothing
+    but that), and the shape of its errors."""
+    content = _json(struct) if struct is not None else {}
+    if media is not None:
+        content[media] = {"schema": {"type": "string"}}
+    extra: dict[str, Any] = {
         "responses": {
-            "200": {"description": "OK", "content": _json(struct) | more},
-            "4XX": {"description": "The request is at fault", "content": _json(ErrorBody)},
-            "5XX": {"description": "The server is at fault", "content": _json(ErrorBody)},
+            "200": {"description": "OK", "content": content},
+            "4XX": {"description": "The request is at fault", "content": _json(error)},
+            "5XX": {"description": "The server is at fault", "content": _json(error)},
         }
     }
+    if takes is not None:
+        extra["requestBody"] = {"required": True, "content": _json(takes)}
+    return extra
 
 
 def generates(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes a body and answers at once or in a stream of events."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
-    return {"requestBody": {"required": True, "content": _json(request)}, **answers(answer, **events)}
+    """... of a route that takes a body and answers at once or in a stream of events."""
+    return answers(answer, takes=request, media="text/event-stream")
 
 
 def install_schemas(app: FastAPI) -> None:
@@ -44,8 +77,12 @@ def install_schemas(app: FastAPI) -> None:
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _, components = msgspec.json.schema_components(_STRUCTS, ref_template=_REF)
-            build().setdefault("components", {}).setdefault("schemas", {}).update(components)
+            document = build()
+            _, components = msgspec.json.schema_components(_named.values(), ref_template=_REF)
+            document.setdefault("components", {}).setdefault("schemas", {}).update(components)
+            for path in document["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own way to refuse, which is never taken here
         return build()
 
     app.openapi = openapi  # type: ignore[method-assign]

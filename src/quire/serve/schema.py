@@ -1,21 +1,36 @@
-"""The request and response bodies of the OpenAI-compatible APIs, as strict structs.
+"""The request bodies of OpenAI's chat and completions APIs, as strict structs. Unknown fields are refused.
 
-A field of the published API that has no effect here is declared all the same and listed as UNSUPPORTED with the
-values that ask for nothing; any other value is refused by name. Unknown fields are refused by the decoder.
 Refuses to know: how a request is carried out.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from quire.types.errors import InputError
+from quire.serve.fields import Count, Int, Name, extension, noted, refused, unused
+from quire.text import Tool
+from quire.types.sampling import MAX_LOGPROBS, MAX_N
 
-# Bounded here because Python's integers are not, and JSON's digits are free.
-Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+MAX_TOOLS = 128
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+JsonSchema = Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Priority = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)]
+Deadline = Annotated[int, extension("cancelled if not finished after so many milliseconds", ge=1, le=1 << 40)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# The tiers that OpenAI publishes, as priorities: lower runs earlier.
+TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "fast": -10, "flex": 10}
+Tier = Annotated[
+    Literal["auto", "default", "scale", "priority", "fast", "flex"],
+    noted("priority and fast run earlier, flex later, where the scheduler is `priority`"),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,233 +38,245 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """One constraint on the whole answer."""
+
+    json: JsonSchema | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: Annotated[str, Meta(description="In Lark's notation.")] | None = None
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Fields common to chat and completions. Where null or absent, the model server's default applies."""
 
-    model: str
-    n: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[Int, float] | None = None
+    model: Name
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
-    max_tokens: Int | None = None
+    max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Meta(description="Accepted and not used.")] | None = None
+    user: Annotated[str, unused()] | None = None
 
-    top_k: Annotated[Int, Meta(description="Extension: sample among the k likeliest tokens; 0 is off.")] | None = None
-    min_p: Annotated[float, Meta(description="Extension: least share of the top probability.")] | None = None
-    repetition_penalty: Annotated[float, Meta(description="Extension: above 1 discourages repeats.")] | None = None
-    min_tokens: Annotated[Int, Meta(description="Extension: no stop before this many tokens.")] | None = None
-    ignore_eos: Annotated[bool, Meta(description="Extension: generate on past the end token.")] | None = None
-    stop_token_ids: Annotated[list[Int], Meta(description="Extension: tokens that end the output.")] | None = None
-    bad_words: Annotated[list[str], Meta(description="Extension: words that must not appear.")] | None = None
-    skip_special_tokens: Annotated[bool, Meta(description="Extension: leave them out of the text.")] | None = None
-    prompt_logprobs: Annotated[Int, Meta(description="Extension: logprobs of the prompt's tokens.")] | None = None
-    priority: Annotated[Int, Meta(description="Extension: lower runs earlier (priority scheduler).")] | None = None
-    cache_salt: Annotated[str, Meta(description="Extension: prefixes are shared only within a salt.")] | None = None
+    top_k: Annotated[int, extension("sample among the k likeliest tokens; 0 is off", ge=0, le=1 << 30)] | None = None
+    min_p: Annotated[float, extension("least share of the likeliest token's probability", ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, extension("above 1 discourages repeats", gt=0, le=100)] | None = None
+    min_tokens: Annotated[int, extension("no stop before this many tokens", ge=0, le=1 << 30)] | None = None
+    ignore_eos: Annotated[bool, extension("generate on past the end token")] | None = None
+    stop_token_ids: Annotated[list[Int], extension("tokens that end the output")] | None = None
+    bad_words: Annotated[list[str], extension("words that must not appear")] | None = None
+    skip_special_tokens: Annotated[bool, extension("leave special tokens out of the text (default)")] | None = None
+    prompt_logprobs: Annotated[int, extension("logprobs of the prompt's tokens", ge=0, le=MAX_LOGPROBS)] | None = None
+    priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
+    deadline_ms: Deadline | None = None
+    cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
+    structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
+    guided_json: Annotated[dict[str, Any], extension("the answer keeps to a JSON schema")] | None = None
+    guided_regex: Annotated[str, extension("the answer matches a regular expression")] | None = None
+    guided_choice: Annotated[list[str], extension("the answer is one of these")] | None = None
+    guided_grammar: Annotated[str, extension("the answer keeps to a Lark grammar")] | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
+# ---- chat ---------------------------------------------------------------------------------------------------
+
+
+class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     text: str
 
 
-class Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant"]
+class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+def joined(content: str | list[Any] | None) -> str:
+    """Content as chat templates want it: one text."""
+    if isinstance(content, list):
+        return "\n".join(part.text if hasattr(part, "text") else part.refusal for part in content)
+    return content or ""
+
+
+class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
+    def plain(self) -> dict[str, Any]:
+        """As chat templates want it, with the role they know."""
+        role = str(self.__struct_config__.tag)
+        message = {"role": "system" if role == "developer" else role, "content": joined(getattr(self, "content", ""))}
+        if name := getattr(self, "name", None):
+            message["name"] = name
+        return message
+
+
+class SystemMessage(_Message, tag="system"):
     content: str | list[TextPart]
     name: str | None = None
-    refusal: None = None
+
+
+class DeveloperMessage(SystemMessage, tag="developer"):
+    pass
+
+
+class UserMessage(SystemMessage, tag="user"):
+    pass
+
+
+class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    """A call, in a conversation that is sent back and in an answer."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class AssistantMessage(_Message, tag="assistant"):
+    content: str | list[TextPart | RefusalPart] | None = None
+    reasoning_content: Annotated[str, extension("thoughts, as answers bring them")] | None = None
+    name: str | None = None
+    refusal: str | None = None
     annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     audio: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: list[ToolCall] | None = None
     function_call: None = None
 
-    def plain(self) -> dict[str, str]:
-        """As chat templates want it: one text, and the role they know."""
-        content = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        if self.name is not None:
-            message["name"] = self.name
+    def plain(self) -> dict[str, Any]:
+        message = super().plain()
+        if self.refusal and not message["content"]:
+            message["content"] = self.refusal
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message["tool_calls"] = [
+                plain_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
+            ]
         return message
+
+
+class ToolMessage(_Message, tag="tool"):
+    content: str | list[TextPart]
+    tool_call_id: str
+    name: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return {**super().plain(), "tool_call_id": self.tool_call_id}
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
+
+
+def plain_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """A call as chat templates want it: arguments as an object, where they are one."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        return Tool(
+            name=self.name,
+            description=self.description or "",
+            parameters=self.parameters or {},
+            strict=bool(self.strict),
+        )
+
+
+class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
+    function: FunctionSpec
+    type: Literal["function"]
+
+
+class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
+    function: FunctionName
+
+
+class AllowedList(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Meta(min_length=1)]
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    allowed_tools: AllowedList
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    pass
+
+
+class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    schema: JsonSchema | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    json_schema: NamedSchema
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Int | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Int | None = None
-    add_generation_prompt: Annotated[bool, Meta(description="Extension: begin the assistant's turn.")] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    reasoning_effort: Annotated[Effort, noted("handed to the chat template; none: no thinking")] | None = None
+    service_tier: Tier | None = None
+    add_generation_prompt: Annotated[bool, extension("begin the assistant's turn (default)")] | None = None
+    continue_final_message: Annotated[bool, extension("go on from the last message, an assistant's")] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], extension("variables for the chat template")] | None = None
+    include_reasoning: Annotated[bool, extension("false leaves thoughts out of the answer")] | None = None
 
-    metadata: Annotated[dict[str, str], Meta(description="Accepted and not used.")] | None = None
-    safety_identifier: Annotated[str, Meta(description="Accepted and not used.")] | None = None
-    prompt_cache_key: Annotated[str, Meta(description="Accepted; equal prefixes are found without it.")] | None = None
-    parallel_tool_calls: Annotated[bool, Meta(description="Accepted; there are no tools.")] | None = None
+    metadata: Annotated[dict[str, str], unused()] | None = None
+    safety_identifier: Annotated[str, unused()] | None = None
+    prompt_cache_key: Annotated[str, unused("equal prefixes are found without it")] | None = None
 
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    service_tier: Any = None
-    store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    audio: Annotated[Any, refused()] = None
+    function_call: Annotated[Any, refused("none", "auto", why="use tool_choice")] = None
+    functions: Annotated[Any, refused([], why="use tools")] = None
+    modalities: Annotated[Any, refused(["text"])] = None
+    moderation: Annotated[Any, refused()] = None
+    prediction: Annotated[Any, refused()] = None
+    prompt_cache_options: Annotated[Any, refused({})] = None
+    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory")] = None
+    store: Annotated[Any, refused(False)] = None
+    verbosity: Annotated[Any, refused("medium")] = None
+    web_search_options: Annotated[Any, refused()] = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions. `prompt` is text, token ids, or a list of either."""
 
     prompt: str | list[str | Int | list[Int]]
-    logprobs: Int | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Int, Meta(description="Only equal to n.")] | None = None
-    suffix: Any = None
-
-
-# Field → values, besides null, that ask for nothing this server would have to do.
-UNSUPPORTED: dict[type[GenerationRequest], dict[str, tuple[Any, ...]]] = {
-    ChatRequest: {
-        "audio": (),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "moderation": (),
-        "prediction": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory", "in-memory"),
-        "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    },
-    CompletionRequest: {"suffix": ("",)},
-}
-
-
-def refuse_unsupported(body: GenerationRequest) -> None:
-    for name, neutral in UNSUPPORTED[type(body)].items():
-        value = getattr(body, name)
-        if value is not None and value not in neutral:
-            advice = (
-                f"leave it out or set it to {msgspec.json.encode(neutral[0]).decode()}" if neutral else "leave it out"
-            )
-            message = f"{name} is not supported with this value by this server; {advice}"
-            raise InputError(message, param=name, code="unsupported_parameter")
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    content: list[ChatTokenLogprob]
-    refusal: None = None
-
-
-class PromptLogprob(msgspec.Struct):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-# Per prompt position: token id → its logprob; null where nothing predicts the token (the first).
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: str
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-
-
-class CompletionLogprobs(msgspec.Struct):
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str
-    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ModelCard(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "quire"
-    max_model_len: int
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
+    best_of: Annotated[Int, noted("only equal to n")] | None = None
+    suffix: Annotated[Any, refused("")] = None

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.errors import ClientGoneError, describe
+from quire.serve.errors import ClientGoneError, Failure, describe
 from quire.types.errors import InputError
 
 T = TypeVar("T")
@@ -27,6 +27,19 @@ S = TypeVar("S", bound=msgspec.Struct)
 class BodyTooLargeError(InputError):
     status = 413
     code = "request_too_large"
+
+
+class NotFoundError(InputError):
+    """Something kept for a caller is not, or not for this caller."""
+
+    status = 404
+    code = "not_found"
+
+
+def owner_of(request: Request) -> str:
+    """Whose things a request may see: those made with the same key."""
+    context = request.scope.get("quire.context")
+    return context.key.name if context else ""
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -80,7 +93,7 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
     problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
-    code = "invalid_type" if problem.startswith("Expected") else "invalid_value"
+    code = "invalid_type" if ", got " in problem else "invalid_value"
     return InputError(f"{path or 'request body'}: {problem}", param=path or None, code=code)
 
 
@@ -105,20 +118,24 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events made of ready bytes. An error before the first event is an ordinary HTTP error; a later
-    one is the last event. When the client hangs up, `events` is closed, and with it the work behind it."""
+    """A stream of ready bytes. An error before the first of them is an ordinary HTTP error; a later one is the last
+    event, written by `failed`. When the client hangs up, `events` is closed, and with it the work behind it."""
 
     media_type = "text/event-stream"
+    last = b"data: [DONE]\n\n"
 
     def __init__(self, events: AsyncGenerator[bytes, None]):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._send(send))
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return b"data: " + failure.encode(path) + b"\n\n"
 
-    async def _send(self, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_gone(receive, self._send(send, scope["path"]))
+
+    async def _send(self, send: Send, path: str) -> None:
         async with aclosing(self.events) as events:
             event = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -127,6 +144,25 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                last = b"data: " + msgspec.json.encode(describe(error).body) + b"\n\n"
+                last = self.failed(describe(error), path)
                 await send({"type": "http.response.body", "body": last, "more_body": True})
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+            await send({"type": "http.response.body", "body": self.last, "more_body": False})
+
+
+class NamedEvents(EventStream):
+    """Events with names; no mark follows the last of them."""
+
+    last = b""
+
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return b"event: error\ndata: " + failure.encode(path) + b"\n\n"
+
+
+class JsonLines(EventStream):
+    """One JSON object a line."""
+
+    media_type = "application/x-ndjson"
+    last = b""
+
+    def failed(self, failure: Failure, path: str) -> bytes:
+        return failure.encode(path) + b"\n"

@@ -1,4 +1,5 @@
-"""Between text and tokens: tokenizers, chat templates, incremental detokenization, stop strings.
+"""Between text and tokens: tokenizers, chat templates, incremental detokenization, stop strings, and what is in a
+text: thoughts, calls of tools.
 
 Knows: types, assets. Refuses to know: torch, engines, HTTP.
 """
@@ -8,6 +9,9 @@ from quire.text.model import TextModel, load_tokenizer
 from quire.text.stops import StopMatcher
 from quire.text.template import ChatTemplate
 from quire.text.tokenizer import Tokenizer
+from quire.text.tool_formats import ToolFormat
+from quire.text.tool_reader import ToolReader
+from quire.text.tools import Tool
 from quire.text.vocabulary import alphabet_of, vocabulary_of
 
 __all__ = [
@@ -16,6 +20,9 @@ __all__ = [
     "StopMatcher",
     "TextModel",
     "Tokenizer",
+    "Tool",
+    "ToolFormat",
+    "ToolReader",
     "alphabet_of",
     "load_tokenizer",
     "vocabulary_of",

@@ -10,31 +10,51 @@ from quire.assets import LocalModel
 from quire.assets.files import read_json
 from quire.text.from_files import tokenizer_from_files
 from quire.text.from_gguf import tokenizer_from_gguf
+from quire.text.reasoning import CLOSE, OPEN, ReasoningReader
 from quire.text.template import CHATML, MAX_TEMPLATE, PLAIN, ChatTemplate
 from quire.text.tokenizer import Tokenizer
-from quire.types.errors import ModelFileError
+from quire.text.tool_formats import choose_format
+from quire.text.tools import spell_out
+from quire.types.errors import ConfigError, ModelFileError
 
 log = logging.getLogger("quire.text")
 
 
 class TextModel:
-    """Tokenizer and templates of one model. `notes` say what had to be assumed; they are logged when it loads."""
+    """Tokenizer and templates of one model. `notes` say what had to be assumed; they are logged when it loads.
 
-    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str], name: str = "the model"):
+    `tool_format` is how the model writes calls of tools and `reasons` whether it thinks before it answers; `auto`
+    reads both from its chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        name: str = "the model",
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+    ):
         self.tokenizer = tokenizer
         self.notes = [tokenizer.note] if tokenizer.note else []
         templates = dict(templates)
         if "default" not in templates:
             templates["default"] = self._assume(name)
         self._templates = {key: ChatTemplate(source, tokenizer.named) for key, source in templates.items()}
+        self.tool_format = choose_format(tool_parser, templates.get("tool_use", templates["default"]))
+        if reasoning_parser not in ("auto", "think", "none"):
+            raise ConfigError(f"no reasoning parser {reasoning_parser!r}; there are auto, think, none")
+        self.reasons = CLOSE in templates["default"] if reasoning_parser == "auto" else reasoning_parser == "think"
 
     @classmethod
-    def load(cls, model: LocalModel) -> TextModel:
+    def load(cls, model: LocalModel, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> TextModel:
+        parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
         if model.kind == "gguf":
             meta = model.open().metadata()
-            text = cls(tokenizer_from_gguf(meta, str(model.path)), _templates_in_gguf(meta), model.name)
+            text = cls(tokenizer_from_gguf(meta, str(model.path)), _templates_in_gguf(meta), model.name, **parsers)
         else:
-            text = cls(tokenizer_from_files(model), _templates_in_files(model), model.name)
+            text = cls(tokenizer_from_files(model), _templates_in_files(model), model.name, **parsers)
         for note in text.notes:
             log.warning(note)
         return text
@@ -55,8 +75,11 @@ class TextModel:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The conversation as text. Some models have a template of their own for conversations with tools."""
+        """The conversation as text. Some models have a template of their own for conversations with tools; for those
+        whose template knows none, tools are described in plain words."""
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        if "tools" not in template.source and (tools or any(message["role"] == "tool" for message in messages)):
+            messages, tools = spell_out(messages, tools or (), self.tool_format), None
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
 
     def encode_chat(
@@ -65,11 +88,28 @@ class TextModel:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        prefix: str = "",
         **variables: Any,
     ) -> list[int]:
-        """The conversation as token ids. The template writes BOS where it belongs, so none is added."""
+        """The conversation as token ids, and after it the beginning of the answer, if one is given. The template
+        writes BOS where it belongs, so none is added."""
         text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
-        return self.tokenizer.encode(text, add_special=False)
+        return self.tokenizer.encode(text + prefix, add_special=False)
+
+    def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
+        """A reader of the answer to `prompt`, if the model thinks. Some templates begin the thought themselves."""
+        if not self.reasons:
+            return None
+        end = self.tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip()
+        return ReasoningReader(inside=end.endswith(OPEN))
+
+    def special_id(self, token: str) -> int | None:
+        """The id of a special token, which text leaves out unless told otherwise."""
+        return next((i for i in self.tokenizer.special_ids if self.tokenizer.token_text(i) == token), None)
+
+    @property
+    def template(self) -> str:
+        return self._templates["default"].source
 
 
 def load_tokenizer(model: LocalModel) -> Tokenizer:

@@ -4,9 +4,14 @@
     ├── InputError            the caller's request is wrong (HTTP 400); names the field and the fix
     │   └── ContextLengthError    prompt does not fit the context
     ├── ModelNotFoundError    no such model anywhere we may look (HTTP 404)
+    ├── RequestNotFoundError  no such request of the asker, or not remembered any more (HTTP 404)
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
-    ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 429/503)
+    ├── UnauthorizedError     no key, or not one of ours (HTTP 401)
+    ├── ForbiddenError        the key is ours but does not open this door (HTTP 403)
+    ├── DeadlineError         the work was cancelled because its time was up (HTTP 408)
+    ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 503)
+    │   └── RateLimitError        one key's limit, not the server's (HTTP 429)
     └── EngineDeadError       the engine stopped; everything open has ended (HTTP 503)
 
 Messages say the cause first and the remedy after it.
@@ -45,12 +50,32 @@ class ModelNotFoundError(QuireError):
     code = "model_not_found"
 
 
+class RequestNotFoundError(QuireError):
+    status = 404
+    code = "request_not_found"
+
+
 class ModelFileError(QuireError):
     code = "bad_model_file"
 
 
 class ConfigError(QuireError):
     code = "bad_config"
+
+
+class UnauthorizedError(QuireError):
+    status = 401
+    code = "invalid_api_key"
+
+
+class ForbiddenError(QuireError):
+    status = 403
+    code = "permission_denied"
+
+
+class DeadlineError(QuireError):
+    status = 408
+    code = "deadline_exceeded"
 
 
 class OverloadedError(QuireError):
@@ -62,9 +87,15 @@ class OverloadedError(QuireError):
         self.retry_after = retry_after
 
 
+class RateLimitError(OverloadedError):
+    status = 429
+    code = "rate_limit_exceeded"
+
+
 class EngineDeadError(QuireError):
     status = 503
     code = "engine_dead"
+    retry_after = 5.0  # a restart takes a few seconds
 
 
 def from_wire(kind: str, message: str) -> QuireError:

@@ -10,11 +10,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 from quire.types.wire import EngineInfo
 
 
@@ -114,6 +117,20 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def view(self) -> EngineView: ...
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to the branches of a request, running or lately ended."""
+        ...
+
+    def trouble(self) -> str | None:
+        """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""
+        ...
+
+    async def lost(self) -> QuireError:
+        """Wait until the engine is gone for good; returns why."""
+        ...
 
     async def close(self) -> None: ...
 

@@ -1,0 +1,197 @@
+"""Admission: who may enter, at what price, and when to come back.
+
+A request is let in twice. At the door, before its body is read: is there a place in the queue, is the key within its
+concurrency? Once its tokens are counted, before anything is allocated for it: may the queue hold that many, does
+the key's budget cover them, could its deadline be met?
+
+    enter ──► waiting ──charge──► queued tokens ──first token──► running ──► leave
+
+The price of a request is what it may at most need: its prompt and all tokens it may draw. What it did not use goes
+back to its key's budget. The queue drains at the rate at which priced tokens leave it, measured only while something
+is queued; waits and `Retry-After` are computed from that. Refuses to know: HTTP, engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from quire.serve.auth import Key
+from quire.types.errors import OverloadedError, RateLimitError
+
+MEMORY = 10.0  # seconds after which a measurement counts a half
+DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
+
+
+@dataclass(eq=False)
+class Permit:
+    """The place of one request, from its arrival to its last byte."""
+
+    key: Key
+    entered: float
+    price: int = 0
+    used: int = 0
+    started: bool = False
+    released: bool = False
+
+
+@dataclass
+class Bucket:
+    """Tokens a key may still spend; it fills up to one minute's worth. Large requests may overdraw it."""
+
+    level: float
+    filled: float
+
+    def fill(self, per_minute: int, now: float) -> None:
+        self.level = min(float(per_minute), self.level + (now - self.filled) * per_minute / 60)
+        self.filled = now
+
+
+@dataclass
+class DrainMeter:
+    """Tokens that left the queue per second during which it held any; old measurements fade."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def note(self, tokens: float, seconds: float) -> None:
+        fade = 0.5 ** (seconds / MEMORY)
+        self.tokens = self.tokens * fade + tokens
+        self.seconds = self.seconds * fade + seconds
+
+    @property
+    def rate(self) -> float:
+        """0 while nothing is known."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(eq=False)
+class Admission:
+    max_queue: int
+    max_queue_tokens: int
+    max_queue_wait: float
+    key_concurrency: int = 0
+    key_tokens_per_minute: int = 0
+    clock: Callable[[], float] = time.monotonic
+
+    draining: bool = False
+    waiting: int = 0  # requests without a first token
+    queued: int = 0  # what those of them are worth whose price is known
+    inflight: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    drain: DrainMeter = field(default_factory=DrainMeter)
+    _by_key: Counter[str] = field(default_factory=Counter)
+    _buckets: dict[str, Bucket] = field(default_factory=dict)
+    _since: float = 0.0  # when the queue was last looked at
+    _stay: float = 1.0  # how long requests stay, on average
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._idle.set()
+
+    # ---- at the door ----------------------------------------------------------------------------------------
+
+    def enter(self, key: Key) -> Permit:
+        """A place for a request whose body has not been read; raises OverloadedError or RateLimitError."""
+        if self.draining:
+            raise self._refusal("draining", "the server is shutting down; try another one", DRAIN_RETRY)
+        limit = self.key_concurrency if key.concurrency is None else key.concurrency
+        if limit and self._by_key[key.name] >= limit:
+            message = f"key {key.name!r} has {limit} requests under way, as many as it may; wait for one to end"
+            raise self._refusal("key_concurrency", message, self._stay / limit, RateLimitError)
+        if self.waiting >= self.max_queue:
+            message = f"{self.waiting} requests are waiting, as many as may; retry later"
+            raise self._refusal("queue_full", message, self.wait())
+        self._check_wait(self.max_queue_wait, "queue_wait", "longer than this server lets anybody wait")
+        self.waiting += 1
+        self.inflight += 1
+        self._by_key[key.name] += 1
+        self._idle.clear()
+        return Permit(key, self.clock())
+
+    def charge(self, permit: Permit, tokens: int, time_left: float = math.inf) -> None:
+        """The request will need up to `tokens`: queue it, or raise. A request larger than the queue may enter an
+        empty one. A permit that was given back is charged nothing: the server itself goes on with the work."""
+        if permit.released:
+            return
+        if self.queued and self.queued + tokens > self.max_queue_tokens:
+            message = f"the queue holds {self.queued} tokens and has no room for {tokens} more; retry later"
+            raise self._refusal("queue_tokens", message, self.wait())
+        self._check_wait(time_left, "deadline", "longer than its deadline allows")
+        self._spend(permit.key, tokens)
+        permit.price += tokens
+        if not permit.started:
+            self._measure(0)
+            self.queued += tokens
+
+    def start(self, permit: Permit) -> None:
+        """The request got its first token: it waits no more."""
+        if not permit.started and not permit.released:
+            permit.started = True
+            self._measure(permit.price)
+            self.waiting -= 1
+            self.queued -= permit.price
+
+    def leave(self, permit: Permit) -> None:
+        """The request is over, however it ended; what it did not use goes back to its key."""
+        if permit.released:
+            return
+        if not permit.started:
+            self._measure(0)
+            self.waiting -= 1
+            self.queued -= permit.price
+        permit.released = True
+        self.inflight -= 1
+        name = permit.key.name
+        self._by_key[name] -= 1
+        if not self._by_key[name]:
+            del self._by_key[name]
+        if (bucket := self._buckets.get(name)) is not None:
+            bucket.level += max(0, permit.price - permit.used)
+        self._stay += 0.1 * (self.clock() - permit.entered - self._stay)
+        if not self.inflight:
+            self._idle.set()
+
+    # ---- waits ----------------------------------------------------------------------------------------------
+
+    def wait(self) -> float:
+        """Seconds until what is queued now will have drained, by the measured rate; 0 while nothing is known."""
+        return self.queued / self.drain.rate if self.queued and self.drain.rate else 0.0
+
+    async def idle(self) -> None:
+        """Wait until no request is under way."""
+        await self._idle.wait()
+
+    def _measure(self, left: int) -> None:
+        now = self.clock()
+        if self.queued:
+            self.drain.note(left, now - self._since)
+        self._since = now
+
+    def _check_wait(self, longest: float, reason: str, why: str) -> None:
+        expected = self.wait()
+        if expected > longest:
+            message = f"a first token would take about {expected:.1f} s, {why}; retry later"
+            raise self._refusal(reason, message, expected - longest / 2)
+
+    def _spend(self, key: Key, tokens: int) -> None:
+        limit = self.key_tokens_per_minute if key.tokens_per_minute is None else key.tokens_per_minute
+        if not limit:
+            return
+        bucket = self._buckets.setdefault(key.name, Bucket(float(limit), self.clock()))
+        bucket.fill(limit, self.clock())
+        lacking = min(tokens, limit) - bucket.level
+        if lacking > 0:
+            message = f"key {key.name!r} may use {limit} tokens a minute; this request may need {tokens}; retry later"
+            raise self._refusal("key_tokens", message, lacking * 60 / limit, RateLimitError)
+        bucket.level -= tokens
+
+    def _refusal(
+        self, reason: str, message: str, retry: float, kind: type[OverloadedError] = OverloadedError
+    ) -> OverloadedError:
+        self.refused[reason] += 1
+        return kind(message, retry_after=max(1.0, retry))

@@ -1,0 +1,90 @@
+"""How a request body says what becomes of its fields: honoured, an extension, accepted without effect, or refused.
+
+A field is declared once, in the struct that parses it; its place in the OpenAPI document and its line in docs/api.md
+come from that declaration. Refuses to know: any particular API.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from quire.types.errors import InputError
+
+# Bounded here because Python's integers are not, and JSON's digits are free.
+Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=1, le=1 << 30)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+def extension(meaning: str, **bounds: Any) -> Meta:
+    """A field that the published API does not have."""
+    return Meta(description=f"Extension: {meaning}.", extra={"kind": "extension", "note": meaning}, **bounds)
+
+
+def noted(meaning: str, **bounds: Any) -> Meta:
+    """A field honoured in a way worth a word."""
+    sentence = f"{meaning[0].upper()}{meaning[1:]}."
+    return Meta(description=sentence, extra={"kind": "honoured", "note": meaning}, **bounds)
+
+
+def unused(why: str = "a label") -> Meta:
+    """A field whose value changes nothing anywhere: labels and hints."""
+    return Meta(description=f"Accepted without effect: {why}.", extra={"kind": "no effect", "note": why})
+
+
+def refused(*neutral: Any, why: str = "") -> Meta:
+    """A published field this server cannot act on. `neutral` are the values, besides null, that ask for nothing."""
+    values = ", ".join(msgspec.json.encode(value).decode() for value in neutral)
+    note = f"only {values}" if neutral else "only null"
+    return Meta(
+        description=f"Refused but for null{', ' + values if neutral else ''}.",
+        extra={"kind": "refused", "note": f"{note}; {why}" if why else note, "neutral": neutral},
+        extra_json_schema={"enum": [None, *neutral]},
+    )
+
+
+class Field(NamedTuple):
+    name: str
+    kind: str  # honoured, extension, no effect, refused
+    note: str
+    neutral: tuple[Any, ...]
+
+
+def fields_of(body: type[msgspec.Struct]) -> list[Field]:
+    """Every field of a body as its declaration describes it, by the name it has in JSON."""
+    hints = typing.get_type_hints(body, include_extras=True)
+    out = []
+    for inner, outer in zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True):
+        extra = next((meta.extra for meta in _metas(hints[inner]) if meta.extra), {})
+        out.append(Field(outer, extra.get("kind", "honoured"), extra.get("note", ""), extra.get("neutral", ())))
+    return out
+
+
+def _metas(hint: Any) -> Iterator[Meta]:
+    yield from (meta for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, Meta))
+    if typing.get_origin(hint) is not list:
+        for part in typing.get_args(hint):
+            yield from _metas(part)
+
+
+@cache
+def _refused_fields(body: type[msgspec.Struct]) -> list[Field]:
+    return [field for field in fields_of(body) if field.kind == "refused"]
+
+
+def refuse_unsupported(body: msgspec.Struct) -> None:
+    """Raise for a refused field that asks for something."""
+    for name, _, _, neutral in _refused_fields(type(body)):
+        value = getattr(body, name)
+        if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
+            advice = "leave it out"
+            if neutral:
+                advice += f" or set it to {msgspec.json.encode(neutral[0]).decode()}"
+            message = f"{name} is not supported with this value by this server; {advice}"
+            raise InputError(message, param=name, code="unsupported_parameter")

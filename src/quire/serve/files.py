@@ -1,0 +1,276 @@
+"""Files that clients upload and batches write, under /v1/files: on disk, bounded in number and size.
+
+Refuses to know: what is in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.types import Message
+
+from quire.serve.events import json
+from quire.serve.generation import Serving
+from quire.serve.openapi import answers
+from quire.serve.wire import BodyTooLargeError, NotFoundError, owner_of
+from quire.types.errors import InputError, OverloadedError
+
+MAX_FILE = 200 << 20  # bytes of one file, as with OpenAI's batches
+MAX_STORE = 2 << 30  # bytes of all of them
+MAX_FILES = 10_000
+MAX_PAGE = 10_000  # entries of one listing
+_ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
+
+
+class FileObject(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+    expires_at: int | None = None
+
+
+class FileList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool = False
+
+
+class FileDeleted(msgspec.Struct):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class Owned(msgspec.Struct):
+    """A file as it is remembered beside its content."""
+
+    file: FileObject
+    owner: str
+
+
+class FileStore:
+    """Files in a folder that nobody else may read, each beside what is known of it. What lies there when the store
+    is opened is found again. Only the key that made a file finds it."""
+
+    def __init__(self, folder: Path, max_bytes: int = MAX_STORE, max_files: int = MAX_FILES):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._files: dict[str, Owned] = {}
+        for path in folder.glob("file-*.json"):
+            owned = msgspec.json.decode(path.read_bytes(), type=Owned)
+            if _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
+                self._files[owned.file.id] = owned
+
+    def path(self, id: str) -> Path:
+        return self.folder / id
+
+    @property
+    def used(self) -> int:
+        return sum(owned.file.bytes for owned in self._files.values())
+
+    def room(self, size: int) -> None:
+        """Raise unless `size` more bytes fit."""
+        self._expire()
+        if len(self._files) >= self._max_files or self.used + size > self._max_bytes:
+            raise OverloadedError("the file store is full; delete files that are no longer needed", retry_after=60)
+
+    def add(self, source: IO[bytes], filename: str, purpose: str, owner: str, seconds: int | None = None) -> FileObject:
+        """Copy a stream into the store."""
+        id = f"file-{uuid.uuid4().hex}"
+        with open(os.open(self.path(id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+            shutil.copyfileobj(source, target)
+            size = target.tell()
+        return self.adopt(id, size, filename, purpose, owner, seconds)
+
+    def adopt(
+        self, id: str, size: int, filename: str, purpose: str, owner: str, seconds: int | None = None
+    ) -> FileObject:
+        """Remember a file whose content is there already."""
+        now = int(time.time())
+        expires = now + seconds if seconds else None
+        file = FileObject(
+            id=id, bytes=size, created_at=now, filename=filename[:255], purpose=purpose, expires_at=expires
+        )
+        self._files[id] = Owned(file, owner)
+        self.path(f"{id}.json").write_bytes(json(self._files[id]))
+        return file
+
+    def get(self, id: str, owner: str) -> FileObject:
+        self._expire()
+        owned = self._files.get(id)
+        if owned is None or owned.owner != owner:
+            raise NotFoundError(f"no file {id[:64]!r} here")
+        return owned.file
+
+    def delete(self, id: str, owner: str) -> None:
+        self.get(id, owner)
+        self._remove(id)
+
+    def listing(self, owner: str) -> list[FileObject]:
+        self._expire()
+        return sorted((o.file for o in self._files.values() if o.owner == owner), key=lambda f: (-f.created_at, f.id))
+
+    def _expire(self) -> None:
+        now = time.time()
+        for id in [id for id, owned in self._files.items() if owned.file.expires_at and owned.file.expires_at < now]:
+            self._remove(id)
+
+    def _remove(self, id: str) -> None:
+        del self._files[id]
+        self.path(id).unlink(missing_ok=True)
+        self.path(f"{id}.json").unlink(missing_ok=True)
+
+
+async def read_form(request: Request, limit: int) -> dict[str, Any]:
+    """The fields of a multipart form, refused as soon as it is known to be longer than `limit` bytes."""
+    if not request.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InputError("send the file as multipart/form-data", code="invalid_content_type")
+    size = 0
+
+    async def receive() -> Message:
+        nonlocal size
+        message = await request.receive()
+        size += len(message.get("body", b""))
+        if size > limit:
+            raise BodyTooLargeError(f"the form is larger than the limit of {limit} bytes")
+        return message
+
+    form = await Request(request.scope, receive).form(max_files=1, max_fields=8, max_part_size=4096)
+    return dict(form)
+
+
+async def upload(request: Request, store: FileStore) -> FileObject:
+    store.room(0)
+    form = await read_form(request, MAX_FILE)
+    try:
+        if strange := set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}:
+            raise InputError(f"unknown field {min(strange)!r}", param=min(strange)[:64], code="unknown_parameter")
+        file, purpose = form.get("file"), form.get("purpose")
+        if not isinstance(file, UploadFile):
+            raise InputError("required field 'file' is missing", param="file", code="missing_required_parameter")
+        if purpose not in ("batch", "user_data", "assistants", "evals"):
+            raise InputError("purpose must be batch, user_data, assistants or evals", param="purpose")
+        seconds = _expiry(form)
+        store.room(file.size or 0)
+        return await asyncio.to_thread(
+            store.add, file.file, file.filename or "file", str(purpose), owner_of(request), seconds
+        )
+    finally:
+        for value in form.values():
+            if isinstance(value, UploadFile):
+                await value.close()
+
+
+def _expiry(form: dict[str, Any]) -> int | None:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InputError("expires_after[anchor] must be created_at", param="expires_after[anchor]")
+    text = str(seconds)
+    if not (text.isascii() and text.isdigit() and len(text) < 8 and 3600 <= int(text) <= 2592000):
+        raise InputError("expires_after[seconds] must be in [3600, 2592000]", param="expires_after[seconds]")
+    return int(text)
+
+
+def page_of(items: list[Any], after: str | None, limit: str | None, order: str | None = None) -> tuple[list[Any], bool]:
+    """(one page of a listing, whether more follows); items come newest first."""
+    if order not in (None, "asc", "desc"):
+        raise InputError("order must be asc or desc", param="order")
+    if order == "asc":
+        items = items[::-1]
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item.id == after]
+        items = items[places[0] + 1 :] if places else []
+    size = MAX_PAGE
+    if limit is not None:
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= MAX_PAGE):
+            raise InputError(f"limit must be in [1, {MAX_PAGE}]", param="limit")
+        size = int(limit)
+    return items[:size], len(items) > size
+
+
+_FORM = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "additionalProperties": False,
+    "properties": {
+        "file": {"type": "string", "format": "binary"},
+        "purpose": {"type": "string", "enum": ["batch", "user_data", "assistants", "evals"]},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+    },
+}
+Text = Annotated[str | None, Query()]
+Limit = Annotated[str | None, Query(json_schema_extra={"type": "integer", "minimum": 1, "maximum": MAX_PAGE})]
+
+
+def router(serving: Serving, store: FileStore) -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+    takes_form = {"required": True, "content": {"multipart/form-data": {"schema": _FORM}}}
+
+    @routes.post("/v1/files", summary="Upload a file", openapi_extra={**answers(FileObject), "requestBody": takes_form})
+    async def create(request: Request) -> Response:
+        return Response(json(await upload(request, store)), media_type="application/json")
+
+    @routes.get("/v1/files", summary="List files", openapi_extra=answers(FileList))
+    async def list_files(
+        request: Request, purpose: Text = None, after: Text = None, limit: Limit = None, order: Text = None
+    ) -> Response:
+        found = [file for file in store.listing(owner_of(request)) if purpose in (None, file.purpose)]
+        page, more = page_of(found, after, limit, order)
+        ids = [file.id for file in page]
+        listing = FileList(data=page, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None, has_more=more)
+        return Response(json(listing), media_type="application/json")
+
+    @routes.get("/v1/files/{id}", summary="Describe a file", openapi_extra=answers(FileObject))
+    async def describe_file(request: Request, id: str) -> Response:
+        return Response(json(store.get(id, owner_of(request))), media_type="application/json")
+
+    @routes.delete("/v1/files/{id}", summary="Delete a file", openapi_extra=answers(FileDeleted))
+    async def delete(request: Request, id: str) -> Response:
+        store.delete(id, owner_of(request))
+        return Response(json(FileDeleted(id)), media_type="application/json")
+
+    @routes.get(
+        "/v1/files/{id}/content",
+        summary="Read a file",
+        openapi_extra=answers(None, media="application/octet-stream"),
+    )
+    async def content(request: Request, id: str) -> Response:
+        store.get(id, owner_of(request))
+        return FileResponse(store.path(id), media_type="application/octet-stream")
+
+    return routes
+
+
+async def lines_of(path: Path, longest: int) -> AsyncGenerator[bytes, None]:
+    """Lines of a file, read in a thread; one that is too long raises."""
+    with path.open("rb") as source:
+        while block := await asyncio.to_thread(source.readlines, 1 << 20):
+            for line in block:
+                if len(line) > longest:
+                    raise BodyTooLargeError(f"a line of {len(line)} bytes is longer than the limit of {longest}")
+                if line.strip():
+                    yield line

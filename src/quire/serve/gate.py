@@ -1,0 +1,119 @@
+"""The gate, plain ASGI in front of all routes: nothing passes that it was not told to let pass.
+
+Denies by default: a path needs a key unless it is listed here, whether a route stands behind it or not. Work (every
+POST of the public API) also needs a place from admission, and gives it back when the response has ended, be it a
+stream, an error or a client that hung up. Refuses to know: bodies, routes, API families.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import secrets
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quire.serve import workshop
+from quire.serve.auth import ADMIN, INFERENCE, Key
+from quire.serve.context import Context, enter
+from quire.serve.errors import describe
+from quire.types.errors import EngineDeadError, ForbiddenError, QuireError
+
+if TYPE_CHECKING:
+    from quire.serve.generation import Serving
+
+# What anybody may read: no data, only whether the server is there, and the files of the dashboard.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
+OPEN_UNDER = ("/dashboard/",)
+# What needs the admin scope on the public port too.
+ADMIN_PATHS = frozenset({"/metrics", "/view"})
+
+
+class Gate:
+    def __init__(self, app: ASGIApp, serving: Serving, scope: str):
+        self.app = app
+        self.serving = serving
+        self.scope = scope
+        self._salt_key = secrets.token_bytes(32)  # salts are of this server's life only, like the cache itself
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self.app(scope, receive, send)
+            return
+        try:
+            context = self._let_in(scope)
+        except QuireError as error:
+            await describe(error).response(scope["path"])(scope, receive, send)
+            return
+        enter(context)
+        workshop.enter(self.serving.workshop)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if context.permit is not None:
+                self.serving.admission.leave(context.permit)
+
+    def _let_in(self, scope: Scope) -> Context:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path, method = scope["path"], scope["method"]
+        keys = self.serving.keys
+        if keys.open:
+            check_origin(headers)
+        elif not (method in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_UNDER))):
+            key = keys.find(presented(headers))
+            wanted = ADMIN if path in ADMIN_PATHS else self.scope
+            if wanted not in key.scopes:
+                raise ForbiddenError(f"key {key.name!r} lacks the scope {wanted!r} that {path} needs")
+            return self._context(scope, key)
+        return self._context(scope, keys.find(None) if keys.open else Key("anybody", scopes=frozenset()))
+
+    def _context(self, scope: Scope, key: Key) -> Context:
+        salt = ""
+        if self.serving.options.cache_salt and not self.serving.keys.open:
+            salt = hashlib.blake2b(key.name.encode(), key=self._salt_key, digest_size=16).hexdigest()
+        headers = dict(scope["headers"])
+        context = Context(scope["quire.request_id"], key, salt)
+        context.traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
+        if self.scope == INFERENCE and scope["method"] == "POST":
+            if (trouble := self.serving.frontend.client.trouble()) is not None:
+                raise EngineDeadError(trouble)
+            context.permit = self.serving.admission.enter(key)
+        return context
+
+
+def presented(headers: dict[bytes, bytes]) -> str | None:
+    """The key a request carries, as OpenAI's or as Anthropic's clients send it."""
+    scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
+    secret = value.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+    return secret.decode("latin-1") or None
+
+
+def check_origin(headers: dict[bytes, bytes]) -> None:
+    """Without keys, loopback is the only wall, and browsers stand inside it: pages of other sites must not reach
+    through them, neither directly (Origin) nor under a name they own that resolves to this machine (Host)."""
+    host = _hostname("//" + headers.get(b"host", b"localhost").decode("latin-1"))
+    origin = headers.get(b"origin")
+    if not _is_address(host):
+        raise ForbiddenError(f"without API keys this server answers to addresses and localhost, not to {host[:64]!r}")
+    if origin is not None and not _is_address(_hostname(origin.decode("latin-1"))):
+        raise ForbiddenError("without API keys this server does not answer pages of other sites")
+
+
+def _hostname(url: str) -> str:
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_address(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(host)
+        return True
+    except ValueError:
+        return False

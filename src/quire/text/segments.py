@@ -1,0 +1,37 @@
+"""What an answer consists of once its text is read: things said, things thought, calls of tools.
+
+Refuses to know: who wrote it in which format, and who reads it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Said(msgspec.Struct, frozen=True):
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    text: str
+
+
+class CallBegun(msgspec.Struct, frozen=True):
+    index: int
+    name: str
+
+
+class CallArguments(msgspec.Struct, frozen=True):
+    """The next characters of a call's arguments, which together are JSON."""
+
+    index: int
+    text: str
+
+
+Segment = Said | Thought | CallBegun | CallArguments
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
