@@ -17,8 +17,8 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The `beams` likeliest answers are followed side by side, and the best `n` of those that ended are returned.
 
     An answer's score is the sum of its log-probabilities over its length to the power of `length_penalty`: above 0
-    favours long answers, below 0 short ones. The search ends with `early_stopping` as soon as there are `beams` answers,
-    without it when no running beam looks able to beat the worst of them, and with "never" when none possibly can.
+    favours long answers, below 0 short ones. The search ends with `early_stopping` as soon as there are `beams`
+    answers, without it when no running beam looks able to beat the worst of them, with "never" when none possibly can.
 
     With `groups`, beams are searched in so many groups one after another, and a token costs a group `diversity` for
     each time that an earlier group has chosen it in the same step.
@@ -46,7 +46,8 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.groups == 1 and self.diversity:
             raise InputError("diversity is between groups: ask for more than one", param="diversity")
         if not math.isfinite(self.length_penalty) or abs(self.length_penalty) > 10:
-            raise InputError(f"length_penalty must be in [-10, 10], got {self.length_penalty!r}", param="length_penalty")
+            message = f"length_penalty must be in [-10, 10], got {self.length_penalty!r}"
+            raise InputError(message, param="length_penalty")
 
     def candidates(self, ends: int) -> int:
         """Continuations to look at per beam: enough to go on with when all the best ones end (there are `ends` tokens
