@@ -202,6 +202,28 @@ def interference(
 app.command()(with_engine_options(positional_model=False)(interference))
 
 
+def structured(
+    *,
+    engine: EngineOptions,
+    num: Annotated[int, typer.Option(help="schemas")] = 300,
+    seed: Annotated[int, typer.Option(help="seed of the schemas")] = 1,
+    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 1,
+    json_: JsonOption = None,
+) -> None:
+    """Answer under JSON schemas and freely; report what a schema costs and which steps it saves."""
+    from quire.bench.structured import measure, rows
+    from quire.engine.llm import LLM
+
+    with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
+        summary, info = measure(llm, num, seed=seed, rounds=rounds), llm.info
+    _show(rows(summary), None)
+    if json_:
+        _keep(json_, {"seed": seed, "engine": engine.flat()}, info, summary, None)
+
+
+app.command()(with_engine_options(positional_model=False)(structured))
+
+
 def suite(
     *,
     engine: EngineOptions,

@@ -19,13 +19,14 @@ import msgspec
 from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
 from quire.scheduling.diary import Diary
 from quire.scheduling.policies import make_policy
+from quire.scheduling.search import Search, answers, check_fits
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, TokenLogprobs, Write
 from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
@@ -63,6 +64,8 @@ class Scheduler:
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
         self._flights: deque[_Flight] = deque()
+        self._searches: dict[str, Search] = {}
+        self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
         self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
         self._order = 0
         self._step = 0
@@ -89,8 +92,13 @@ class Scheduler:
                 f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
                 f"({self.memory.pool.total} pages); lower max_tokens or raise kv_memory"
             )
-        branches = [self._sequence(request, branch, limit) for branch in range(request.params.n)]
+        if request.beam is not None:
+            check_fits(request, request.beam, limit, self.memory, self.capacity.slots)
+        count = 1 if request.beam else request.params.n
+        branches = [self._sequence(request, branch, limit) for branch in range(count)]
         self._requests[request.id] = branches
+        if request.beam is not None:
+            self._searches[request.id] = Search(branches[0], request.beam)
         if self.policy.contiguous:
             self._waiting.extend(branches)
         else:
@@ -112,11 +120,10 @@ class Scheduler:
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
-            for seq in list(self._requests.get(request_id, ())):
-                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
-                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
-                    event.error = DeadlineError.__name__
-                    events.append(event)
+            branches = self._requests.get(request_id)
+            if branches and branches[0].request.deadline == deadline:
+                message = "the deadline passed before the answer was complete"
+                events += self._end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
@@ -128,13 +135,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
-        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
-        return [self._finish(seq, FinishReason.ABORT) for seq in live]
+        return self._end(request_id, FinishReason.ABORT)
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
         for seq in self._requests.get(request_id, ()):
-            if seq.branch == branch and seq.status is not Status.FINISHED:
+            if seq.branch == branch and seq.status is not Status.FINISHED and request_id not in self._searches:
                 self.diary.cut(max(0, seq.outputs - tokens))
                 del seq.tokens[seq.prompt_len + tokens :]
                 return [self._finish(seq, FinishReason.STOP)]
@@ -152,7 +158,10 @@ class Scheduler:
         self.diary.now = now
         flight = _Flight(StepPlan(step=self._step))
         budget = self._catch_up(flight, now)
+        self._seat(flight)
         self._admit(flight, budget, now)
+        if not flight.rows and not self._flights and (self._running or self._forks):
+            self._make_way(flight, now)
         if not flight.rows:
             return None
         flight.plan.frees, self._freed = self._freed, []
@@ -187,6 +196,36 @@ class Scheduler:
                 self._add_row(flight, seq, count)
         return budget
 
+    def _seat(self, flight: _Flight) -> None:
+        """Slots and rows for beams that forked off others, as far as there are any."""
+        for seq in list(self._forks):
+            if not self._slots:
+                break
+            change = self.memory.extend(seq.table, seq.computed, seq.known)
+            if change is None:
+                break
+            del self._forks[seq]
+            self._run(flight, seq)
+            pages = [PageDelta(seq.slot, group, 0, list(pages)) for group, pages in enumerate(seq.table.pages)]
+            flight.plan.deltas += pages
+            flight.plan.copies += change.copies
+            self._add_row(flight, seq, 1)
+
+    def _make_way(self, flight: _Flight, now: float) -> None:
+        """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
+        queue up without their pages, then others give way to whoever comes first, so that its search goes on."""
+        for seq in list(self._forks):
+            del self._forks[seq]
+            self._release(seq)
+            self._waiting.append(seq)
+        first = min(self._waiting, key=lambda s: self.policy.rank(s, now))
+        while True:
+            self._admit(flight, self.capacity.max_batch_tokens, now, [first])
+            others = [seq for seq in self._running if seq.request is not first.request]
+            if flight.rows or not others:
+                return
+            self.preempt(self.policy.victim(others, now))
+
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
@@ -208,6 +247,8 @@ class Scheduler:
         del self._running[seq]
         seq.epoch += 1
         seq.pending = 0
+        if seq.request.beam is not None:
+            self._searches[seq.request.id].forget(seq)
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
@@ -215,11 +256,11 @@ class Scheduler:
         if not seq.inflight:
             self._release(seq)
 
-    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
-        """Let waiting sequences start, best first, while budget, slots and pages last."""
+    def _admit(self, flight: _Flight, budget: int, now: float, only: list[Sequence] | None = None) -> None:
+        """Let waiting sequences start, best first, while budget, slots and pages last; `only` these, at any price."""
         if not (self._waiting and self._slots and budget > 0 and self.policy.admits(len(self._running))):
             return
-        order = list(self.policy.order(self._waiting, now))
+        order = only or list(self.policy.order(self._waiting, now))
         reserve = self.policy.reserve(order[: len(self._slots)])
         admitted: set[Sequence] = set()
         for seq in order:
@@ -235,16 +276,16 @@ class Scheduler:
                 self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, budget)
-            if not self._start(flight, seq, hit, count, reserve):
+            spare = self._watermark if self._running and not only else 0
+            if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
             budget -= count
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
-    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int) -> bool:
+    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
-        spare = self._watermark if self._running else 0
         if not self.memory.fits(max(seq.known, reserve), hit, spare):
             return False
         adopted = self.memory.adopt(seq.table, hit)
@@ -346,11 +387,13 @@ class Scheduler:
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
-        events = [
-            self._advance(seq, result, i)
-            for i, (seq, epoch) in enumerate(flight.samples)
-            if seq.epoch == epoch and seq.status is Status.RUNNING
-        ]
+        events: list[TokenEvent] = []
+        for i, (seq, epoch) in enumerate(flight.samples):
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
+                if seq.request.beam is not None:
+                    events += self._branch(seq, result.logprobs[i])
+                else:
+                    events.append(self._advance(seq, result, i))
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
                 events += self._pool(seq, plan.rows[i], result.pooled[i])
@@ -399,6 +442,30 @@ class Scheduler:
             event.prompt_logprobs = seq.scores
         return event
 
+    def _branch(self, seq: Sequence, options: TokenLogprobs) -> list[TokenEvent]:
+        """A beam's options are known; once all are, its search goes a step on, or is over."""
+        search = self._searches[seq.request.id]
+        seq.pending -= 1
+        if not search.learn(seq, options):
+            return []
+        if seq is search.root and not seq.outputs:
+            self.diary.drew(seq)
+        for old in search.advance(self._fork):
+            self._retire(old)
+        if search.live:
+            return []
+        request = seq.request
+        found = answers(request, search.results(request.params.n), max(0, seq.cached))
+        self.stats.output_tokens += sum(len(event.tokens) for event in found)
+        self.diary.ended(search.root, FinishReason.STOP)
+        del self._searches[request.id], self._requests[request.id]
+        return found
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        child = parent.fork(self.memory.fork(parent.table))
+        self._forks[child] = None
+        return child
+
     def _pool(self, seq: Sequence, row: Row, vector: list[float]) -> list[TokenEvent]:
         """Add hidden states of a part of the prompt; with the last part the request is answered."""
         seq.pooled = [a + b for a, b in zip(seq.pooled, vector, strict=True)] if seq.pooled else vector
@@ -417,19 +484,41 @@ class Scheduler:
         return FinishReason.LENGTH if seq.prompt_len + outputs >= seq.limit else None
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
-        """End a sequence; its pages and slot go back as soon as no step in flight uses them."""
-        if seq.status is not Status.RUNNING and seq in self._waiting:
-            self._waiting.remove(seq)
-        self._running.pop(seq, None)
-        seq.move(Status.FINISHED)
+        """End a sequence and tell of it."""
+        self._retire(seq)
         self.diary.ended(seq, reason)
-        if not seq.inflight:
-            self._release(seq)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
             del self._requests[seq.request.id]
         return TokenEvent(
             seq.request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
         )
+
+    def _end(self, request_id: str, reason: FinishReason, message: str = "", error: str = "") -> list[TokenEvent]:
+        """End all that is left of a request."""
+        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            events = [self._finish(seq, reason, message) for seq in live]
+        else:
+            for seq in search.live:
+                self._retire(seq)
+            self.diary.ended(search.root, reason)
+            branches = range(search.root.request.params.n)
+            events = [TokenEvent(request_id, b, 0, [], finish=reason, message=message) for b in branches]
+            del self._requests[request_id]
+        for event in events:
+            event.error = error
+        return events
+
+    def _retire(self, seq: Sequence) -> None:
+        """A sequence is over; its pages and slot go back as soon as no step in flight uses them."""
+        if seq.status is not Status.RUNNING and seq in self._waiting:
+            self._waiting.remove(seq)
+        self._running.pop(seq, None)
+        self._forks.pop(seq, None)
+        seq.move(Status.FINISHED)
+        if not seq.inflight:
+            self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
         if seq.slot >= 0:
@@ -441,8 +530,9 @@ class Scheduler:
 
     def fail(self, message: str) -> list[TokenEvent]:
         """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
-        live = [s for branches in self._requests.values() for s in branches if s.status is not Status.FINISHED]
-        events = [self._finish(seq, FinishReason.ERROR, message) for seq in live]
+        events: list[TokenEvent] = []
+        for request_id in list(self._requests):
+            events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
@@ -493,7 +583,7 @@ class Scheduler:
     def check(self) -> None:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
-        holders = [*self._running, *landing]
+        holders = [*self._running, *self._forks, *landing]
         self.memory.check([s.table for s in holders])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
