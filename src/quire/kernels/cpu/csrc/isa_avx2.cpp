@@ -27,6 +27,11 @@ inline float sum(vf v) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
+inline uint32_t sum(vu v) {
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1))));
+}
 inline float highest(vf v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -136,10 +141,14 @@ void rows(const Matrix& w, int g, int half, Rows x, int m0, int m1, Out out) {
   }
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   for (int g = g0; g < g1; g++)
     for (int half = 0; half < 2; half++)
       w.bits == 4 ? rows<4>(w, g, half, x, m0, m1, out) : rows<8>(w, g, half, x, m0, m1, out);
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

@@ -13,6 +13,7 @@ inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
 inline float sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+inline uint32_t sum(vu v) { return v[0] + v[1] + v[2] + v[3]; }
 inline float highest(vf v) {
   float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
   return a > b ? a : b;
@@ -50,7 +51,7 @@ int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t
   return acc;
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   int blocks = w.blocks();
   for (int g = g0; g < g1; g++)
     for (int m = m0; m < m1; m++)
@@ -66,6 +67,10 @@ void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scra
         float* to = out.at(m, g) + lane;
         *to = out.add ? *to + acc : acc;
       }
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

@@ -83,8 +83,8 @@ EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x
   Rows quantised{q.data(), factors.data(), total.data(), w->k};
   kernels->begin();
   for (int r = 0; r < rows; r++) kernels->quantise(x + size_t(r) * w->k, quantised, r);
-  kernels->gemm(*w, 0, w->groups(), quantised, 0, rows, {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0},
-                {aligned});
+  const Piece whole{w, 0, w->groups(), {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0}};
+  kernels->gemm(&whole, 1, quantised, 0, rows, {aligned});
   kernels->end();
 }
 
@@ -95,9 +95,9 @@ EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int
   std::vector<Query> queries;
   for (int i = 0; i < count; i++)
     queries.push_back({q + size_t(i) * heads * kv->head_dim, positions[i], i, tables + i * table_stride});
-  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, {}, out};
+  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, kv->kv_heads, {}, out};
   std::vector<float> scratch(kernels->attend_floats(args));
-  for (args.kv_head = 0; args.kv_head < kv->kv_heads && count; args.kv_head++) kernels->attend(args, scratch.data());
+  if (count) kernels->attend(args, scratch.data());
 }
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; called through ctypes.", -1,
