@@ -34,7 +34,12 @@ class ModelRunner:
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
-        self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
+        self._sampler = Sampler(
+            slots=capacity.slots,
+            vocab_size=model.spec.vocab_size,
+            device=device,
+            draw=model.draw if isinstance(model, NativeModel) else None,
+        )
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=capacity.slots,

@@ -100,6 +100,15 @@ struct AttendArgs {
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
 };
 
+// How one token is drawn.
+struct Draw {
+  uint32_t key[2];  // of the row's noise
+  float temperature, log_min_p;
+  double top_p;   // 1 or more: off
+  int64_t top_k;  // the vocabulary or more: off
+  bool greedy;    // the likeliest token, whatever else is said
+};
+
 struct Scratch {
   uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
@@ -118,11 +127,14 @@ struct Kernels {
   void (*store_kv)(const float* x, void* to, int count, bool half);
   void (*attend)(const AttendArgs& args, float* scratch);
   size_t (*attend_floats)(const AttendArgs& args);
+  int (*draw)(const float* logits, int vocab, const Draw& how, uint8_t* scratch);  // draw_bytes, aligned to 8
+  size_t (*draw_bytes)(int vocab);
 };
 
 // The table of an instruction set whose functions carry these names in its namespace.
 #define QUIRE_KERNELS(name, gemm) \
-  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats}
+  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats, \
+   draw, draw_bytes}
 
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();    // null where the build or the host lacks it

@@ -1,4 +1,7 @@
 // AVX2 with FMA and F16C: a group of 16 outputs is two vectors of 8, done one after the other.
+#include <algorithm>
+#include <cmath>
+
 #include "common.h"
 
 #if defined(__x86_64__)
@@ -32,6 +35,7 @@ inline uint32_t sum(vu v) {
   x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
   return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1))));
 }
+inline bool any(vi mask) { return _mm256_movemask_ps((__m256)mask); }
 inline float highest(vf v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -60,6 +64,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 // Dot products of one block of 32 inputs, 8 outputs, R rows. Unsigned 4-bit products of all 8 quads fit 16 bits.
 template <int R>

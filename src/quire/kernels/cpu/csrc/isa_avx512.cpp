@@ -1,5 +1,8 @@
 // AVX-512 with VNNI, and with AMX where the host has it. Both give the same bits: integer dot products of a block
 // are exact, and floats are added block by block in the same order.
+#include <algorithm>
+#include <cmath>
+
 #include "common.h"
 
 #if defined(__x86_64__)
@@ -24,6 +27,7 @@ inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
 inline uint32_t sum(vu v) { return uint32_t(_mm512_reduce_add_epi32((__m512i)v)); }
+inline bool any(vi mask) { return _mm512_movepi32_mask((__m512i)mask); }
 inline float highest(vf v) { return _mm512_reduce_max_ps(v); }
 inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store_half(uint16_t* p, vf v) {
@@ -55,6 +59,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 inline void finish(Out out, int m, int g, __m512 acc) {
   float* to = out.at(m, g);

@@ -1,4 +1,5 @@
 // Kernels for any machine: plain loops, and the twin the others are tested against.
+#include <algorithm>
 #include <cmath>
 
 #include "common.h"
@@ -14,6 +15,7 @@ inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
 inline float sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline uint32_t sum(vu v) { return v[0] + v[1] + v[2] + v[3]; }
+inline bool any(vi mask) { return mask[0] | mask[1] | mask[2] | mask[3]; }
 inline float highest(vf v) {
   float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
   return a > b ? a : b;
@@ -37,6 +39,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t* x) {
   int32_t acc = 0;
