@@ -87,9 +87,10 @@ class ModelRunner:
         scores = self._score(plan, hidden) if scored else {}
         sampled = None
         if plan.samples:
-            last = np.cumsum(counts) - 1
-            index = self._staging.upload(last[[s.row for s in plan.samples]])
-            sampled = self._sample(plan, self.model.logits(hidden[index]))
+            if len(plan.samples) != len(hidden) or any(s.row != i for i, s in enumerate(plan.samples)):
+                last = np.cumsum(counts) - 1
+                hidden = hidden[self._staging.upload(last[[s.row for s in plan.samples]])]
+            sampled = self._sample(plan, self.model.logits(hidden))
         return PendingStep(plan, sampled, scores, began, self._device)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:

@@ -62,10 +62,13 @@ class SlotState:
         `prefix`: which rows share pages, for the attention backend.
         """
         slots, starts, lengths = rows[0], rows[1], rows[2]
-        row_of = torch.repeat_interleave(lengths, output_size=tokens)  # [tokens]
         ends = lengths.cumsum(0)
-        positions = torch.arange(tokens, device=self._device) + (starts + lengths - ends)[row_of]
-        slot_of = slots[row_of]
+        if self._device.type == "cpu" and tokens == len(counts):  # a token a row, and counts are exact here
+            positions, slot_of = starts, slots
+        else:
+            row_of = torch.repeat_interleave(lengths, output_size=tokens)  # [tokens]
+            positions = torch.arange(tokens, device=self._device) + (starts + lengths - ends)[row_of]
+            slot_of = slots[row_of]
         groups = []
         for spec, table in zip(self._layout.groups, self._tables, strict=True):
             size = spec.tokens_per_page

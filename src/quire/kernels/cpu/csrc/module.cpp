@@ -92,15 +92,16 @@ EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, 
     std::memcpy(&value, &bits, 8);
     return value;
   };
+  auto one = [&](int r, int worker) {
+    const int64_t* how = table + slots[r] * kWords;
+    uint64_t key = row_key(uint64_t(how[kStream]), uint64_t(positions[r]));
+    Draw draw{{uint32_t(key), uint32_t(key >> 32)}, float(number(how[kTemperature])), float(number(how[kLogMinP])),
+              number(how[kTopP]), how[kTopK], greedy[r] != 0};
+    out[r] = kernels->draw(logits + r * stride, vocab, draw, reinterpret_cast<uint8_t*>(scratch.get() + words * worker));
+  };
+  if (rows == 1) return one(0, 0);  // sooner done than others are called
   pool->run(1, [&](int worker) {
-    for (int r; (r = pool->take(0, worker, rows)) < rows;) {
-      const int64_t* how = table + slots[r] * kWords;
-      uint64_t key = row_key(uint64_t(how[kStream]), uint64_t(positions[r]));
-      Draw draw{{uint32_t(key), uint32_t(key >> 32)}, float(number(how[kTemperature])), float(number(how[kLogMinP])),
-                number(how[kTopP]), how[kTopK], greedy[r] != 0};
-      uint8_t* mine = reinterpret_cast<uint8_t*>(scratch.get() + words * worker);
-      out[r] = kernels->draw(logits + r * stride, vocab, draw, mine);
-    }
+    for (int r; (r = pool->take(0, worker, rows)) < rows;) one(r, worker);
   });
 }
 
