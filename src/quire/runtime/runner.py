@@ -40,7 +40,7 @@ class ModelRunner:
         self._device = device
         pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
         self._kv = KVViews(pool, layout)
-        self._pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
+        self.pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -87,7 +87,9 @@ class ModelRunner:
             self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
-            self._pages[pairs[1]] = self._pages[pairs[0]]  # reads all sources before it writes
+            self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
+        if not plan.rows:
+            return PendingStep(plan, None, {}, {}, began, self._device, self._grammars)
         counts = [row.count for row in plan.rows]
         looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)

@@ -117,6 +117,8 @@ class Diary:
     def stepped(self, plan: StepPlan, result: StepResult, rows: list[tuple[Sequence, int]]) -> None:
         """A step is done; rows of sequences that had stopped before it were for nothing."""
         stats, tokens = self.stats, plan.tokens
+        if not plan.rows:
+            return  # it only waited for pages
         stats.steps += 1
         stats.rows += tokens + result.padding
         stats.waste["padding"] += result.padding

@@ -8,8 +8,8 @@ The worker keeps, per slot, all known tokens, the page table and the sampling st
 changed. Token values sampled by an earlier step are read from the slot on the device, so a plan never needs
 them: it can be made while that step still runs.
 
-Order inside a step: frees, admits, writes, page deltas, page copies, forward over rows, samples (drawn tokens are
-stored into their slots).
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, forward over
+rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, but not for long.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.types.sampling import SamplingParams
+from quire.types.transfer import Drop, TierSpec, Transfer, TransferDone
 
 
 class Admit(msgspec.Struct):
@@ -81,6 +82,8 @@ class StepPlan(msgspec.Struct):
     writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
+    transfers: list[Transfer] = []
+    drops: list[Drop] = []
 
     @property
     def tokens(self) -> int:
@@ -110,6 +113,7 @@ class StepResult(msgspec.Struct):
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
     padding: int = 0  # token rows computed only to fill a captured size
+    transfers: list[TransferDone] = []  # that ended lately, whichever plan began them
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -120,3 +124,5 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: int
     max_batch_tokens: int
     depth: int  # steps in flight
+    tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
+    naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
