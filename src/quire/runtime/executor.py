@@ -6,6 +6,8 @@ step is in flight, and in a thread of its own when several are.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,6 +44,9 @@ class LocalExecutor:
             torch.set_num_threads(resolved.threads)
         self.device = torch.device(resolved.device)
         self.dtype = DTYPES[resolved.dtype]
+        self.took: dict[str, float] = {}  # seconds of each stage of starting
+        self._saved: tuple[list[int], torch.Tensor | None] = ([], None)  # pages, while asleep
+        began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_model(
                 source,
@@ -54,6 +59,7 @@ class LocalExecutor:
                 invariant=options.device.invariant,
                 progress=report,
             )
+        self.took["weights"] = time.perf_counter() - began
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
@@ -77,12 +83,36 @@ class LocalExecutor:
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(
-            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars
-        )
-        if self._graphs:
-            self._runner.capture()
+        self._runner = self._awaken()
         return self._capacity
+
+    def _awaken(self) -> ModelRunner:
+        began = time.perf_counter()
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars)
+        self.took["KV pages"] = time.perf_counter() - began
+        if self._graphs:
+            began = time.perf_counter()
+            runner.capture()
+            self.took["captured steps"] = time.perf_counter() - began
+        return runner
+
+    def sleep(self, pages: list[int]) -> None:
+        if self.device.type == "cpu" or isinstance(self.model, NativeModel):
+            raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
+        assert self._runner is not None
+        self._saved = (pages, self._runner.read_pages(pages))
+        self._runner.close()
+        self._runner = None
+        gc.collect()  # captured steps and the runner know each other
+        self.model.to(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        assert not isinstance(self.model, NativeModel)
+        self.model.to(self.device)
+        self._runner = self._awaken()
+        self._runner.write_pages(*self._saved)
+        self._saved = ([], None)
 
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)

@@ -31,6 +31,7 @@ from quire.serve import (
     models,
     ollama,
     ollama_models,
+    power,
     responses,
     tokens,
 )
@@ -73,6 +74,7 @@ ADMIN_ONLY: list[Router] = [
     health.metrics_router,
     explain.router,
     live.router,
+    power.router,
 ]
 
 
