@@ -47,6 +47,7 @@ def test_neon_under_an_emulator(tmp_path):
     assert shutil.which("qemu-aarch64"), "qemu-aarch64 is needed for this test; on Debian, apt-get install qemu-user"
     done = subprocess.run(["qemu-aarch64", "-cpu", "max", program], check=True, capture_output=True, text=True)
     assert "neon ok" in done.stdout
+    assert "i8mm ok" in done.stdout
 
 
 def test_x86_kernels_compile_anywhere(tmp_path):
