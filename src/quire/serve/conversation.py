@@ -229,9 +229,7 @@ def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingPara
     params, format = turn.params, text.tool_format
     if not tools:
         return params, format
-    if turn.choice.required:
-        if params.grammar is not None:
-            raise InputError("a required tool call leaves no room for another constraint", param="tool_choice")
+    if turn.choice.required:  # a constraint on words has nothing to hold on to then
         parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
         return msgspec.structs.replace(params, grammar=forced_grammar(tools, format, parallel=parallel)), FORCED
     marker = text.special_id(format.marker)
