@@ -46,7 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
 ALWAYS_THERE = {"torch", "numpy", "msgspec", "tokenizers", "safetensors", "typer", "rich"}
 
 # Where a package is not called what it is imported as, or comes with another.
-DISTRIBUTION = {"zmq": "pyzmq", "starlette": "fastapi", "flashinfer": "flashinfer_python"}
+DISTRIBUTION = {
+    "zmq": "pyzmq", "starlette": "fastapi", "flashinfer": "flashinfer_python", "grpc": "grpcio", "google": "protobuf",
+    "grpc_health": "grpcio_health_checking", "opentelemetry": "opentelemetry_sdk",
+}  # fmt: skip
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 

@@ -166,3 +166,57 @@ async def test_a_dead_engine_ends_every_stream():
     with pytest.raises(EngineDeadError):
         await client.stats()
     await client.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_abort_frees_pages_within_two_steps(depth):
+    engine = core(depth)
+    engine.submit(ask("gone", list(range(30)), max_tokens=30))
+    engine.submit(ask("stays", [1, 2, 3], max_tokens=30))
+    for _ in range(6):
+        engine.step()
+    held = engine.stats().pages_used
+    engine.abort("gone")
+    for _ in range(2):
+        engine.step()
+    engine.scheduler.check()
+    assert engine.stats().pages_used <= held - 30 // 4
+    engine.abort("stays")
+    for _ in range(2):
+        engine.step()
+    assert engine.stats().pages_used == 0 and not engine.busy
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_deadlines_end_work_in_the_queue_and_under_way(depth, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("quire.engine.core.time.monotonic", lambda: now[0])
+    engine = core(depth)
+    deadlines = {"queued": 104.0, "running": 105.0}
+    for name in ("running", "b", "c", "d", "queued", "patient"):  # there are four slots
+        request = ask(name, [ord(name[0])] * 3, max_tokens=50)
+        request.deadline = deadlines.get(name, 0.0)
+        engine.submit(request)
+
+    def ended():
+        return [(e.request, e.finish, e.error) for e in engine.step() if e.finish]
+
+    assert not any(ended() for _ in range(4))
+    now[0] = 104.0
+    assert ended() == [("queued", FinishReason.ERROR, "DeadlineError")]
+    assert not ended()
+    now[0] = 105.0
+    assert ended() == [("running", FinishReason.ERROR, "DeadlineError")]
+    assert run(engine)["patient"][-40:] == expected([ord("p")] * 3, 50)[-40:]
+    assert engine.stats().pages_used == 0
+    engine.scheduler.check()
+
+
+def test_deadlines_of_finished_requests_are_forgotten():
+    engine = core()
+    for i in range(1000):
+        request = ask(f"r{i}", [1, 2, 3], max_tokens=1)
+        request.deadline = 1e12
+        engine.submit(request)
+        run(engine)
+    assert len(engine.scheduler._deadlines) < 100

@@ -19,6 +19,8 @@ from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView, LiveSequence, PrefixNode, TierPages
 from quire.types.wire import EngineInfo
 
 EOS = 256
@@ -85,6 +87,17 @@ class FakeClient:
         if not self.alive:
             raise EngineDeadError("the engine stopped")
         return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
+
+    async def view(self) -> EngineView:
+        tier = TierPages("device", total=64, used=16, cached=0, pages_per_cell=1, cells=[3] * 16 + [0] * 48)
+        running = LiveSequence("r", 0, "running", 1.0, 100, 100, 3, 200, 0, 16)
+        return EngineView(
+            now=1.0, stats=await self.stats(), slots=8, max_batch_tokens=512, page_size=16, sequences=[running],
+            owners=["r/0"], tiers=[tier], prefixes=[PrefixNode(-1, 2, 1, 0)], steps=[(1, 100), (1, 1)],
+        )  # fmt: skip
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        return []
 
     def trouble(self) -> str | None:
         return None if self.alive else "the engine stopped"

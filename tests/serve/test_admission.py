@@ -99,6 +99,34 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
         door.charge(soon, 10, time_left=5.0)
 
 
+def test_waits_behind_a_full_house_are_learned() -> None:
+    """Four slots whose requests all end together: the mean says a turn takes a quarter of what it takes."""
+    clock = Clock()
+    door = admission(clock, slots=4, max_queue_wait=3.0)
+    late = refused = 0
+    for wave in range(30):
+        running = [queue(door, 100) for _ in range(4)]
+        for permit in running:
+            door.start(permit)
+        hopeful: list[Permit] = []
+        for _ in range(8):  # eight arrive while the wave lasts, 8 seconds
+            clock.now += 1
+            try:
+                hopeful.append(queue(door, 100, BOB))
+            except OverloadedError:
+                refused += 1
+        for permit in running:
+            door.leave(permit)
+        for permit in hopeful:
+            late += clock.now - permit.entered > 3.0 and wave >= 10
+            door.start(permit)
+            door.leave(permit)
+    assert late <= 20 and refused > 150
+    assert 1 < door.caution.factor <= 64
+    clock.now += 3600
+    assert door.caution.at(clock.now) == 1.0  # forgotten
+
+
 def test_one_key_cannot_take_all_places() -> None:
     door = admission(key_concurrency=2)
     held = [door.enter(ALICE), door.enter(ALICE)]
@@ -150,7 +178,7 @@ def test_draining_lets_nobody_in() -> None:
 
 def test_whatever_happens_the_books_balance() -> None:
     rng, clock = random.Random(5), Clock()
-    door = admission(clock, max_queue=20, max_queue_tokens=2000, max_queue_wait=5.0, key_concurrency=15)
+    door = admission(clock, max_queue=20, max_queue_tokens=2000, max_queue_wait=5.0, key_concurrency=15, slots=8)
     permits: list[Permit] = []
     refusals = 0
     for _ in range(5000):
@@ -160,7 +188,7 @@ def test_whatever_happens_the_books_balance() -> None:
                 case 0 | 1:
                     permits.append(door.enter(rng.choice((ALICE, BOB))))
                 case 2 if permits:
-                    door.charge(rng.choice(permits), rng.randrange(1, 300), rng.choice((math.inf, 3.0)))
+                    door.charge(rng.choice(permits), rng.randrange(1, 300), 1, rng.choice((math.inf, 3.0)))
                 case 3 if permits:
                     door.start(rng.choice(permits))
                 case 4 if permits:
@@ -173,7 +201,7 @@ def test_whatever_happens_the_books_balance() -> None:
     for permit in permits:
         door.leave(permit)
         door.leave(permit)
-    assert (door.waiting, door.queued, door.inflight, +door._by_key) == (0, 0, 0, {})
+    assert (door.waiting, door.queued, door.inflight, door.sequences, +door._by_key) == (0, 0, 0, 0, {})
 
 
 def test_price_counts_the_prompt_once_and_every_branch() -> None:

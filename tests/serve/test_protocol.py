@@ -334,7 +334,7 @@ def test_health_and_readiness(http: httpx.Client, fake_frontend: FakeFrontend) -
     try:
         assert error_of(http.get("/ready"), 503)["code"] == "engine_dead"
         assert http.get("/health").status_code == 200
-        assert 'quire_engine_up{model_name="org/fake"} 0.0' in http.get("/metrics").text
+        assert 'quire_engine_up{engine="0",model_name="org/fake"} 0.0' in http.get("/metrics").text
     finally:
         fake_frontend.client.alive = True
 

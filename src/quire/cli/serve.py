@@ -19,8 +19,11 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     from quire.engine.client import AsyncClient, Care
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
+    from quire.serve.context import current
     from quire.text import TextModel
+    from quire.types.logs import configure
 
+    configure(serving.log_format, serving.log_level, request_id=lambda: current().request_id)
     keys = load_keys(serving.api_keys)
 
     async def open_frontend() -> Frontend:

@@ -31,5 +31,6 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         device=str(executor.device),
         dtype=str(executor.dtype).removeprefix("torch."),
         reasons=executor.reasons,
+        slots=capacity.slots,
     )
     return core, info

@@ -17,13 +17,30 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from quire.engine.link import Link, open_link
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
-from quire.types.wire import Abort, Events, FinishAt, GetStats, Reset, Stats, Submit, ToClient, ToEngine
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
+from quire.types.wire import (
+    Abort,
+    Events,
+    FinishAt,
+    GetStats,
+    GetTimelines,
+    GetView,
+    Reset,
+    Stats,
+    Submit,
+    Timelines,
+    ToClient,
+    ToEngine,
+    View,
+)
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +85,7 @@ class AsyncClient:
         self._outbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._stats: list[asyncio.Future[EngineStats]] = []
+        self._asked: list[asyncio.Future[Any]] = []  # views and timelines, which come back in the order asked
         self._closing = threading.Event()
         self._dead = ""  # why there is no engine now, in words for callers
         self._lost: asyncio.Future[QuireError] = self._loop.create_future()
@@ -141,6 +159,21 @@ class AsyncClient:
         future: asyncio.Future[EngineStats] = self._loop.create_future()
         self._stats.append(future)
         self._send(GetStats())
+        return await future
+
+    async def view(self) -> EngineView:
+        reply: View = await self._ask(GetView())
+        return reply.view
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        reply: Timelines = await self._ask(GetTimelines(request_id))
+        return reply.timelines
+
+    async def _ask(self, message: GetView | GetTimelines) -> Any:
+        self._require_alive()
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._asked.append(future)
+        self._send(message)
         return await future
 
     def reset(self) -> None:
@@ -233,6 +266,10 @@ class AsyncClient:
                 future = self._stats.pop(0)
                 if not future.done():
                     future.set_result(message.stats)
+            elif isinstance(message, View | Timelines):
+                asked = self._asked.pop(0)
+                if not asked.done():
+                    asked.set_result(message)
 
     def _fail(self, why: str) -> None:
         """The engine is gone: everything open ends now."""
@@ -240,10 +277,11 @@ class AsyncClient:
         for stream in self._streams.values():
             stream.error = EngineDeadError(why)
             stream.ready.set()
-        for future in self._stats:
+        for future in (*self._stats, *self._asked):
             if not future.done():
                 future.set_exception(EngineDeadError(why))
         self._stats.clear()
+        self._asked.clear()
 
     def _revive(self, link: Link, outbox: queue.SimpleQueue[ToEngine]) -> None:
         self._link, self._outbox, self.info = link, outbox, link.info

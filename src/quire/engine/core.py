@@ -9,14 +9,19 @@ import logging
 import time
 from collections import deque
 
+import msgspec
+
 from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.plan import StepPlan
+from quire.types.process import resident_bytes
 from quire.types.request import Request
 from quire.types.seams import Executor, Ticket
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +69,7 @@ class EngineCore:
                 self._tickets.append((plan, self.executor.submit(plan)))
             if self._tickets and (plan is None or len(self._tickets) >= self.capacity.depth):
                 done, ticket = self._tickets.popleft()
-                events = self.scheduler.commit(done, ticket.result())
+                events = self.scheduler.commit(done, ticket.result(), time.monotonic())
                 self._failures = 0
                 return late + events
             return late
@@ -84,7 +89,13 @@ class EngineCore:
         self.scheduler.reset()
 
     def stats(self) -> EngineStats:
-        return self.scheduler.snapshot()
+        return msgspec.structs.replace(self.scheduler.snapshot(), memory=resident_bytes())
+
+    def view(self) -> EngineView:
+        return self.scheduler.view()
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        return self.scheduler.timelines(request_id)
 
     def close(self) -> None:
         self._tickets.clear()

@@ -35,14 +35,18 @@ from quire.types.wire import (
     Failed,
     FinishAt,
     GetStats,
+    GetTimelines,
+    GetView,
     Heartbeat,
     Ready,
     Reset,
     Shutdown,
     Stats,
     Submit,
+    Timelines,
     ToClient,
     ToEngine,
+    View,
 )  # fmt: skip
 
 START_TIMEOUT = 600.0
@@ -82,6 +86,10 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         return [Events(core.finish_at(message.request, message.branch, message.tokens))]
     elif isinstance(message, GetStats):
         return [Stats(core.stats())]
+    elif isinstance(message, GetView):
+        return [View(core.view())]
+    elif isinstance(message, GetTimelines):
+        return [Timelines(message.request, core.timelines(message.request))]
     elif isinstance(message, Reset):
         core.reset()
     return []

@@ -25,6 +25,7 @@ from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
+from quire.types.logs import configure_child
 from quire.types.wire import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
 
 log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def end_with_parent(parent: int, directory: Path) -> None:
 
 
 def main(address: str, parent: str, options: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    configure_child("engine")
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(int(parent), Path(address.removeprefix("ipc://")).parent)

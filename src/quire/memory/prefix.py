@@ -9,38 +9,63 @@ compute, so that others with the same prefix wait for it instead of computing it
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 Key = tuple[int, bytes]
+
+REMEMBERED = 16_384  # names of evicted pages kept, to tell a page that is gone from one that never was
 
 
 class PrefixIndex:
     def __init__(self) -> None:
         self._page: dict[Key, int] = {}
         self._key: dict[int, Key] = {}
+        self._parent: dict[Key, bytes] = {}
+        self._evicted: OrderedDict[Key, None] = OrderedDict()
         self._promised: dict[Key, Hashable] = {}
 
     def __len__(self) -> int:
         return len(self._page)
 
-    def find(self, key: Key) -> int | None:
-        return self._page.get(key)
+    def run(self, group: int, names: Iterable[bytes]) -> list[int]:
+        """Pages of consecutive names, up to the first that is not held."""
+        held, pages = self._page, []
+        for name in names:
+            page = held.get((group, name))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def key_of(self, page: int) -> Key | None:
         return self._key.get(page)
 
-    def publish(self, key: Key, page: int) -> None:
-        """Enter a page. If the content is already held by another page, that one stays the entry."""
+    def publish(self, key: Key, page: int, parent: bytes = b"") -> None:
+        """Enter a page, and the name of the one before it. If another page holds the content, that stays the entry."""
         self._promised.pop(key, None)
         if key not in self._page and page not in self._key:
             self._page[key] = page
             self._key[page] = key
+            self._parent[key] = parent
+            self._evicted.pop(key, None)
 
     def forget(self, page: int) -> None:
         """The page is about to hold something else."""
         key = self._key.pop(page, None)
         if key is not None:
-            del self._page[key]
+            del self._page[key], self._parent[key]
+            self._evicted[key] = None
+            if len(self._evicted) > REMEMBERED:
+                self._evicted.popitem(last=False)
+
+    def evicted(self, key: Key) -> bool:
+        """Whether the content was here and made room for other content."""
+        return key in self._evicted
+
+    def entries(self, group: int) -> Iterable[tuple[bytes, bytes, int]]:
+        """(name, name of the page before it, page) of a group's pages."""
+        return ((key[1], self._parent[key], page) for key, page in self._page.items() if key[0] == group)
 
     def promise(self, keys: Iterable[Key], owner: Hashable) -> list[Key]:
         """Announce content `owner` will compute; returns the keys that were not already held or promised."""
@@ -60,7 +85,10 @@ class PrefixIndex:
     def clear(self) -> None:
         self._page.clear()
         self._key.clear()
+        self._parent.clear()
+        self._evicted.clear()
 
     def check(self) -> None:
         assert {p: k for k, p in self._page.items()} == self._key, "prefix index maps disagree"
+        assert self._parent.keys() == self._page.keys(), "a page in the index has no parent, or the other way round"
         assert not self._promised.keys() & self._page.keys(), "content is both promised and present"

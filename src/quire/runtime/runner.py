@@ -33,12 +33,14 @@ class ModelRunner:
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
+        kv_dtype: torch.dtype,
         grammars: GrammarStore,
     ):
         self.model = model
         self._device = device
-        self._pool = allocate_kv(layout, capacity.pages, device, model.kv_dtype)
-        self._kv = KVViews(self._pool, layout)
+        pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
+        self._kv = KVViews(pool, layout)
+        self._pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -54,7 +56,8 @@ class ModelRunner:
         )
         (group,) = layout.groups if len(layout.groups) == 1 else (None,)
         self._sharing = None
-        if device.type == "cuda" and group is not None and group.window is None:
+        invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
+        if device.type == "cuda" and group is not None and group.window is None and not invariant:
             self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
 
     def close(self) -> None:
@@ -79,27 +82,29 @@ class ModelRunner:
             self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
-            self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
+            self._pages[pairs[1]] = self._pages[pairs[0]]  # reads all sources before it writes
         counts = [row.count for row in plan.rows]
         looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         if size is not None:
             return self._replay(plan, size, began)
-        return self._compute(plan, counts, began)
+        return self._compute(plan, counts, looked_at, began)
 
-    def _compute(self, plan: StepPlan, counts: list[int], began: float) -> PendingStep:
+    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool, began: float) -> PendingStep:
         """The step as it is, operation by operation."""
-        rows = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
+        table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
-        input_ids, batch = self._slots.batch(rows, sum(counts), counts, kv_lens)
-        hidden = self.model.forward(input_ids, batch, self._kv)  # [tokens, hidden]
-        scores = self._score(plan, hidden)
+        input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
+        scores: dict[int, list[LogprobTensors]] = {}
+        pooled: dict[int, torch.Tensor] = {}
+        if looked_at:
+            scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
         sampled = None
         if plan.samples:
-            last = np.cumsum(counts) - 1
-            index = self._staging.upload(last[[s.row for s in plan.samples]])
-            sampled = self._sample(plan, self.model.logits(hidden[index]))
-        return PendingStep(plan, sampled, scores, _pool(plan, hidden), began, self._device, self._grammars)
+            rows = self._staging.upload(np.array([s.row for s in plan.samples], dtype=np.int64))
+            sampled = self._sample(plan, self.model.logits(hidden[rows]))
+        return PendingStep(plan, sampled, scores, pooled, began, self._device, self._grammars)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -122,7 +127,9 @@ class ModelRunner:
                 sampled = Sampled(output.best[: len(rows)])
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
-        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars)
+        computed = output.logits.shape[0] if size[0] == size[1] else size[0]
+        padding = computed - plan.tokens
+        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars, padding)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -137,15 +144,14 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
-        hidden = self.model.forward(input_ids, batch, self._kv)
-        logits = self.model.logits(hidden[(batch.query_start[1:] - 1).long()])
+        logits = self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
         chosen = best(logits)
         self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
         return StepOutput(logits, chosen)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
-        sampled = self._sampler.sample(logits, slots, positions, self._slots.tokens, self._grammars.masks())
+        sampled = self._sampler.sample(logits.float(), slots, positions, self._slots.tokens, self._grammars.masks())
         where = self._staging.upload(np.array([slots, positions], dtype=np.int64))
         self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled
@@ -162,7 +168,7 @@ class ModelRunner:
             count = following.shape[0]
             found[i] = [
                 score(
-                    self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]),
+                    self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]).float(),
                     following[a : a + SCORE_SLICE],
                     self._tops[row.slot],
                 )
@@ -194,9 +200,11 @@ class PendingStep:
         began: float,
         device: torch.device,
         grammars: SlotGrammars,
+        padding: int = 0,
     ):
         self._plan = plan
         self._grammars = grammars
+        self._padding = padding
         self._began = began
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
@@ -224,6 +232,7 @@ class PendingStep:
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
             seconds=time.perf_counter() - self._began,
+            padding=self._padding,
         )
 
     def _accept(self, drawn: list[int]) -> list[Accepted]:

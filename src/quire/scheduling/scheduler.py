@@ -17,14 +17,19 @@ from collections import deque
 import msgspec
 
 from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
+from quire.scheduling.diary import Diary
 from quire.scheduling.policies import make_policy
+from quire.scheduling.search import Search, answers, check_fits
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
+from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, TokenLogprobs, Write
 from quire.types.request import FinishReason, Request, Status
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 
 class _Flight:
@@ -49,6 +54,7 @@ class Scheduler:
         shared = prefix_cache and not self.policy.contiguous
         self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._watermark = max(1, capacity.pages // 100)
@@ -58,6 +64,8 @@ class Scheduler:
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
         self._flights: deque[_Flight] = deque()
+        self._searches: dict[str, Search] = {}
+        self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
         self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
         self._order = 0
         self._step = 0
@@ -84,8 +92,13 @@ class Scheduler:
                 f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
                 f"({self.memory.pool.total} pages); lower max_tokens or raise kv_memory"
             )
-        branches = [self._sequence(request, branch, limit) for branch in range(request.params.n)]
+        if request.beam is not None:
+            check_fits(request, request.beam, limit, self.memory, self.capacity.slots)
+        count = 1 if request.beam else request.params.n
+        branches = [self._sequence(request, branch, limit) for branch in range(count)]
         self._requests[request.id] = branches
+        if request.beam is not None:
+            self._searches[request.id] = Search(branches[0], request.beam)
         if self.policy.contiguous:
             self._waiting.extend(branches)
         else:
@@ -103,31 +116,32 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End what is not done by its deadline, waiting or running."""
+        self.diary.now = now
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
-            for seq in list(self._requests.get(request_id, ())):
-                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
-                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
-                    event.error = DeadlineError.__name__
-                    events.append(event)
+            branches = self._requests.get(request_id)
+            if branches and branches[0].request.deadline == deadline:
+                message = "the deadline passed before the answer was complete"
+                events += self._end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1
         table = PageTable(len(self.memory.layout.groups))
-        return Sequence(request, branch, order=self._order, limit=limit, table=table)
+        seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
+        self.diary.arrived(seq)
+        return seq
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
-        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
-        return [self._finish(seq, FinishReason.ABORT) for seq in live]
+        return self._end(request_id, FinishReason.ABORT)
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
         for seq in self._requests.get(request_id, ()):
-            if seq.branch == branch and seq.status is not Status.FINISHED:
-                self.stats.rows_wasted += max(0, seq.outputs - tokens)
+            if seq.branch == branch and seq.status is not Status.FINISHED and request_id not in self._searches:
+                self.diary.cut(max(0, seq.outputs - tokens))
                 del seq.tokens[seq.prompt_len + tokens :]
                 return [self._finish(seq, FinishReason.STOP)]
         return []
@@ -141,9 +155,13 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
+        self.diary.now = now
         flight = _Flight(StepPlan(step=self._step))
         budget = self._catch_up(flight, now)
+        self._seat(flight)
         self._admit(flight, budget, now)
+        if not flight.rows and not self._flights and (self._running or self._forks):
+            self._make_way(flight, now)
         if not flight.rows:
             return None
         flight.plan.frees, self._freed = self._freed, []
@@ -153,7 +171,8 @@ class Scheduler:
         return flight.plan
 
     def _catch_up(self, flight: _Flight, now: float) -> int:
-        """Rows for running sequences; returns the token budget left."""
+        """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
+        at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         budget = self.capacity.max_batch_tokens
         behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
@@ -161,20 +180,51 @@ class Scheduler:
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
-            count = min(seq.known - seq.computed, self._chunk, budget)
+            missing = seq.known - seq.computed
+            count = missing if missing == 1 else min(missing, self._chunk, budget)
             if count <= 0:
                 break
             change = self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count
+                budget -= count if missing > 1 else 0
         budget = self.capacity.max_batch_tokens
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
+                budget -= count if seq.known - seq.computed > 1 else 0
                 self._apply(flight, seq, change)
                 self._add_row(flight, seq, count)
-                budget -= count
         return budget
+
+    def _seat(self, flight: _Flight) -> None:
+        """Slots and rows for beams that forked off others, as far as there are any."""
+        for seq in list(self._forks):
+            if not self._slots:
+                break
+            change = self.memory.extend(seq.table, seq.computed, seq.known)
+            if change is None:
+                break
+            del self._forks[seq]
+            self._run(flight, seq)
+            pages = [PageDelta(seq.slot, group, 0, list(pages)) for group, pages in enumerate(seq.table.pages)]
+            flight.plan.deltas += pages
+            flight.plan.copies += change.copies
+            self._add_row(flight, seq, 1)
+
+    def _make_way(self, flight: _Flight, now: float) -> None:
+        """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
+        queue up without their pages, then others give way to whoever comes first, so that its search goes on."""
+        for seq in list(self._forks):
+            del self._forks[seq]
+            self._release(seq)
+            self._waiting.append(seq)
+        first = min(self._waiting, key=lambda s: self.policy.rank(s, now))
+        while True:
+            self._admit(flight, self.capacity.max_batch_tokens, now, [first])
+            others = [seq for seq in self._running if seq.request is not first.request]
+            if flight.rows or not others:
+                return
+            self.preempt(self.policy.victim(others, now))
 
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
@@ -197,19 +247,20 @@ class Scheduler:
         del self._running[seq]
         seq.epoch += 1
         seq.pending = 0
+        if seq.request.beam is not None:
+            self._searches[seq.request.id].forget(seq)
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
-        self.stats.preemptions += 1
-        self.stats.rows_wasted += seq.computed - seq.hit
+        self.diary.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
 
-    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
-        """Let waiting sequences start, best first, while budget, slots and pages last."""
+    def _admit(self, flight: _Flight, budget: int, now: float, only: list[Sequence] | None = None) -> None:
+        """Let waiting sequences start, best first, while budget, slots and pages last; `only` these, at any price."""
         if not (self._waiting and self._slots and budget > 0 and self.policy.admits(len(self._running))):
             return
-        order = list(self.policy.order(self._waiting, now))
+        order = only or list(self.policy.order(self._waiting, now))
         reserve = self.policy.reserve(order[: len(self._slots)])
         admitted: set[Sequence] = set()
         for seq in order:
@@ -222,18 +273,19 @@ class Scheduler:
             hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
             if hit.waits:
                 seq.move(Status.PENDING)
+                self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, budget)
-            if not self._start(flight, seq, hit, count, reserve):
+            spare = self._watermark if self._running and not only else 0
+            if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
             budget -= count
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
-    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int) -> bool:
+    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
-        spare = self._watermark if self._running else 0
         if not self.memory.fits(max(seq.known, reserve), hit, spare):
             return False
         adopted = self.memory.adopt(seq.table, hit)
@@ -245,6 +297,7 @@ class Scheduler:
         if seq.cached < 0:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
+        self.diary.started(seq, hit)
         self._run(flight, seq)
         self._apply(flight, seq, adopted)
         self._apply(flight, seq, extended)
@@ -287,6 +340,7 @@ class Scheduler:
             plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
             seq.unsent = 0
         seq.computed = start + count
+        self.diary.row(seq, count)
         pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
         plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
         flight.rows.append((seq, seq.epoch))
@@ -312,6 +366,7 @@ class Scheduler:
                 continue
             child.table = self.memory.fork(parent.table)
             child.computed = child.hit = parent.computed
+            self.diary.started(child)
             self._run(flight, child)
             flight.plan.deltas += [
                 PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
@@ -321,23 +376,24 @@ class Scheduler:
 
     # ---- commit ---------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[TokenEvent]:
         """Take in a finished step; plans commit in the order they were made."""
+        self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
-        self.stats.steps += 1
-        self.stats.rows += plan.tokens
-        self.stats.step_seconds += result.seconds
+        self.diary.stepped(plan, result, flight.rows)
         self._land(flight)
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
-        events = [
-            self._advance(seq, result, i)
-            for i, (seq, epoch) in enumerate(flight.samples)
-            if seq.epoch == epoch and seq.status is Status.RUNNING
-        ]
+        events: list[TokenEvent] = []
+        for i, (seq, epoch) in enumerate(flight.samples):
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
+                if seq.request.beam is not None:
+                    events += self._branch(seq, result.logprobs[i])
+                else:
+                    events.append(self._advance(seq, result, i))
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
                 events += self._pool(seq, plan.rows[i], result.pooled[i])
@@ -364,6 +420,8 @@ class Scheduler:
             finish = self._ends(seq, request, token, index + len(drawn))
             if finish:
                 break
+        if index == 0:
+            self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
         seq.unsent = len(drawn) - 1
@@ -384,6 +442,30 @@ class Scheduler:
             event.prompt_logprobs = seq.scores
         return event
 
+    def _branch(self, seq: Sequence, options: TokenLogprobs) -> list[TokenEvent]:
+        """A beam's options are known; once all are, its search goes a step on, or is over."""
+        search = self._searches[seq.request.id]
+        seq.pending -= 1
+        if not search.learn(seq, options):
+            return []
+        if seq is search.root and not seq.outputs:
+            self.diary.drew(seq)
+        for old in search.advance(self._fork):
+            self._retire(old)
+        if search.live:
+            return []
+        request = seq.request
+        found = answers(request, search.results(request.params.n), max(0, seq.cached))
+        self.stats.output_tokens += sum(len(event.tokens) for event in found)
+        self.diary.ended(search.root, FinishReason.STOP)
+        del self._searches[request.id], self._requests[request.id]
+        return found
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        child = parent.fork(self.memory.fork(parent.table))
+        self._forks[child] = None
+        return child
+
     def _pool(self, seq: Sequence, row: Row, vector: list[float]) -> list[TokenEvent]:
         """Add hidden states of a part of the prompt; with the last part the request is answered."""
         seq.pooled = [a + b for a, b in zip(seq.pooled, vector, strict=True)] if seq.pooled else vector
@@ -402,19 +484,41 @@ class Scheduler:
         return FinishReason.LENGTH if seq.prompt_len + outputs >= seq.limit else None
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
-        """End a sequence; its pages and slot go back as soon as no step in flight uses them."""
-        if seq.status is not Status.RUNNING and seq in self._waiting:
-            self._waiting.remove(seq)
-        self._running.pop(seq, None)
-        seq.move(Status.FINISHED)
-        self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
-        if not seq.inflight:
-            self._release(seq)
+        """End a sequence and tell of it."""
+        self._retire(seq)
+        self.diary.ended(seq, reason)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
             del self._requests[seq.request.id]
         return TokenEvent(
             seq.request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
         )
+
+    def _end(self, request_id: str, reason: FinishReason, message: str = "", error: str = "") -> list[TokenEvent]:
+        """End all that is left of a request."""
+        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            events = [self._finish(seq, reason, message) for seq in live]
+        else:
+            for seq in search.live:
+                self._retire(seq)
+            self.diary.ended(search.root, reason)
+            branches = range(search.root.request.params.n)
+            events = [TokenEvent(request_id, b, 0, [], finish=reason, message=message) for b in branches]
+            del self._requests[request_id]
+        for event in events:
+            event.error = error
+        return events
+
+    def _retire(self, seq: Sequence) -> None:
+        """A sequence is over; its pages and slot go back as soon as no step in flight uses them."""
+        if seq.status is not Status.RUNNING and seq in self._waiting:
+            self._waiting.remove(seq)
+        self._running.pop(seq, None)
+        self._forks.pop(seq, None)
+        seq.move(Status.FINISHED)
+        if not seq.inflight:
+            self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
         if seq.slot >= 0:
@@ -426,8 +530,9 @@ class Scheduler:
 
     def fail(self, message: str) -> list[TokenEvent]:
         """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
-        live = [s for branches in self._requests.values() for s in branches if s.status is not Status.FINISHED]
-        events = [self._finish(seq, FinishReason.ERROR, message) for seq in live]
+        events: list[TokenEvent] = []
+        for request_id in list(self._requests):
+            events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
@@ -440,7 +545,7 @@ class Scheduler:
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -448,6 +553,7 @@ class Scheduler:
         return msgspec.structs.replace(
             self.stats,
             finished=dict(self.stats.finished),
+            waste=dict(self.stats.waste),
             waiting=len(self._waiting),
             running=len(self._running),
             pages_used=pool.used,
@@ -458,10 +564,26 @@ class Scheduler:
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
         )
 
+    def view(self) -> EngineView:
+        return picture(
+            self.diary.now,
+            running=list(self._running),
+            waiting=self._waiting,
+            memory=self.memory,
+            stats=self.snapshot(),
+            capacity=self.capacity,
+            steps=self.diary.steps,
+        )
+
+    def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to each branch of a request that runs or lately ended."""
+        branches = self._requests.get(request_id)
+        return [seq.log for seq in branches] if branches else self.diary.of(request_id)
+
     def check(self) -> None:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
-        holders = [*self._running, *landing]
+        holders = [*self._running, *self._forks, *landing]
         self.memory.check([s.table for s in holders])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.memory.manager import PageTable
 from quire.types.plan import TokenLogprobs
 from quire.types.request import TRANSITIONS, Request, Status
+from quire.types.timeline import Timeline
 
 
 class Sequence:
@@ -15,9 +16,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit",
-        "order", "pending", "pooled", "priority", "prompt_len", "request", "scores", "slot", "status", "stepwise",
-        "table", "tokens", "unsent",
+        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit", "log",
+        "lost", "order", "pending", "pooled", "priority", "prompt_len", "request", "rows", "scores", "slot", "status",
+        "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -32,7 +33,8 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
-        self.stepwise = request.params.grammar is not None  # what it computes next depends on the token drawn last
+        # Whether what it computes next depends on the token drawn last.
+        self.stepwise = request.params.grammar is not None or request.beam is not None
         self.computed = 0  # as of the last plan
         self.hit = 0  # of them, found in the cache at its last start
         self.cached = -1  # prompt tokens found in the cache at first admission
@@ -44,6 +46,10 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
+        self.log: Timeline  # these four are the diary's
+        self.rows = 0  # token rows computed for it that were not in vain
+        self.lost = 0  # KV entries it had when it was preempted
+        self.waits_since = 0.0
 
     @property
     def known(self) -> int:
@@ -53,6 +59,15 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def fork(self, table: PageTable) -> Sequence:
+        """Another sequence with the same tokens, computed as far; `table` holds its pages."""
+        child = Sequence(self.request, self.branch, order=self.order, limit=self.limit, table=table)
+        child.tokens = list(self.tokens)
+        child.computed = child.hit = self.computed
+        child.cached = self.cached
+        child.log = self.log
+        return child
 
     def move(self, status: Status) -> None:
         if status is not self.status:

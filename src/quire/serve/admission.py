@@ -8,7 +8,10 @@ the key's budget cover them, could its deadline be met?
 
 The price of a request is what it may at most need: its prompt and all tokens it may draw. What it did not use goes
 back to its key's budget. The queue drains at the rate at which priced tokens leave it, measured only while something
-is queued; waits and `Retry-After` are computed from that. Refuses to know: HTTP, engines.
+is queued; waits and `Retry-After` are computed from that. While the engine has free slots, the queue drains as fast as
+prompts are computed; once all are taken, as fast as requests finish, so the two are measured apart. And since batches
+tend to finish in waves, how much longer than expected waits behind a full house turn out is learned.
+Refuses to know: HTTP, engines.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from quire.serve.auth import Key
 from quire.types.errors import OverloadedError, RateLimitError
 
 MEMORY = 10.0  # seconds after which a measurement counts a half
+CAUTION_MEMORY = 30.0  # the same, for what was learned of waits behind a full house
+MAX_CAUTION = 64.0
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
 
@@ -35,6 +40,9 @@ class Permit:
     entered: float
     price: int = 0
     used: int = 0
+    sequences: int = 0
+    charged: float = 0.0  # when
+    expected: float = 0.0  # the wait it was let in with, if it found every slot taken
     started: bool = False
     released: bool = False
 
@@ -69,6 +77,24 @@ class DrainMeter:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+@dataclass
+class Caution:
+    """By which factor waits behind a full house exceed the expected, nine times out of ten; it fades unless fed."""
+
+    factor: float = 1.0
+    _since: float = 0.0
+
+    def at(self, now: float) -> float:
+        self.factor = max(1.0, self.factor * 0.5 ** ((now - self._since) / CAUTION_MEMORY))
+        self._since = now
+        return self.factor
+
+    def learn(self, ratio: float, now: float) -> None:
+        """One wait was `ratio` times the expected. Up by a half one time in nine, down a little the other eight."""
+        change = 1.5 if ratio > self.at(now) else 0.95
+        self.factor = min(MAX_CAUTION, max(1.0, self.factor * change))
+
+
 @dataclass(eq=False)
 class Admission:
     max_queue: int
@@ -76,18 +102,22 @@ class Admission:
     max_queue_wait: float
     key_concurrency: int = 0
     key_tokens_per_minute: int = 0
+    slots: int = 0  # sequences that run at once; 0: not known
     clock: Callable[[], float] = time.monotonic
 
     draining: bool = False
     waiting: int = 0  # requests without a first token
     queued: int = 0  # what those of them are worth whose price is known
     inflight: int = 0
+    sequences: int = 0  # of requests under way
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    drain: DrainMeter = field(default_factory=DrainMeter)
+    drains: tuple[DrainMeter, DrainMeter] = field(default_factory=lambda: (DrainMeter(), DrainMeter()))
+    caution: Caution = field(default_factory=Caution)
     _by_key: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, Bucket] = field(default_factory=dict)
     _since: float = 0.0  # when the queue was last looked at
     _stay: float = 1.0  # how long requests stay, on average
+    _price: float = 0.0  # what they cost, on average
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -113,7 +143,7 @@ class Admission:
         self._idle.clear()
         return Permit(key, self.clock())
 
-    def charge(self, permit: Permit, tokens: int, time_left: float = math.inf) -> None:
+    def charge(self, permit: Permit, tokens: int, sequences: int = 1, time_left: float = math.inf) -> None:
         """The request will need up to `tokens`: queue it, or raise. A request larger than the queue may enter an
         empty one. A permit that was given back is charged nothing: the server itself goes on with the work."""
         if permit.released:
@@ -123,16 +153,22 @@ class Admission:
             raise self._refusal("queue_tokens", message, self.wait())
         self._check_wait(time_left, "deadline", "longer than its deadline allows")
         self._spend(permit.key, tokens)
+        self._price += 0.1 * (tokens - self._price) if self._price else tokens
+        permit.charged = self._measure(0)
+        permit.expected = self._turn() if self.full else 0.0
         permit.price += tokens
+        permit.sequences += sequences
+        self.sequences += sequences
         if not permit.started:
-            self._measure(0)
             self.queued += tokens
 
     def start(self, permit: Permit) -> None:
         """The request got its first token: it waits no more."""
         if not permit.started and not permit.released:
             permit.started = True
-            self._measure(permit.price)
+            now = self._measure(permit.price)
+            if permit.expected:
+                self.caution.learn((now - permit.charged) / permit.expected, now)
             self.waiting -= 1
             self.queued -= permit.price
 
@@ -140,12 +176,13 @@ class Admission:
         """The request is over, however it ended; what it did not use goes back to its key."""
         if permit.released:
             return
+        self._measure(0)
         if not permit.started:
-            self._measure(0)
             self.waiting -= 1
             self.queued -= permit.price
         permit.released = True
         self.inflight -= 1
+        self.sequences -= permit.sequences
         name = permit.key.name
         self._by_key[name] -= 1
         if not self._by_key[name]:
@@ -158,19 +195,37 @@ class Admission:
 
     # ---- waits ----------------------------------------------------------------------------------------------
 
+    @property
+    def full(self) -> bool:
+        """Whether every slot of the engine is taken or spoken for."""
+        return 0 < self.slots <= self.sequences
+
+    @property
+    def drain(self) -> DrainMeter:
+        """How fast the queue drains as things stand."""
+        return self.drains[self.full]
+
     def wait(self) -> float:
-        """Seconds until what is queued now will have drained, by the measured rate; 0 while nothing is known."""
-        return self.queued / self.drain.rate if self.queued and self.drain.rate else 0.0
+        """Seconds a newcomer would wait, by the measured rate; 0 while nothing is known."""
+        if self.full:
+            return self._turn() * self.caution.at(self.clock())
+        return self.queued / self.drain.rate if self.drain.rate else 0.0
+
+    def _turn(self) -> float:
+        """Seconds until one more request than is queued now will have left the queue."""
+        return (self.queued + self._price) / self.drain.rate if self.drain.rate else 0.0
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
         await self._idle.wait()
 
-    def _measure(self, left: int) -> None:
+    def _measure(self, left: int) -> float:
+        """Note what leaves the queue, and the time since the last look if there was a queue; returns now."""
         now = self.clock()
         if self.queued:
             self.drain.note(left, now - self._since)
         self._since = now
+        return now
 
     def _check_wait(self, longest: float, reason: str, why: str) -> None:
         expected = self.wait()

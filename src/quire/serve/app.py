@@ -15,14 +15,19 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 
+from quire.observe.energy import Energy
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve import (
     anthropic,
     batches,
     chat,
     completions,
+    dashboard,
     embeddings,
+    explain,
     health,
+    live,
     models,
     ollama,
     ollama_models,
@@ -36,6 +41,7 @@ from quire.serve.gate import Gate
 from quire.serve.generation import Serving
 from quire.serve.lag import LagMonitor
 from quire.serve.openapi import install_schemas
+from quire.serve.tracing import traced
 from quire.serve.workshop import Workshop
 from quire.types.errors import QuireError
 from quire.types.serving import ServeOptions
@@ -58,10 +64,15 @@ PUBLIC: list[Router] = [
     tokens.router,
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
+    dashboard.router,
 ]
 ADMIN_ONLY: list[Router] = [
     health.router,
     health.metrics_router,
+    explain.router,
+    live.router,
 ]
 
 
@@ -69,9 +80,11 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
+    metrics = Metrics(frontend.model_name, Energy())
     return Serving(
         frontend=frontend,
-        metrics=Metrics(frontend.model_name),
+        metrics=metrics,
+        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
         admission=Admission(
@@ -80,6 +93,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
             max_queue_wait=options.max_queue_wait,
             key_concurrency=options.key_concurrency,
             key_tokens_per_minute=options.key_tokens_per_minute,
+            slots=info.slots,
         ),
         workshop=Workshop(options.prepare_workers, options.prepare_seconds),
         lag=LagMonitor(),

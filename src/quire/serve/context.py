@@ -26,6 +26,7 @@ class Context:
     key: Key
     salt: str = ""  # of the key; prefixes are shared within it
     permit: Permit | None = None
+    traceparent: str = ""  # of the caller's trace, as W3C writes it
 
     def salted(self, given: str) -> str:
         """The salt of an engine request: the key's own, and within it the caller's."""

@@ -132,7 +132,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        request_id = scope["quire.request_id"] = _request_id(scope)
+        request_id = scope["quire.request_id"] = request_id_of(dict(scope["headers"]))
         started = False
 
         async def watched(message: Message) -> None:
@@ -155,7 +155,7 @@ class Guard:
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def _request_id(scope: Scope) -> str:
+def request_id_of(headers: dict[bytes, bytes]) -> str:
     """The caller's own x-request-id, if it is one that fits a log line; else a new one."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    given = headers.get(b"x-request-id", b"")
     return given.decode() if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import secrets
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 OPEN_UNDER = ("/dashboard/",)
 # What needs the admin scope on the public port too.
-ADMIN_PATHS = frozenset({"/metrics"})
+ADMIN_PATHS = frozenset({"/metrics", "/view"})
 
 
 class Gate:
@@ -36,7 +35,6 @@ class Gate:
         self.app = app
         self.serving = serving
         self.scope = scope
-        self._salt_key = secrets.token_bytes(32)  # salts are of this server's life only, like the cache itself
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,15 +69,22 @@ class Gate:
         return self._context(scope, keys.find(None) if keys.open else Key("anybody", scopes=frozenset()))
 
     def _context(self, scope: Scope, key: Key) -> Context:
-        salt = ""
-        if self.serving.options.cache_salt and not self.serving.keys.open:
-            salt = hashlib.blake2b(key.name.encode(), key=self._salt_key, digest_size=16).hexdigest()
-        context = Context(scope["quire.request_id"], key, salt)
-        if self.scope == INFERENCE and scope["method"] == "POST":
-            if (trouble := self.serving.frontend.client.trouble()) is not None:
-                raise EngineDeadError(trouble)
-            context.permit = self.serving.admission.enter(key)
-        return context
+        works = self.scope == INFERENCE and scope["method"] == "POST"
+        return context_of(self.serving, key, scope["quire.request_id"], dict(scope["headers"]), works=works)
+
+
+def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes, bytes], *, works: bool) -> Context:
+    """What is known of a request that `key` let in; if it `works`, with a place from admission."""
+    salt = ""
+    if serving.options.cache_salt and not serving.keys.open:
+        salt = hashlib.blake2b(key.name.encode(), key=serving.salt_key, digest_size=16).hexdigest()
+    traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
+    context = Context(request_id, key, salt, traceparent=traceparent)
+    if works:
+        if (trouble := serving.frontend.client.trouble()) is not None:
+            raise EngineDeadError(trouble)
+        context.permit = serving.admission.enter(key)
+    return context
 
 
 def presented(headers: dict[bytes, bytes]) -> str | None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
 from quire.serve.answers import CompletionTokensDetails, PromptTokensDetails, Usage
@@ -46,6 +48,7 @@ class Serving:
 
     frontend: Frontend
     metrics: Metrics
+    ledger: Ledger
     options: ServeOptions
     keys: KeyRing
     admission: Admission
@@ -53,6 +56,8 @@ class Serving:
     lag: LagMonitor
     fingerprint: str
     created: int
+    # Salts are of this server's life only, like the cache itself.
+    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     @property
     def max_body(self) -> int:
@@ -134,13 +139,17 @@ class Generation:
             request.deadline = time.monotonic() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
-            self.serving.admission.charge(context.permit, sum(price(r, info) for r in self.requests), left)
+            sequences = sum(request.params.n for request in self.requests)
+            tokens = sum(price(request, info) for request in self.requests)
+            self.serving.admission.charge(context.permit, tokens, sequences, left)
         return context.permit
 
     async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
         branches = request.params.n
-        meter = self.serving.metrics.request(len(request.prompt), self.arrived)
-        try:
+        who = current()
+        with self.serving.ledger.watch(
+            request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
+        ) as meter:
             source = self.serving.frontend.stream(request)
             async with aclosing(source) as stream:
                 async for deltas in stream:
@@ -152,8 +161,6 @@ class Generation:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches
                     yield deltas
-        finally:
-            meter.close(branches)
 
 
 def price(request: Request, info: EngineInfo) -> int:

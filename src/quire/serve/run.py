@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from quire.serve.app import create_admin_app, create_app, create_serving
 from quire.serve.auth import ADMIN, INFERENCE, KeyRing
 from quire.serve.protocol import bounded_protocol
+from quire.serve.rpc import RpcServer
 from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions
 
@@ -50,6 +51,7 @@ class ServerUrl(str):
     """Where the API listens; `admin` is where the admin API does."""
 
     admin: str
+    grpc_port: int | None = None  # where gRPC is served, if it is
 
     @classmethod
     def of(cls, public: socket.socket, admin: socket.socket) -> ServerUrl:
@@ -76,6 +78,7 @@ def run_server(
         welcome = announce or print_welcome
 
         def ready(life: Life) -> None:
+            url.grpc_port = life.grpc_port
             welcome(url, life.serving.frontend.model_name, not keys.open)
 
         _run(frontend_factory, options, keys, listeners, ready)
@@ -101,6 +104,7 @@ def background_server(
         thread = threading.Thread(target=work, name="quire-server", daemon=True)
         thread.start()
         life = started.result()
+        url.grpc_port = life.grpc_port
         try:
             yield url
         finally:
@@ -137,6 +141,8 @@ class Life:
         self.serving = serving
         self.loop = asyncio.get_running_loop()
         self.servers = [Server(app, serving.options) for app in (create_app(serving), create_admin_app(serving))]
+        self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
+        self.grpc_port: int | None = None
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
@@ -151,6 +157,9 @@ class Life:
                 serving = asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
                 for server in self.servers:
                     await server.up.wait()
+                if self._rpc is not None:
+                    options = self.serving.options
+                    self.grpc_port = await self._rpc.start(options.host, options.grpc_port or 0)
                 ready(self)
                 await serving
             if lost.done():
@@ -158,6 +167,8 @@ class Life:
         finally:
             lost.cancel()
             lag.cancel()
+            if self._rpc is not None:
+                await self._rpc.stop(LAST_WORDS)
             self.serving.workshop.close()
             await client.close()
 
@@ -282,11 +293,12 @@ def url_of(listener: socket.socket) -> str:
 def print_welcome(url: ServerUrl, model: str, locked: bool) -> None:
     question = {"role": "user", "content": "What is gravity?"}
     body = {"model": model, "messages": [question], "max_tokens": 64, "temperature": 0}
+    rpc = f"; gRPC: port {url.grpc_port}" if url.grpc_port is not None else ""
     key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if locked else ""
-    print(f"Quire serves {model} at {url}  (API pages: {url}/docs; admin: {url.admin}; stop: Ctrl-C)\n\nTry it:\n")
+    print(f"Quire serves {model} at {url}  (API pages: {url}/docs; admin: {url.admin}{rpc}; stop: Ctrl-C)\n")
+    print("Open it in a browser, or try:\n")
     data = shlex.quote(json.dumps(body))
-    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {data}\n")
-    print(end="", flush=True)
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {data}\n", flush=True)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

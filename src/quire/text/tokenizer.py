@@ -33,6 +33,9 @@ END_NAMES = frozenset(
 )
 
 
+LONG = 2048  # characters; the library lets other threads run only while it encodes a batch
+
+
 class Tokenizer:
     """One model's tokenizer. Threads may share it."""
 
@@ -67,6 +70,8 @@ class Tokenizer:
         special tokens written in the text become themselves, otherwise they are spelled out."""
         backend = self._backend if parse_special else self._literal
         try:
+            if len(text) > LONG:
+                return list(backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
             return list(backend.encode(text, add_special_tokens=add_special).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error

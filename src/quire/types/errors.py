@@ -4,6 +4,7 @@
     ├── InputError            the caller's request is wrong (HTTP 400); names the field and the fix
     │   └── ContextLengthError    prompt does not fit the context
     ├── ModelNotFoundError    no such model anywhere we may look (HTTP 404)
+    ├── RequestNotFoundError  no such request of the asker, or not remembered any more (HTTP 404)
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
     ├── UnauthorizedError     no key, or not one of ours (HTTP 401)
@@ -47,6 +48,11 @@ class ContextLengthError(InputError):
 class ModelNotFoundError(QuireError):
     status = 404
     code = "model_not_found"
+
+
+class RequestNotFoundError(QuireError):
+    status = 404
+    code = "request_not_found"
 
 
 class ModelFileError(QuireError):

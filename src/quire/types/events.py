@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.types.histogram import LATENCY, TOKENS, Histogram
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 
@@ -25,14 +26,24 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     message: str = ""
     embedding: list[float] | None = None  # of a request that asked for pooling
     forced: int = 0  # of these tokens, how many a grammar forced: they took no step
+    score: float | None = None  # of an answer that beam search found
+
+
+# Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their
+# deadline, drawn beyond a stop, lost to a failed step, or there only to fill a captured size.
+WASTE = ("recompute", "draft", "cancelled", "late", "overrun", "failed", "padding")
+
+
+def _latency() -> Histogram:
+    return Histogram(LATENCY)
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
     """Counters since start and gauges of now."""
 
     steps: int = 0
-    rows: int = 0  # query tokens computed
-    rows_wasted: int = 0  # computed for tokens that were then dropped
+    rows: int = 0  # token rows computed, padding included
+    waste: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(WASTE, 0))
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -49,6 +60,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_slots_allocated: int = 0  # token slots of pages given back so far
     kv_slots_filled: int = 0  # ... of them, filled
     kv_bytes: int = 0  # bytes of the whole page pool
+    memory: int = 0  # bytes resident in the engine's process
+    queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission
+    prefill_time: Histogram = msgspec.field(default_factory=_latency)  # admission to first token
+    decode_time: Histogram = msgspec.field(default_factory=_latency)  # first token to last
+    step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
+
+    @property
+    def rows_wasted(self) -> int:
+        return sum(self.waste.values())
 
     @property
     def kv_waste(self) -> float:

@@ -109,6 +109,7 @@ class StepResult(msgspec.Struct):
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
+    padding: int = 0  # token rows computed only to fill a captured size
 
 
 class Capacity(msgspec.Struct, frozen=True):

@@ -16,6 +16,8 @@ from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 from quire.types.wire import EngineInfo
 
 
@@ -115,6 +117,12 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def view(self) -> EngineView: ...
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        """What happened to the branches of a request, running or lately ended."""
+        ...
 
     def trouble(self) -> str | None:
         """Why no request could be served now; None if one could. Cheap: it looks, it does not ask."""

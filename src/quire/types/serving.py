@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from quire.types.config import option, parse_size
 from quire.types.errors import ConfigError
+from quire.types.logs import FORMATS, LEVELS
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class ServeOptions:
     prepare_workers: int = option(2, "threads that render templates and tokenise")
     prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise")
 
+    log_format: str = option("text", "lines of the log: text or json")
+    log_level: str = option("info", "least important lines to log: debug, info, warning or error")
+    otlp_endpoint: str | None = option(None, "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]")
+    grpc_port: int | None = option(None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]")
+
     grace: float = option(30.0, "seconds open requests have to finish after SIGTERM")
     heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready")
     hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never")
@@ -55,6 +61,8 @@ class ServeOptions:
         for name in (*limits, "grace", "hang_timeout", "max_restarts"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
+        if self.log_format not in FORMATS or self.log_level not in LEVELS:
+            raise ConfigError(f"--log-format is one of {', '.join(FORMATS)}; --log-level of {', '.join(LEVELS)}")
         if 0 < self.hang_timeout < self.heartbeat:
             raise ConfigError("--hang-timeout must not be shorter than --heartbeat")
         self.body_bytes, self.header_bytes  # noqa: B018 - sizes must be readable

@@ -1,8 +1,8 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, GetStats, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, Failed (the engine died), Heartbeat (when
-there was nothing else to say for a while).
+Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Reset, Shutdown.
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Failed (the engine died),
+Heartbeat (when there was nothing else to say for a while).
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import msgspec
 
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 MAX_FRAME = 64 << 20
 
@@ -35,6 +37,14 @@ class GetStats(msgspec.Struct, tag=True):
     pass
 
 
+class GetView(msgspec.Struct, tag=True):
+    pass
+
+
+class GetTimelines(msgspec.Struct, tag=True):
+    request: str
+
+
 class Reset(msgspec.Struct, tag=True):
     """Forget all cached prefixes and start counters anew (benchmarks)."""
 
@@ -53,6 +63,17 @@ class Events(msgspec.Struct, tag=True):
 
 class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
+
+
+class View(msgspec.Struct, tag=True):
+    view: EngineView
+
+
+class Timelines(msgspec.Struct, tag=True):
+    """Of the branches of one request, running or ended; none if it is not, or no longer, known."""
+
+    request: str
+    timelines: list[Timeline]
 
 
 class Heartbeat(msgspec.Struct, tag=True):
@@ -77,7 +98,8 @@ class EngineInfo(msgspec.Struct):
     device: str
     dtype: str
     reasons: list[str]
+    slots: int = 0  # sequences that run at once; 0: not known
 
 
-ToEngine = Submit | Abort | FinishAt | GetStats | Reset | Shutdown
-ToClient = Ready | Events | Stats | Heartbeat | Failed
+ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Reset | Shutdown
+ToClient = Ready | Events | Stats | View | Timelines | Heartbeat | Failed

@@ -1,0 +1,132 @@
+"""Metrics as Prometheus text: every number under our own name and, where vLLM has the like, under its name too.
+
+Labels are vLLM's (model_name, engine), so dashboards made for it load. Refuses to know: how numbers are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.types.events import EngineStats
+from quire.types.histogram import Histogram
+from quire.types.process import resident_bytes
+
+if TYPE_CHECKING:
+    from quire.observe.metrics import Metrics
+
+_Plain = type[GaugeMetricFamily] | type[CounterMetricFamily]
+
+LABELS = ("model_name", "engine")
+
+
+def render(metrics: Metrics) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Exposition(metrics))
+    return generate_latest(registry)
+
+
+class _Exposition(Collector):
+    def __init__(self, metrics: Metrics):
+        self.metrics = metrics
+        self.labels = (metrics.model, "0")
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = self.metrics
+        yield from self._felt()
+        yield from self._counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield from self._counter("generation_tokens", "Tokens generated.", metrics.output_tokens)
+        help = "Sequences ended, by reason."
+        yield from self._by("quire_request_finished", help, "reason", metrics.finished)
+        yield from self._by("vllm:request_success", help, "finished_reason", metrics.finished)
+        yield from self._gauge("engine_up", "Whether the engine answered last time.", metrics.engine_up, shared=False)
+        memory = {"api": resident_bytes()}
+        if metrics.stats is not None:
+            yield from self._engine(metrics.stats)
+            memory["engine"] = metrics.stats.memory
+        family = GaugeMetricFamily(
+            "quire_process_memory_bytes", "Resident memory, by process.", labels=(*LABELS, "process")
+        )
+        for name, size in memory.items():
+            family.add_metric((*self.labels, name), size)
+        yield family
+        if metrics.energy is not None and metrics.energy.available:
+            yield from self._energy(metrics.energy.read(), metrics.output_tokens)
+
+    def _felt(self) -> Iterator[Metric]:
+        metrics = self.metrics
+        yield from self._histogram("time_to_first_token_seconds", "Arrival to first token.", metrics.ttft)
+        yield from self._histogram("inter_token_latency_seconds", "Gap between tokens of a sequence.", metrics.gap)
+        yield from self._histogram(
+            "time_per_output_token_seconds",
+            "Per sequence: time after the first token, by further token.",
+            metrics.tpot,
+            theirs="request_time_per_output_token_seconds",
+        )
+        yield from self._histogram("e2e_request_latency_seconds", "Arrival to last token.", metrics.e2e)
+        yield from self._histogram("request_prompt_tokens", "Prompt length.", metrics.prompt_size)
+        yield from self._histogram("request_generation_tokens", "Tokens generated per sequence.", metrics.output_size)
+        yield from self._histogram(
+            "request_max_num_generation_tokens", "Longest sequence of each request.", metrics.longest_output
+        )
+        yield from self._histogram("request_params_n", "Sequences asked for by a request.", metrics.branches)
+
+    def _engine(self, stats: EngineStats) -> Iterator[Metric]:
+        used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
+        yield from self._gauge("num_requests_running", "Sequences in the running batch.", stats.running)
+        yield from self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.waiting)
+        yield from self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used)
+        yield from self._gauge("kv_waste_ratio", "Share of KV slots given back unfilled.", stats.kv_waste, shared=False)
+        yield from self._gauge("kv_pages_cached", "Free pages holding a prefix.", stats.pages_cached, shared=False)
+        yield from self._gauge("kv_bytes", "Bytes of the KV page pool.", stats.kv_bytes, shared=False)
+        yield from self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
+        yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)
+        yield from self._counter("num_preemptions", "Sequences that lost their pages.", stats.preemptions)
+        yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)
+        yield from self._counter("step_seconds", "Time the device was busy.", stats.step_seconds, shared=False)
+        yield from self._counter("token_rows", "Token rows computed, padding included.", stats.rows, shared=False)
+        yield from self._by("quire_token_rows_wasted", "Token rows computed in vain, by cause.", "cause", stats.waste)
+        yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
+        yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)
+        yield from self._histogram("request_decode_time_seconds", "First token to last.", stats.decode_time)
+        # Without _total as in vLLM: the name of a histogram, however it ends.
+        yield from self._histogram(
+            "step_tokens", "Tokens computed in a step.", stats.step_tokens, theirs="iteration_tokens_total"
+        )
+
+    def _energy(self, joules: Mapping[str, float], tokens: int) -> Iterator[Metric]:
+        yield from self._by("quire_energy_joules", "Energy used since the server started, by meter.", "meter", joules)
+        if tokens:
+            help = "Joules per generated token since the server started."
+            yield from self._gauge("energy_joules_per_token", help, sum(joules.values()) / tokens, shared=False)
+
+    def _histogram(self, ours: str, help: str, histogram: Histogram, theirs: str | None = None) -> Iterator[Metric]:
+        buckets = histogram.cumulative()
+        for name in (f"quire_{ours}", f"vllm:{theirs or ours}"):
+            family = HistogramMetricFamily(name, help, labels=LABELS)
+            family.add_metric(self.labels, buckets, histogram.total)
+            yield family
+
+    def _by(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:
+        """A counter in parts, one per value of a label of its own."""
+        family = CounterMetricFamily(name, help, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self.labels, key), value)
+        yield family
+
+    def _gauge(self, name: str, help: str, value: float, shared: bool = True) -> Iterator[Metric]:
+        return self._plain(GaugeMetricFamily, name, help, value, shared)
+
+    def _counter(self, name: str, help: str, value: float, shared: bool = True) -> Iterator[Metric]:
+        return self._plain(CounterMetricFamily, name, help, value, shared)
+
+    def _plain(self, kind: _Plain, name: str, help: str, value: float, shared: bool) -> Iterator[Metric]:
+        """One number, under our name and, where vLLM has the like (`shared`), under its name too."""
+        for prefix in ("quire_", "vllm:") if shared else ("quire_",):
+            family = kind(prefix + name, help, labels=LABELS)
+            family.add_metric(self.labels, value)
+            yield family

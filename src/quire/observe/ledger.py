@@ -1,0 +1,96 @@
+"""The requests of one server, running and lately ended: whose they are, when they came and went, what became of them.
+
+Each leaves a line in the log when it ends. Refuses to know: HTTP, engines, what was said.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from quire.observe.metrics import Metrics, RequestMeter
+from quire.types.request import Request
+
+logger = logging.getLogger("quire.requests")
+
+KEPT = 2048  # requests remembered
+
+
+@dataclass(eq=False)
+class Entry:
+    """One engine request. `arrived` is when its HTTP request came, `submitted` when the engine got it, both on the
+    monotonic clock the engine uses too."""
+
+    request: str
+    call: str  # id of the HTTP or gRPC request it belongs to
+    owner: str  # name of the key
+    traceparent: str
+    prompt: int
+    branches: int
+    arrived: float
+    submitted: float
+    meter: RequestMeter
+    ended: float = 0.0  # 0 while it runs
+    error: str = ""
+
+    def seconds(self) -> float:
+        return (self.ended or time.monotonic()) - self.arrived
+
+
+class Ledger:
+    def __init__(self, metrics: Metrics, on_end: Callable[[Entry], None] | None = None):
+        self.metrics = metrics
+        self.on_end = on_end
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+
+    def find(self, id: str) -> list[Entry]:
+        """By the id of an answer, of an engine request, or of the call it came with."""
+        if id in self._entries:
+            return [self._entries[id]]
+        return [e for e in self._entries.values() if e.call == id or e.request.startswith(f"{id}-")]
+
+    @contextmanager
+    def watch(
+        self, request: Request, arrived: float, *, call: str = "", owner: str = "", traceparent: str = ""
+    ) -> Iterator[RequestMeter]:
+        """Follow one engine request from here to its end; `arrived` is a `perf_counter` time."""
+        now, branches = time.monotonic(), request.params.n
+        meter = self.metrics.request(len(request.prompt), arrived)
+        came = now - (time.perf_counter() - arrived)
+        entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, now, meter)
+        self._entries[request.id] = entry
+        if len(self._entries) > KEPT:
+            self._entries.popitem(last=False)
+        try:
+            yield meter
+        except BaseException as error:
+            entry.error = getattr(error, "code", None) or type(error).__name__
+            raise
+        finally:
+            meter.close(branches)
+            entry.ended = time.monotonic()
+            self._log(entry)
+            if self.on_end is not None:
+                self.on_end(entry)
+
+    def _log(self, entry: Entry) -> None:
+        meter = entry.meter
+        fields = {
+            "request": entry.request,
+            "request_id": entry.call,
+            "key": entry.owner,
+            "prompt_tokens": entry.prompt,
+            "cached_tokens": meter.cached,
+            "output_tokens": meter.tokens,
+            "seconds": round(entry.seconds(), 4),
+            "ttft": round(meter.first - meter.started, 4) if meter.first else None,
+            "finish": ",".join(meter.reasons),
+            "error": entry.error,
+        }
+        # Leaving a stream early is how a stopped or hung-up client looks from inside.
+        outcome = "cancelled" if entry.error in ("GeneratorExit", "CancelledError") else "ended"
+        logger.info("request %s", outcome, extra={"fields": {k: v for k, v in fields.items() if v not in (None, "")}})

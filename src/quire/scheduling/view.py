@@ -1,0 +1,55 @@
+"""A picture of the scheduler at one moment. Refuses to change anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from quire.memory.explain import page_map, prefix_tree
+from quire.memory.manager import KVManager
+from quire.scheduling.sequence import Sequence as Seq
+from quire.types.events import EngineStats
+from quire.types.plan import Capacity
+from quire.types.view import EngineView, LiveSequence
+
+MAX_SEQUENCES = 256
+
+
+def picture(
+    now: float,
+    *,
+    running: Sequence[Seq],
+    waiting: Iterable[Seq],
+    memory: KVManager,
+    stats: EngineStats,
+    capacity: Capacity,
+    steps: Iterable[tuple[int, int]],
+) -> EngineView:
+    shown = list(islice((*running, *waiting), MAX_SEQUENCES))
+    return EngineView(
+        now=now,
+        stats=stats,
+        slots=capacity.slots,
+        max_batch_tokens=capacity.max_batch_tokens,
+        page_size=memory.layout.groups[0].tokens_per_page,
+        sequences=[_live(seq, now) for seq in shown],
+        owners=[seq.key for seq in running],
+        tiers=[page_map(memory, [seq.table for seq in running])],
+        prefixes=prefix_tree(memory),
+        steps=list(steps),
+    )
+
+
+def _live(seq: Seq, now: float) -> LiveSequence:
+    return LiveSequence(
+        seq.request.id,
+        seq.branch,
+        seq.status.value,
+        max(0.0, now - seq.arrival),
+        seq.prompt_len,
+        seq.computed,
+        seq.outputs,
+        seq.limit,
+        max(0, seq.cached),
+        sum(len(pages) for pages in seq.table.pages),
+    )

@@ -1,0 +1,81 @@
+// The frame: tabs, theme, keys, whether the server is there.
+
+import { $, call, keys } from "./api.js";
+import { startChat } from "./chat.js";
+import { showLive } from "./live.js";
+
+const tabs = ["chat", "live"];
+
+function show(name, focus) {
+  for (const tab of tabs) {
+    const chosen = tab === name;
+    $(tab).hidden = !chosen;
+    $(`tab-${tab}`).setAttribute("aria-selected", String(chosen));
+    $(`tab-${tab}`).tabIndex = chosen ? 0 : -1;
+    if (chosen && focus) $(`tab-${tab}`).focus();
+  }
+  showLive(name === "live");
+  history.replaceState(null, "", `#${name}`);
+}
+
+for (const tab of tabs) {
+  $(`tab-${tab}`).addEventListener("click", () => show(tab));
+  $(`tab-${tab}`).addEventListener("keydown", (event) => {
+    if (event.key === "ArrowRight" || event.key === "ArrowLeft") show(tabs[1 - tabs.indexOf(tab)], true);
+  });
+}
+
+const THEME = "quire-theme";
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const theme = (name) => name && document.documentElement.setAttribute("data-theme", name);
+theme(localStorage.getItem(THEME));
+$("theme").addEventListener("click", () => {
+  const now = document.documentElement.getAttribute("data-theme") || (dark.matches ? "dark" : "light");
+  const next = now === "dark" ? "light" : "dark";
+  localStorage.setItem(THEME, next);
+  theme(next);
+  dispatchEvent(new Event("themechange"));
+});
+
+$("keys-open").addEventListener("click", () => {
+  for (const scope of ["inference", "admin"]) $(`key-${scope}`).value = keys.get(scope);
+  $("keys").showModal();
+});
+$("keys").addEventListener("close", () => {
+  if ($("keys").returnValue !== "save") return;
+  for (const scope of ["inference", "admin"]) keys.set(scope, $(`key-${scope}`).value.trim());
+  identify();
+  if (!$("live").hidden) showLive(true);
+});
+
+let model = "";
+
+async function identify() {
+  try {
+    model = (await (await call("/v1/models")).json()).data[0].id;
+    status(true, model);
+  } catch (error) {
+    status(false, error.status === 401 || error.status === 403 ? "a key is needed" : "not reachable");
+  }
+}
+
+function status(up, text) {
+  $("dot").className = `dot ${up ? "up" : "down"}`;
+  $("status").textContent = text;
+}
+
+async function heartbeat() {
+  try {
+    const response = await fetch("/ready");
+    if (!response.ok) status(false, "not ready");
+    else if (model) status(true, model);
+    else await identify();
+  } catch {
+    status(false, "not reachable");
+  }
+  setTimeout(heartbeat, 5000);
+}
+
+startChat(() => model);
+show(location.hash === "#live" ? "live" : "chat");
+identify().then(heartbeat);

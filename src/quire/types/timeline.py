@@ -1,0 +1,51 @@
+"""What happened to one sequence, in few enough numbers to keep for many: where its time went, why its prefix hit.
+
+Times are seconds on the system's monotonic clock, 0 where the moment has not come.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+MAX_CHUNKS = 64  # prefill chunks told apart; later ones join the last
+MAX_PREEMPTIONS = 16
+
+
+class PrefixOutcome(enum.StrEnum):
+    """Why a prompt's prefix was found only so far."""
+
+    FULL = "full"  # every page that could be shared was found
+    NEW = "new"  # the next page was never computed here (or too long ago to remember)
+    EVICTED = "evicted"  # it was, but made room for others
+    SALT = "salt"  # its tokens were, but for somebody else's salt
+    WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
+    SHORT = "short"  # the prompt does not fill a page
+    SCORED = "scored"  # prompt logprobs, or a mean over the prompt, need every position computed
+    OFF = "off"  # the prefix cache is off
+
+
+class Preemption(msgspec.Struct, array_like=True):
+    at: float
+    computed: int  # KV entries given up
+    resumed: float = 0.0
+    recomputed: int = 0  # of them, not found in the cache again
+
+
+class Timeline(msgspec.Struct, kw_only=True):
+    request: str
+    branch: int
+    prompt: int
+    arrival: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+    ended: float = 0.0
+    finish: str = ""
+    outputs: int = 0
+    cached: int = 0
+    pending: float = 0.0  # seconds spent waiting for pages that somebody else was computing or loading
+    chunks: list[tuple[float, int]] = []  # (planned at, tokens) of steps that computed more than one token
+    preemptions: list[Preemption] = []
+    prefix: PrefixOutcome | None = None
+    page_size: int = 0  # tokens a hit is a multiple of

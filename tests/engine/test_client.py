@@ -1,0 +1,222 @@
+"""The client's care for its engine: deaths, silences, restarts and their limit, over links that die on command."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+
+import pytest
+
+from quire.engine.client import AsyncClient, Care
+from quire.types.errors import ConfigError, EngineDeadError
+from quire.types.events import EngineStats, TokenEvent
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+from quire.types.wire import Abort, EngineInfo, Events, GetStats, Stats, Submit, ToClient, ToEngine
+
+INFO = EngineInfo(
+    model="m", max_model_len=64, vocab_size=9, pages=4, page_size=16, max_batch_tokens=64, depth=1, device="cpu",
+    dtype="float32", reasons=[],
+)  # fmt: skip
+
+
+class FakeLink:
+    """Answers every request with one token and then nothing; `die` and `hush` make it end and fall silent."""
+
+    def __init__(self) -> None:
+        self.info = INFO
+        self.heard = time.monotonic()
+        self.sent: list[ToEngine] = []
+        self.closed = threading.Event()
+        self.forced = False
+        self.silent = False
+        self._inbox: queue.Queue[ToClient | Exception | None] = queue.Queue()
+
+    def send(self, message: ToEngine) -> None:
+        self.sent.append(message)
+        if isinstance(message, Submit):
+            self._inbox.put(Events([TokenEvent(message.request.id, 0, 0, [1])]))
+        elif isinstance(message, GetStats):
+            self._inbox.put(Stats(EngineStats(steps=7)))
+
+    def receive(self, timeout: float | None) -> list[ToClient]:
+        try:
+            message = self._inbox.get(timeout=min(timeout or 0.01, 0.01))
+        except queue.Empty:
+            message = None
+        if isinstance(message, Exception):
+            raise message
+        if not self.silent:
+            self.heard = time.monotonic()
+        return [] if message is None else [message]
+
+    def wake(self) -> None:
+        self._inbox.put(None)
+
+    def close(self, *, force: bool = False) -> None:
+        self.forced = force
+        self.closed.set()
+
+    def die(self) -> None:
+        self._inbox.put(EngineDeadError("the engine process ended with exit code -9"))
+
+
+def request(id: str = "r") -> Request:
+    return Request(id=id, prompt=[1], params=SamplingParams())
+
+
+async def until(condition, seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Links:
+    """Opens links; those of `failures` do not start."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.made: list[FakeLink] = []
+        self.failures = failures
+
+    def __call__(self, stop: threading.Event) -> FakeLink:
+        if self.failures:
+            self.failures -= 1
+            raise ConfigError("no memory today")
+        self.made.append(FakeLink())
+        return self.made[-1]
+
+
+@pytest.fixture(autouse=True)
+def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.client.BACKOFF", 0.01)
+
+
+async def test_a_death_ends_every_stream_and_the_next_engine_serves() -> None:
+    links = Links()
+    client = AsyncClient(links(threading.Event()), Care(max_restarts=2), links)
+    streams = [client.submit(request(f"r{i}")) for i in range(16)]
+    for stream in streams:
+        assert (await anext(stream))[0].tokens == [1]
+    waiting = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    links.made[0].die()
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, EngineDeadError) and "-9" not in str(error)
+    await until(lambda: client.trouble() is None)
+    assert links.made[0].closed.is_set() and links.made[0].forced
+    again = client.submit(request())
+    assert (await anext(again))[0].tokens == [1]
+    assert (await client.stats()).steps == 7
+    assert client.restarts == 1
+    assert not [m for m in links.made[1].sent if isinstance(m, Abort)]  # nobody aborts what the dead one did
+    await again.aclose()
+    await client.close()
+    assert not links.made[1].forced
+
+
+async def test_while_there_is_no_engine_requests_are_refused() -> None:
+    started, go = threading.Event(), threading.Event()
+
+    def slow(stop: threading.Event) -> FakeLink:
+        started.set()
+        assert go.wait(10)
+        return FakeLink()
+
+    link = FakeLink()
+    client = AsyncClient(link, Care(max_restarts=1), slow)
+    link.die()
+    await asyncio.to_thread(started.wait, 10)
+    assert "engine stopped" in (client.trouble() or "")
+    with pytest.raises(EngineDeadError) as refused:
+        await anext(client.submit(request()))
+    assert refused.value.retry_after > 0
+    with pytest.raises(EngineDeadError):
+        await client.stats()
+    go.set()
+    await until(lambda: client.trouble() is None)
+    await client.close()
+
+
+async def test_too_many_deaths_are_the_end() -> None:
+    links = Links()
+    client = AsyncClient(links(threading.Event()), Care(max_restarts=2), links)
+    for life in range(3):
+        await until(lambda life=life: len(links.made) == life + 1 and client.trouble() is None)
+        links.made[life].die()
+        await until(lambda: client.trouble() is not None)
+    error = await asyncio.wait_for(client.lost(), 10)
+    assert "exit code -9" in str(error)  # the operator is told why
+    assert len(links.made) == 3
+    await client.close()
+
+
+async def test_engines_that_do_not_start_count_as_restarts() -> None:
+    links = Links()
+    client = AsyncClient(links(threading.Event()), Care(max_restarts=3), links)
+    links.failures = 2
+    links.made[0].die()
+    await until(lambda: len(links.made) == 2 and client.trouble() is None)
+    links.made[1].die()
+    await asyncio.wait_for(client.lost(), 10)
+    await client.close()
+
+
+async def test_silence_is_trouble_and_long_silence_death() -> None:
+    links = Links()
+    client = AsyncClient(links(threading.Event()), Care(heartbeat=0.1, hang_timeout=0.5, max_restarts=1), links)
+    assert client.trouble() is None
+    stream = client.submit(request())
+    await anext(stream)
+    links.made[0].silent = True
+    await until(lambda: "no sign of life" in (client.trouble() or ""))
+    assert len(links.made) == 1
+    with pytest.raises(EngineDeadError):
+        await anext(stream)
+    await until(lambda: len(links.made) == 2 and client.trouble() is None)
+    assert links.made[0].forced
+    await client.close()
+
+
+async def test_closing_ends_what_is_open_and_a_restart_under_way() -> None:
+    started, stopped = threading.Event(), threading.Event()
+
+    def never(stop: threading.Event) -> FakeLink:
+        started.set()
+        assert stop.wait(10)
+        stopped.set()
+        raise EngineDeadError("told to stop")
+
+    link = FakeLink()
+    client = AsyncClient(link, Care(max_restarts=5), never)
+    stream = client.submit(request())
+    await anext(stream)
+    link.die()
+    with pytest.raises(EngineDeadError):
+        await anext(stream)
+    await asyncio.to_thread(started.wait, 10)
+    await asyncio.wait_for(client.close(), 10)
+    assert stopped.is_set()
+
+    other = AsyncClient(FakeLink())
+    stream = other.submit(request())
+    await anext(stream)
+    await other.close()
+    with pytest.raises(EngineDeadError, match="shutting down"):
+        await anext(stream)
+    await other.close()
+
+
+async def test_a_reader_that_leaves_aborts() -> None:
+    link = FakeLink()
+    client = AsyncClient(link)
+    stream = client.submit(request())
+    await anext(stream)
+    await stream.aclose()
+    await until(lambda: any(isinstance(m, Abort) for m in link.sent))
+    finished = client.submit(request("done"))
+    await anext(finished)
+    link._inbox.put(Events([TokenEvent("done", 0, 1, [2], finish=FinishReason.STOP)]))
+    assert [e.tokens for batch in [b async for b in finished] for e in batch] == [[2]]
+    await client.close()
+    assert [m.request for m in link.sent if isinstance(m, Abort)] == ["r"]

@@ -1,0 +1,249 @@
+"""Faults against a real server with its engine in a process of its own: kills, stops, drains, clients that vanish.
+
+The server is `quire serve` itself. Times have wide margins; the log gets the details when something fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+HEARTBEAT = 2.0
+BODY = {
+    "model": "faulty", "messages": [{"role": "user", "content": "Count to a thousand."}], "stream": True,
+    "ignore_eos": True, "temperature": 0,
+}  # fmt: skip
+
+
+class Running:
+    """`quire serve` in a directory of its own for temporary files, so that whatever it leaves behind is found."""
+
+    def __init__(self, *flags: str):
+        self.directory = Path(tempfile.mkdtemp(prefix="quire-test-"))
+        self.log = self.directory / "log"
+        command = [
+            sys.executable, "-m", "quire", "serve", "smollm2-135m", "--port", "0", "--kv-memory", "256M",
+            "--threads", "1", "--max-model-len", "1024", "--served-model-name", "faulty",
+            "--heartbeat", str(HEARTBEAT), *flags,
+        ]  # fmt: skip
+        source = str(Path(__file__).parents[2] / "src")
+        env = {**os.environ, "TMPDIR": str(self.directory), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        self.url, self.admin = self._await_welcome()
+        self.http = httpx.Client(base_url=self.url, timeout=60)
+
+    def _await_welcome(self) -> tuple[str, str]:
+        def welcome() -> str | None:
+            assert self.process.poll() is None, self.log.read_text()
+            return next((line for line in self.log.read_text().splitlines() if line.startswith("Quire serves")), None)
+
+        line = wait_for(welcome, 120)
+        return line.split(" at ")[1].split()[0], line.split("admin: ")[1].split(";")[0]
+
+    @property
+    def engine(self) -> psutil.Process:
+        [child] = psutil.Process(self.process.pid).children()
+        return child
+
+    def ready(self) -> bool:
+        return self.http.get("/ready").status_code == 200
+
+    def metric(self, name: str) -> float:
+        families = text_string_to_metric_families(httpx.get(f"{self.admin}/metrics", timeout=60).text)
+        return next(s.value for family in families for s in family.samples if s.name == name)
+
+    def idle(self) -> bool:
+        names = ("quire_requests_inflight", "quire_num_requests_running", "quire_kv_cache_usage_perc")
+        return self.ready() and not any(map(self.metric, names))
+
+    def left_behind(self) -> list[str]:
+        """Files and sockets beside the log."""
+        return [str(path) for path in self.directory.rglob("*") if path != self.log]
+
+    def close(self) -> None:
+        self.http.close()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            for process in family:
+                process.kill()
+        self.process.wait()
+        shutil.rmtree(self.directory)
+
+
+def wait_for(what: Any, seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < end, f"not within {seconds} s"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture(scope="module")
+def server(default_model: Any) -> Iterator[Running]:
+    running = Running("--max-restarts", "2", "--grace", "60")
+    yield running
+    running.close()
+
+
+async def stream(url: str, started: asyncio.Semaphore, max_tokens: int) -> list[dict[str, Any]]:
+    """All events of one stream, checked to end as streams do."""
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=120) as http,
+        http.stream("POST", "/v1/chat/completions", json=BODY | {"max_tokens": max_tokens}) as response,
+    ):
+        assert response.status_code == 200
+        events = []
+        async for line in response.aiter_lines():
+            if line:
+                if not events:
+                    started.release()
+                events.append(line.removeprefix("data: "))
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+async def under_load(url: str, count: int, max_tokens: int, act: Any) -> list[list[dict[str, Any]]]:
+    """`count` streams; `act` is called once all of them have begun."""
+    started = asyncio.Semaphore(0)
+    tasks = [asyncio.ensure_future(stream(url, started, max_tokens)) for _ in range(count)]
+    for _ in tasks:
+        await asyncio.wait_for(started.acquire(), 60)
+    await asyncio.to_thread(act)
+    return await asyncio.gather(*tasks)
+
+
+def test_kill_the_engine_under_sixteen_streams(server: Running) -> None:
+    def kill() -> None:
+        victim = server.engine
+        victim.kill()
+        wait_for(lambda: not server.ready(), 1.0)
+
+    streams = asyncio.run(under_load(server.url, 16, 900, kill))
+    assert len(streams) == 16
+    for events in streams:
+        assert events[-1]["error"]["code"] == "engine_dead"
+    wait_for(server.ready, 120)
+    answer = server.http.post("/v1/chat/completions", json=BODY | {"stream": False, "max_tokens": 4})
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert server.metric("quire_engine_restarts_total") == 1
+
+
+def test_a_stopped_engine_is_not_ready(server: Running) -> None:
+    assert server.ready()
+    engine = server.engine
+    engine.suspend()
+    try:
+        wait_for(lambda: not server.ready(), HEARTBEAT + 1.0)
+        refused = server.http.post("/v1/chat/completions", json=BODY | {"max_tokens": 4})
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert server.http.get("/health").status_code == 200
+    finally:
+        engine.resume()
+    wait_for(server.ready, 10)
+
+
+def test_a_thousand_clients_vanish_and_no_page_leaks(server: Running) -> None:
+    restarts = server.metric("quire_engine_restarts_total")
+    rng = random.Random(0)
+    host, port = server.url.removeprefix("http://").split(":")
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {}\r\n\r\n"
+
+    async def vanish(turn: asyncio.Semaphore, number: int) -> None:
+        async with turn:
+            content = f"{number % 37} " + "word " * rng.randrange(1, 60)
+            fields = {"messages": [{"role": "user", "content": content}], "max_tokens": rng.randrange(1, 100)}
+            body = json.dumps(BODY | fields | {"n": rng.choice((1, 1, 1, 3))}).encode()
+            message = head.format(len(body)).encode() + body
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(message if rng.random() < 0.9 else message[: rng.randrange(len(message))])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(1 << 20 if rng.random() < 0.3 else 1), rng.random() * 0.2)
+            writer.transport.abort() if rng.random() < 0.5 else writer.close()
+
+    async def all_of_them() -> None:
+        turn = asyncio.Semaphore(64)
+        await asyncio.gather(*(vanish(turn, number) for number in range(1000)))
+
+    asyncio.run(all_of_them())
+    wait_for(server.idle, 60)
+    # Idle, the engine checks its own books every second, and would die of an imbalance.
+    time.sleep(1.5)
+    assert server.idle() and server.metric("quire_engine_restarts_total") == restarts
+
+
+def test_a_deadline_ends_the_work(server: Running) -> None:
+    body = BODY | {"stream": False, "max_tokens": 900, "deadline_ms": 300}
+    late = server.http.post("/v1/chat/completions", json=body)
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "deadline_exceeded")
+    wait_for(server.idle, 10)
+
+
+def test_sigterm_under_load_truncates_nothing_and_leaves_nothing(server: Running) -> None:
+    engine = server.engine
+
+    def terminate() -> None:
+        server.process.send_signal(signal.SIGTERM)
+        engine.send_signal(signal.SIGTERM)  # as a service manager does: to the whole group
+        wait_for(lambda: not server.ready(), 5)
+        refused = server.http.post("/v1/chat/completions", json=BODY)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+
+    streams = asyncio.run(under_load(server.url, 8, 150, terminate))
+    for events in streams:
+        assert events[-1]["choices"][0]["finish_reason"] == "length", events[-1]
+    assert server.process.wait(30) == 0, server.log.read_text()
+    wait_for(lambda: not engine.is_running(), 5)
+    assert server.left_behind() == []
+
+
+def test_the_grace_period_ends(default_model: Any) -> None:
+    server = Running("--grace", "0.5")
+    try:
+        terminate = lambda: server.process.send_signal(signal.SIGTERM)  # noqa: E731
+        for events in asyncio.run(under_load(server.url, 4, 900, terminate)):
+            assert "shutting down" in events[-1]["error"]["message"]
+        assert server.process.wait(30) == 0
+        assert server.left_behind() == []
+    finally:
+        server.close()
+
+
+def test_a_killed_server_takes_its_engine_with_it(default_model: Any) -> None:
+    server = Running("--max-restarts", "0")
+    try:
+        engine = server.engine
+        server.process.kill()
+        server.process.wait()
+        wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10)
+        assert server.left_behind() == []
+    finally:
+        server.close()
+
+
+def test_an_engine_that_cannot_be_replaced_ends_the_server(default_model: Any) -> None:
+    server = Running("--max-restarts", "0")
+    try:
+        server.engine.kill()
+        assert server.process.wait(30) == 1
+        assert "error: the engine process ended with exit code -9" in server.log.read_text()
+        assert server.left_behind() == []
+    finally:
+        server.close()
