@@ -116,6 +116,7 @@ class Reply:
     def push(self, delta: Delta) -> list[Segment]:
         """What a delta says; keeps the rest of it too."""
         segments = self._read(delta.text, delta.finish_reason is not None)
+        self.tokens += len(delta.token_ids)
         for segment in segments:
             if isinstance(segment, Said):
                 self._said.append(segment.text)
@@ -125,7 +126,6 @@ class Reply:
                 self.calls.append(Call(self._format.call_id(), segment.name, []))
             else:
                 self.calls[segment.index].arguments.append(segment.text)
-        self.tokens += len(delta.token_ids)
         if self._thought and not self._said and not self.calls:
             self.thought_tokens += len(delta.token_ids)
         self.logprobs += delta.logprobs or ()
