@@ -344,6 +344,31 @@ def test_live_strict_tools_leave_words_free(live: openai.OpenAI) -> None:
             assert message.content.lstrip().startswith("{")
 
 
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "(unclosed"}, "guided_regex"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+        "response_format",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_live_bad_grammars_name_their_field(live: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            live.chat.completions.create(model=name_of(live), messages=QUESTION, stream=stream, extra_body=fields)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
+
+
 class City(BaseModel):
     name: str = Field(max_length=12)
     population: int = Field(ge=0, le=99_999_999)  # bounds, because a small model may never stop counting
