@@ -44,7 +44,12 @@ class ModelRunner:
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
-        self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
+        self._sampler = Sampler(
+            slots=capacity.slots,
+            vocab_size=model.spec.vocab_size,
+            device=device,
+            draw=model.draw if isinstance(model, NativeModel) else None,
+        )
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._captured = CapturedSteps(
             self._last_logits,
@@ -102,8 +107,10 @@ class ModelRunner:
             scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
         sampled = None
         if plan.samples:
-            rows = self._staging.upload(np.array([s.row for s in plan.samples], dtype=np.int64))
-            sampled = self._sample(plan, self.model.logits(hidden[rows]))
+            rows = [s.row for s in plan.samples]
+            if rows != list(range(len(hidden))):
+                hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
+            sampled = self._sample(plan, self.model.logits(hidden))
         return PendingStep(plan, sampled, scores, pooled, began, self._device, self._grammars)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:

@@ -11,40 +11,26 @@ Several plans may be in flight. Plans are made from counts alone; values arrive 
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 import msgspec
 
-from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
+from quire.memory.manager import Change, Hit, KVManager, PageTable
 from quire.scheduling.diary import Diary
+from quire.scheduling.door import Deadlines, longest_length
+from quire.scheduling.flight import Flight
 from quire.scheduling.policies import make_policy
-from quire.scheduling.search import Search, answers, check_fits
+from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
+from quire.types.errors import DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, TokenLogprobs, Write
+from quire.types.plan import Capacity, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
-
-
-class _Flight:
-    """A submitted plan and, beside its rows and samples, whose they are and in which epoch."""
-
-    __slots__ = ("plan", "rows", "samples")
-
-    def __init__(self, plan: StepPlan):
-        self.plan = plan
-        self.rows: list[tuple[Sequence, int]] = []
-        self.samples: list[tuple[Sequence, int]] = []
-
-    def members(self) -> dict[Sequence, None]:
-        """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
-        return {seq: None for seq, _ in (*self.rows, *self.samples)}
 
 
 class Scheduler:
@@ -63,10 +49,10 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # insertion-ordered set
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._searches: dict[str, Search] = {}
         self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
+        self._deadlines = Deadlines()
         self._order = 0
         self._step = 0
 
@@ -78,22 +64,7 @@ class Scheduler:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are already waiting; retry shortly")
-        length, longest = len(request.prompt), self.capacity.max_model_len
-        if length == 0:
-            raise InputError("the prompt is empty; send at least one token", param="prompt")
-        if length >= longest:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
-                "shorten the prompt or raise max_model_len"
-            )
-        limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
-        if self.memory.layout.pages_for(limit) > self.memory.pool.total:
-            raise ContextLengthError(
-                f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
-                f"({self.memory.pool.total} pages); lower max_tokens or raise kv_memory"
-            )
-        if request.beam is not None:
-            check_fits(request, request.beam, limit, self.memory, self.capacity.slots)
+        limit = longest_length(request, self.memory, self.capacity)
         count = 1 if request.beam else request.params.n
         branches = [self._sequence(request, branch, limit) for branch in range(count)]
         self._requests[request.id] = branches
@@ -105,23 +76,16 @@ class Scheduler:
             branches[0].children = branches[1:]
             self._waiting.append(branches[0])
         if request.deadline:
-            self._await_deadline(request)
-        self.stats.prompt_tokens += length
-
-    def _await_deadline(self, request: Request) -> None:
-        heapq.heappush(self._deadlines, (request.deadline, request.id))
-        if len(self._deadlines) > 64 + 2 * len(self._requests):
             live = (branches[0].request for branches in self._requests.values())
-            self._deadlines = sorted((r.deadline, r.id) for r in live if r.deadline)
+            self._deadlines.add(request, live, len(self._requests))
+        self.stats.prompt_tokens += len(request.prompt)
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End what is not done by its deadline, waiting or running."""
         self.diary.now = now
         events: list[TokenEvent] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            branches = self._requests.get(request_id)
-            if branches and branches[0].request.deadline == deadline:
+        for deadline, request_id in self._deadlines.due(now, self._requests):
+            if self._requests[request_id][0].request.deadline == deadline:
                 message = "the deadline passed before the answer was complete"
                 events += self._end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         return events
@@ -156,7 +120,7 @@ class Scheduler:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
         self.diary.now = now
-        flight = _Flight(StepPlan(step=self._step))
+        flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
         self._admit(flight, budget, now)
@@ -170,7 +134,7 @@ class Scheduler:
         self._flights.append(flight)
         return flight.plan
 
-    def _catch_up(self, flight: _Flight, now: float) -> int:
+    def _catch_up(self, flight: Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         budget = self.capacity.max_batch_tokens
@@ -192,11 +156,11 @@ class Scheduler:
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
                 budget -= count if seq.known - seq.computed > 1 else 0
-                self._apply(flight, seq, change)
+                flight.change(seq, change)
                 self._add_row(flight, seq, count)
         return budget
 
-    def _seat(self, flight: _Flight) -> None:
+    def _seat(self, flight: Flight) -> None:
         """Slots and rows for beams that forked off others, as far as there are any."""
         for seq in list(self._forks):
             if not self._slots:
@@ -206,12 +170,11 @@ class Scheduler:
                 break
             del self._forks[seq]
             self._run(flight, seq)
-            pages = [PageDelta(seq.slot, group, 0, list(pages)) for group, pages in enumerate(seq.table.pages)]
-            flight.plan.deltas += pages
+            flight.tables(seq)
             flight.plan.copies += change.copies
             self._add_row(flight, seq, 1)
 
-    def _make_way(self, flight: _Flight, now: float) -> None:
+    def _make_way(self, flight: Flight, now: float) -> None:
         """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
         queue up without their pages, then others give way to whoever comes first, so that its search goes on."""
         for seq in list(self._forks):
@@ -256,7 +219,7 @@ class Scheduler:
         if not seq.inflight:
             self._release(seq)
 
-    def _admit(self, flight: _Flight, budget: int, now: float, only: list[Sequence] | None = None) -> None:
+    def _admit(self, flight: Flight, budget: int, now: float, only: list[Sequence] | None = None) -> None:
         """Let waiting sequences start, best first, while budget, slots and pages last; `only` these, at any price."""
         if not (self._waiting and self._slots and budget > 0 and self.policy.admits(len(self._running))):
             return
@@ -284,7 +247,7 @@ class Scheduler:
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
-    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
+    def _start(self, flight: Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
         if not self.memory.fits(max(seq.known, reserve), hit, spare):
             return False
@@ -299,63 +262,30 @@ class Scheduler:
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
         self._run(flight, seq)
-        self._apply(flight, seq, adopted)
-        self._apply(flight, seq, extended)
+        flight.change(seq, adopted)
+        flight.change(seq, extended)
         self.memory.promise(seq.table, seq.known)
         if count:
             self._add_row(flight, seq, count)
         return True
 
-    def _run(self, flight: _Flight, seq: Sequence) -> None:
+    def _run(self, flight: Flight, seq: Sequence) -> None:
         """Into a slot, and among the running."""
         seq.move(Status.RUNNING)
         self._running[seq] = None
         seq.slot = self._slots.pop()
-        seq.unsent = 0
-        params, request = seq.request.params, seq.request
-        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
-        flight.plan.admits.append(
-            Admit(
-                slot=seq.slot,
-                key=seq.key,
-                tokens=list(seq.tokens),
-                prompt_len=seq.prompt_len,
-                params=params,
-                seed=params.seed or 0,
-                branch=seq.branch,
-                stop_ids=stops,
-            )
-        )
+        flight.admit(seq)
 
-    def _apply(self, flight: _Flight, seq: Sequence, change: Change) -> None:
-        if change is not UNCHANGED:
-            flight.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
-            flight.plan.copies += change.copies
-
-    def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
-        plan, start = flight.plan, seq.computed
-        score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
-        if seq.unsent:
-            at = len(seq.tokens) - seq.unsent
-            plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
-            seq.unsent = 0
-        seq.computed = start + count
+    def _add_row(self, flight: Flight, seq: Sequence, count: int) -> None:
         self.diary.row(seq, count)
-        pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
-        plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
-        flight.rows.append((seq, seq.epoch))
+        flight.row(seq, count)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
-            self._add_sample(flight, seq, len(plan.rows) - 1)
+            flight.sample(seq)
 
-    def _add_sample(self, flight: _Flight, seq: Sequence, row: int) -> None:
-        flight.plan.samples.append(Sample(row, seq.slot, seq.known))
-        flight.samples.append((seq, seq.epoch))
-        seq.pending += 1
-
-    def _fork_children(self, flight: _Flight, parent: Sequence) -> None:
+    def _fork_children(self, flight: Flight, parent: Sequence) -> None:
         """The prompt is computed in this step: branches share its pages and draw from its last row."""
         for child in parent.children:
             if child.status is Status.FINISHED:
@@ -368,10 +298,8 @@ class Scheduler:
             child.computed = child.hit = parent.computed
             self.diary.started(child)
             self._run(flight, child)
-            flight.plan.deltas += [
-                PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
-            ]
-            self._add_sample(flight, child, len(flight.plan.rows) - 1)
+            flight.tables(child)
+            flight.sample(child)
         parent.children = []
 
     # ---- commit ---------------------------------------------------------------------------------------------
@@ -402,7 +330,7 @@ class Scheduler:
                 self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
         return events
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """The step no longer uses its slots and pages; what ended meanwhile can go."""
         for seq in flight.members():
             seq.inflight -= 1
