@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.observe.energy import Energy
@@ -121,7 +122,7 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
         title=title,
         description=description,
         redirect_slashes=False,
-        exception_handlers={QuireError: on_error, HTTPException: on_error},
+        exception_handlers={QuireError: on_error, HTTPException: on_error, RequestValidationError: on_error},
     )
     app.add_middleware(Gate, serving=serving, scope=scope)
     app.add_middleware(Guard)  # added last, so outermost
