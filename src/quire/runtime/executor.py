@@ -129,6 +129,9 @@ class LocalExecutor:
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+        if self.device.type == "cuda":
+            gc.collect()  # captured steps and the runner know each other: their memory would wait for a later round
+            torch.cuda.empty_cache()
 
 
 class _ThreadTicket:
