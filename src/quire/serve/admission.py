@@ -9,8 +9,9 @@ the key's budget cover them, could its deadline be met?
 The price of a request is what it may at most need: its prompt and all tokens it may draw. What it did not use goes
 back to its key's budget. The queue drains at the rate at which priced tokens leave it, measured only while something
 is queued; waits and `Retry-After` are computed from that. While the engine has free slots, the queue drains as fast as
-prompts are computed; once all are taken, as fast as requests finish, and often in waves. So the two are measured apart,
-and how much longer than expected waits turn out is learned for each. Refuses to know: HTTP, engines.
+prompts are computed; once all are taken, as fast as requests finish, so the two are measured apart. And since batches
+tend to finish in waves, how much longer than expected waits behind a full house turn out is learned.
+Refuses to know: HTTP, engines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quire.serve.auth import Key
 from quire.types.errors import OverloadedError, RateLimitError
 
 MEMORY = 10.0  # seconds after which a measurement counts a half
-CAUTION_MEMORY = 30.0  # the same, for what was learned of waits
+CAUTION_MEMORY = 30.0  # the same, for what was learned of waits behind a full house
 MAX_CAUTION = 64.0
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
@@ -41,8 +42,7 @@ class Permit:
     used: int = 0
     sequences: int = 0
     charged: float = 0.0  # when
-    drain: Drain | None = None  # as things stood then
-    expected: float = 0.0  # wait, by its rate
+    expected: float = 0.0  # the wait it was let in with, if it found every slot taken
     started: bool = False
     released: bool = False
 
@@ -60,14 +60,11 @@ class Bucket:
 
 
 @dataclass
-class Drain:
-    """How the queue drains: tokens that left it per second during which it held any, and the factor by which waits
-    exceed what that rate promises, nine times out of ten. Old measurements fade."""
+class DrainMeter:
+    """Tokens that left the queue per second during which it held any; old measurements fade."""
 
     tokens: float = 0.0
     seconds: float = 0.0
-    factor: float = 1.0
-    _since: float = 0.0
 
     def note(self, tokens: float, seconds: float) -> None:
         fade = 0.5 ** (seconds / MEMORY)
@@ -79,15 +76,22 @@ class Drain:
         """0 while nothing is known."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
-    def caution(self, now: float) -> float:
-        """The factor of now: it fades unless it is fed."""
+
+@dataclass
+class Caution:
+    """By which factor waits behind a full house exceed the expected, nine times out of ten; it fades unless fed."""
+
+    factor: float = 1.0
+    _since: float = 0.0
+
+    def at(self, now: float) -> float:
         self.factor = max(1.0, self.factor * 0.5 ** ((now - self._since) / CAUTION_MEMORY))
         self._since = now
         return self.factor
 
     def learn(self, ratio: float, now: float) -> None:
         """One wait was `ratio` times the expected. Up by a half one time in nine, down a little the other eight."""
-        change = 1.5 if ratio > self.caution(now) else 0.95
+        change = 1.5 if ratio > self.at(now) else 0.95
         self.factor = min(MAX_CAUTION, max(1.0, self.factor * change))
 
 
@@ -107,7 +111,8 @@ class Admission:
     inflight: int = 0
     sequences: int = 0  # of requests under way
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    drains: tuple[Drain, Drain] = field(default_factory=lambda: (Drain(), Drain()))  # with free slots, without
+    drains: tuple[DrainMeter, DrainMeter] = field(default_factory=lambda: (DrainMeter(), DrainMeter()))
+    caution: Caution = field(default_factory=Caution)
     _by_key: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, Bucket] = field(default_factory=dict)
     _since: float = 0.0  # when the queue was last looked at
@@ -150,7 +155,7 @@ class Admission:
         self._spend(permit.key, tokens)
         self._price += 0.1 * (tokens - self._price) if self._price else tokens
         permit.charged = self._measure(0)
-        permit.drain, permit.expected = self.drain, self._turn()
+        permit.expected = self._turn() if self.full else 0.0
         permit.price += tokens
         permit.sequences += sequences
         self.sequences += sequences
@@ -162,8 +167,8 @@ class Admission:
         if not permit.started and not permit.released:
             permit.started = True
             now = self._measure(permit.price)
-            if permit.drain is not None and permit.expected:
-                permit.drain.learn((now - permit.charged) / permit.expected, now)
+            if permit.expected:
+                self.caution.learn((now - permit.charged) / permit.expected, now)
             self.waiting -= 1
             self.queued -= permit.price
 
@@ -196,17 +201,18 @@ class Admission:
         return 0 < self.slots <= self.sequences
 
     @property
-    def drain(self) -> Drain:
+    def drain(self) -> DrainMeter:
         """How fast the queue drains as things stand."""
         return self.drains[self.full]
 
     def wait(self) -> float:
-        """Seconds a newcomer would wait for its first token, nine times out of ten; 0 while nothing is known. An idle
-        server is never too slow: it is as fast as it gets."""
-        return self._turn() * self.drain.caution(self.clock()) if self.sequences else 0.0
+        """Seconds a newcomer would wait, by the measured rate; 0 while nothing is known."""
+        if self.full:
+            return self._turn() * self.caution.at(self.clock())
+        return self.queued / self.drain.rate if self.drain.rate else 0.0
 
     def _turn(self) -> float:
-        """Seconds until what is queued now, and one more, will have left the queue, by the measured rate."""
+        """Seconds until one more request than is queued now will have left the queue."""
         return (self.queued + self._price) / self.drain.rate if self.drain.rate else 0.0
 
     async def idle(self) -> None:

@@ -28,7 +28,7 @@ class ServeOptions:
 
     max_queue: int = option(512, "requests that may wait for their first token before new ones are refused")
     max_queue_tokens: int | None = option(None, "tokens they may be worth together (default: 4 times the KV pool)")
-    max_queue_wait: float = option(60.0, "refuse when the expected wait for a first token is longer, in seconds")
+    max_queue_wait: float = option(30.0, "refuse when the expected wait for a first token is longer, in seconds")
     key_concurrency: int = option(0, "requests of one key at once; 0: no limit (a key's own entry overrides it)")
     key_tokens_per_minute: int = option(0, "tokens of one key a minute; 0: no limit (a key's own entry overrides it)")
     deadline_ms: int = option(0, "cancel requests not finished after so many milliseconds; 0: never")
