@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_frontend import FakeFrontend
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from quire.serve.auth import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.run import background_server
@@ -27,7 +27,6 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 drives_a_browser = pytest.mark.slow if BROWSER is None else lambda test: test
 USER, OPERATOR = "user-secret-0123456789", "admin-secret-0123456789"
 PATIENCE = 60_000  # milliseconds
-PAGES_IN_USE = "Number(document.querySelector('#tier-device canvas')?.dataset.used ?? -1)"
 BACKGROUND = "getComputedStyle(document.documentElement).backgroundColor"
 
 
@@ -63,14 +62,21 @@ def keep(page: Page, name: str, **options: Any) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png", **options)
 
 
+def without_an_end(route: Route) -> None:
+    """The model must not be done before the button is pressed."""
+    route.continue_(post_data={**route.request.post_data_json, "ignore_eos": True})
+
+
 @drives_a_browser
 def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_page: Any) -> None:
     live = open_page(f"{live_server}/#live")
-    live.wait_for_function(f"{PAGES_IN_USE} === 0", timeout=PATIENCE)
-    idle = live.locator("#tier-device canvas").evaluate("canvas => canvas.toDataURL()")
+    pages = live.locator("#tier-device canvas")
+    expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)
+    idle = pages.evaluate("canvas => canvas.toDataURL()")
 
     chat = open_page(live_server)
     expect(chat.locator("#status")).to_have_text("smollm2-135m", timeout=PATIENCE)
+    chat.route("**/v1/chat/completions", without_an_end)
     chat.fill("#p-max_tokens", "4000")
     chat.fill("#p-system", "You count without ever stopping.")
     chat.fill("#prompt", "Count from one to ten thousand, in words.")
@@ -81,16 +87,16 @@ def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_pag
     seen = tokens.count()
     expect(tokens.nth(seen + 5)).to_be_attached(timeout=PATIENCE)  # they go on coming
 
-    live.wait_for_function(f"{PAGES_IN_USE} > 0", timeout=PATIENCE)
+    expect(pages).not_to_have_attribute("data-used", "0", timeout=PATIENCE)
     expect(live.locator("#lane-decode li")).to_have_count(1)
-    busy = live.locator("#tier-device canvas").evaluate("canvas => canvas.toDataURL()")
+    busy = pages.evaluate("canvas => canvas.toDataURL()")
     assert busy != idle, "the page map did not change"
 
     chat.click("#stop")
     expect(chat.locator(".turn.model .facts")).to_contain_text("stopped")
     expect(chat.locator("#send")).to_be_visible()
     ended = tokens.count()
-    live.wait_for_function(f"{PAGES_IN_USE} === 0", timeout=PATIENCE)  # given back
+    expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)  # given back
     expect(live.locator("#lane-decode li")).to_have_count(0)
     assert tokens.count() == ended
     assert live.locator("#tree svg path").count() >= 1
