@@ -9,6 +9,8 @@ const past = { ttft50: [], ttft99: [], itl50: [], itl99: [], good: [], ended: []
 let watching = null;
 let latest = null;
 let before = null;
+let due = false; // a drawing is on its way
+const drawn = new Map(); // what each part was last drawn from
 
 export function showLive(on) {
   watching?.abort();
@@ -24,7 +26,27 @@ for (const button of document.querySelectorAll("#slo button")) {
     if (latest) draw();
   });
 }
-for (const name of ["resize", "themechange"]) addEventListener(name, () => latest && draw());
+for (const name of ["resize", "themechange", "visibilitychange"]) {
+  (name === "visibilitychange" ? document : window).addEventListener(name, () => {
+    drawn.clear();
+    if (latest) draw();
+  });
+}
+
+// Pictures may come faster than a busy machine can draw them: then only the latest is drawn, and none nobody sees.
+function drawSoon() {
+  if (due || document.hidden) return;
+  due = true;
+  setTimeout(() => { due = false; draw(); }, 0);
+}
+
+// Do `work` unless it was last done with the same `facts`.
+function changed(name, facts, work) {
+  const key = JSON.stringify(facts);
+  if (drawn.get(name) === key) return;
+  drawn.set(name, key);
+  work();
+}
 
 async function watch() {
   const mine = (watching = new AbortController());
@@ -89,7 +111,7 @@ function take(picture) {
   push("ended", finished / seconds);
   push("refused", refused / seconds);
   picture.rate = tokens / seconds;
-  draw();
+  drawSoon();
 }
 
 function draw() {
@@ -112,7 +134,7 @@ function draw() {
   flow(engine);
   bars($("c-batch"), engine.steps, engine.max_batch_tokens, engine.slots);
   pages(engine);
-  tree(engine.prefixes);
+  changed("tree", engine.prefixes, () => tree(engine.prefixes));
 }
 
 function tiles(engine) {
@@ -181,7 +203,7 @@ function pages(engine) {
     const each = tier.pages_per_cell > 1 ? `, ${tier.pages_per_cell} pages a cell` : "";
     box.children[0].textContent = `${tier.name}: ${tier.used} in use, ${tier.cached} cached, of ${tier.total}${each}`;
     const canvas = box.children[1];
-    box.find = cells(canvas, tier.cells, engine.owners);
+    changed(tier.name, [tier.cells, engine.owners], () => { box.find = cells(canvas, tier.cells, engine.owners); });
     box.tier = tier;
     Object.assign(canvas.dataset, { used: tier.used, cached: tier.cached, total: tier.total });
     canvas.setAttribute("aria-label", box.children[0].textContent);
