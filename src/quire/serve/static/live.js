@@ -4,7 +4,7 @@ import { $, call, el, events } from "./api.js";
 import { bars, cells, colour, hue, lines } from "./charts.js";
 
 const SPAN = 120; // pictures kept
-const SHOWN = 24; // requests shown in a lane
+const SHOWN = 18; // requests shown in a lane
 const past = { ttft50: [], ttft99: [], itl50: [], itl99: [], good: [], ended: [], refused: [] };
 let watching = null;
 let latest = null;
@@ -97,14 +97,14 @@ function take(picture) {
   const now = performance.now();
   picture.at = now;
   const seconds = before ? Math.max(0.1, (now - before.at) / 1000) : 0.5;
-  const { ended, gaps, finished, tokens } = picture.since_last;
+  const { firsts, ended, gaps, finished, tokens } = picture.since_last;
   const refused = before ? picture.refused - before.refused : 0;
   const { ttft, tpot } = slo();
   const met = ended.filter(([a, b]) => (ttft === null || a <= ttft) && (tpot === null || b === null || b <= tpot));
   const share = ended.length ? met.length / ended.length : 0;
   const ms = (value) => (value === null ? null : value * 1000);
-  push("ttft50", ms(quantile(ended.map(([a]) => a), 0.5)));
-  push("ttft99", ms(quantile(ended.map(([a]) => a), 0.99)));
+  push("ttft50", ms(quantile(firsts, 0.5)));
+  push("ttft99", ms(quantile(firsts, 0.99)));
   push("itl50", ms(quantile(gaps, 0.5)));
   push("itl99", ms(quantile(gaps, 0.99)));
   push("good", (share * finished) / seconds);
