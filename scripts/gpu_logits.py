@@ -21,7 +21,8 @@ def main() -> None:
     source = resolve(str(DATA / "llama-3.1-8b")).open()
     model = load_model(source, device=device, dtype=torch.bfloat16, random_weights=True)
     assert isinstance(model, Model)
-    exact = Model(model.spec, device=device, dtype=torch.float32, stages=Stages(model.spec, device, plain=True))
+    exact = Model(model.spec, device=device, dtype=torch.float32)
+    exact.stages = Stages(model.spec, device, plain=True)
     for name, module in exact.modules().items():
         for kind, tensor in module.tensors().items():
             tensor.copy_(model.modules()[name].tensors()[kind])

@@ -1,6 +1,6 @@
 """Where the time goes on a GPU: kernels of a prefill step and of decode steps, host functions of a chat run.
 
-    python scripts/gpu_profile.py [prefill] [decode] [host]
+    python scripts/gpu_profile.py [fp8] [prefill] [decode] [prefix] [chat] [host]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from quire.bench.offline import run_workload
 from quire.bench.suite import DATA
-from quire.bench.workloads import chat, fixed
+from quire.bench.workloads import chat, fixed, shared_prefix
 from quire.engine.link import open_link
 from quire.kernels.triton import launch
 from quire.model import fused
@@ -26,16 +26,11 @@ overlaps = launch.overlaps
 
 def kernels(link, work, title: str) -> None:
     run_workload(link, work)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
         run = run_workload(link, work)
         torch.cuda.synchronize()
-    events = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    events = [e for e in found.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda e: -e.self_device_time_total)
-    spans = [e.time_range for e in found.events() if e.device_type.name == "CUDA"]
-    calls = [e.time_range for e in found.events() if e.device_type.name == "CPU"]
-    first, last = min(s.start for s in spans), max(s.end for s in spans)
-    delay = first - min(c.start for c in calls)
-    print(f"  first kernel {delay:.0f} us after the first call, span {last - first:.0f} us")
     total = sum(e.self_device_time_total for e in events)
     print(f"== {title}: {run.seconds * 1e3:.2f} ms wall, {total / 1e3:.2f} ms of kernels, {run.stats.steps} steps")
     for e in events[:18]:
@@ -55,9 +50,10 @@ def host(link) -> None:
 
 if __name__ == "__main__":
     flat = {"model": str(DATA / "llama-3.1-8b"), "random_weights": True, "device": "cuda", "max_model_len": 16384}
-    flat["kv_memory"] = "15G"
-    link = open_link(EngineOptions.of(**flat), process=False)
     wanted = sys.argv[1:] or ["prefill", "decode", "host"]
+    if "fp8" in wanted:
+        flat["dtype"] = "fp8"
+    link = open_link(EngineOptions.of(**flat), process=False)
     if "launches" in wanted:
         for few in (32, 0):
             fused.FEW_TOKENS = few
@@ -78,5 +74,9 @@ if __name__ == "__main__":
     if "decode" in wanted:
         kernels(link, fixed(1, 128, 32, seed=5), "decode 1 x 32")
         kernels(link, fixed(256, 128, 16, seed=5), "decode 256 x 16")
+    if "prefix" in wanted:
+        kernels(link, shared_prefix(256, 2048, 32, 32, seed=5), "prefix 256 x (2048 + 32)")
+    if "chat" in wanted:
+        kernels(link, chat(1000, seed=5), "chat1000")
     if "host" in wanted:
         host(link)

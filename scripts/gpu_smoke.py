@@ -41,6 +41,9 @@ def tiny() -> None:
             "graphs": {"depth": 1},
             "both": {},
             "chunks": {"prefill_chunk": 37},
+            "invariant": {"invariant": True},
+            "inv+chunk": {"invariant": True, "prefill_chunk": 37},
+            "kv fp8": {"kv_dtype": "fp8"},
         }.items():
             for dtype in ("float32", "bfloat16"):
                 flat = {"model": folder, "random_weights": True, "dtype": dtype, "device": "cuda", "kv_memory": "1G"}

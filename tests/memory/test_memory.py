@@ -1,9 +1,11 @@
 """Pages, tables and prefixes: sharing, copying, sliding, promising, evicting."""
 
+from random import Random
+
 import pytest
 
 from quire.memory import ContiguousPool, KVManager, PagePool, PageTable, PrefixIndex
-from quire.types.hashing import PageHasher
+from quire.types.hashing import RUN, PageHasher
 from quire.types.kv import NULL_PAGE, KVGroup, KVLayout, layout_for
 
 
@@ -49,7 +51,7 @@ def test_salts_and_keys_separate_tenants():
     assert hit.tokens == 0
     one, other = PageHasher(b"k" * 32, 4), PageHasher(b"j" * 32, 4)
     assert one.root("") != other.root("") and one.root("a") != one.root("b")
-    assert one.extend(one.root(""), [1, 2, 3, 4]) != other.extend(other.root(""), [1, 2, 3, 4])
+    assert one.chain(one.root(""), [1, 2, 3, 4]) != other.chain(other.root(""), [1, 2, 3, 4])
 
 
 def test_hash_covers_everything_before():
@@ -57,6 +59,31 @@ def test_hash_covers_everything_before():
     a = hasher.chain(hasher.root(""), [1, 2, 3, 4])
     b = hasher.chain(hasher.root(""), [9, 2, 3, 4])
     assert a[1] != b[1]
+
+
+def test_remembered_runs_name_pages_as_hashing_does():
+    hasher, fresh = (PageHasher(b"k" * 32, 2) for _ in range(2))
+    rng = Random(5)
+    prompt = [rng.randrange(1 << 30) for _ in range(2 * RUN * 5 + 3)]
+    for length in (3, 2 * RUN, 2 * RUN * 3 + 1, len(prompt), len(prompt)):
+        whole = hasher.chain(hasher.root("t"), prompt[:length])
+        one_by_one, parent = [], fresh.root("t")
+        for page in range(length // 2):
+            (parent,) = fresh.chain(parent, prompt[2 * page : 2 * page + 2])
+            one_by_one.append(parent)
+        assert whole == one_by_one
+        assert hasher.chain(whole[0], prompt[:length], first=1) == whole[1:] if whole else True
+    changed = [*prompt[:40], prompt[40] + 1, *prompt[41:]]
+    assert hasher.chain(hasher.root("t"), changed)[:20] == whole[:20]
+    assert hasher.chain(hasher.root("t"), changed)[20] != whole[20]
+
+
+def test_remembered_runs_are_bounded(monkeypatch):
+    monkeypatch.setattr("quire.types.hashing.RUNS", 3)
+    hasher = PageHasher(b"k" * 32, 1)
+    for token in range(50):
+        hasher.chain(hasher.root(""), [token] * RUN)
+    assert len(hasher._runs) == 3
 
 
 def test_released_pages_stay_findable_until_taken_least_recently_used_first():
@@ -73,8 +100,7 @@ def test_released_pages_stay_findable_until_taken_least_recently_used_first():
     probe = PageTable(1)
     memory.hash_pages(probe, [2] * 9, "")
     assert memory.lookup(probe, 9).tokens == 8
-    for page in taken:
-        memory.pool.release(page)
+    memory.pool.release(taken)
 
 
 def test_fork_shares_and_the_first_writer_copies():
@@ -147,17 +173,16 @@ def test_extend_without_pages_changes_nothing():
 def test_pool_refuses_double_release():
     pool = PagePool(4, PrefixIndex())
     (page,) = pool.take(1)
-    assert pool.release(page)
+    assert pool.release([page]) == [page]
     with pytest.raises(AssertionError):
-        pool.release(page)
+        pool.release([page])
 
 
 def test_contiguous_pool_hands_out_unbroken_runs():
     pool = ContiguousPool(1 + 8, PrefixIndex())
     a, b, c = pool.take(3), pool.take(2), pool.take(3)
     assert [a, b, c] == [[1, 2, 3], [4, 5], [6, 7, 8]]
-    for page in (*a, *c):
-        pool.release(page)
+    pool.release([*a, *c])
     assert pool.available == 6 and pool.take(4) is None, "six are free, but not four in a row"
     assert pool.take(3) == [1, 2, 3]
     pool.check()

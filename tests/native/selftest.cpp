@@ -91,14 +91,18 @@ void test_gemm(const Kernels& fast, const Kernels& plain) {
         bool add = below(2);
         const float* shift = below(2) ? bias.data() : nullptr;
         fast.begin();
-        fast.gemm(w, 0, w.groups(), a.rows, 0, m, {got.data(), width, shift, add, 0, 0}, {scratch.data});
+        int part = below(w.groups() + 1);  // in two pieces
+        const Out to{got.data(), width, shift, add, 0, 0}, plainly{want.data(), width, shift, add, 0, 0};
+        const Piece pieces[] = {{&w, 0, part, to}, {&w, part, w.groups(), to}}, whole{&w, 0, w.groups(), plainly};
+        fast.gemm(pieces, 2, a.rows, 0, m, {scratch.data});
         for (int r = 0; r < m; r++) {  // each row as if it were the only one
           Quantised one(1, k);
           fast.quantise(&x[size_t(r) * k], one.rows, 0);
-          fast.gemm(w, 0, w.groups(), one.rows, 0, 1, {&alone[r * width], width, shift, add, 0, 0}, {scratch.data});
+          const Piece single{&w, 0, w.groups(), {&alone[r * width], width, shift, add, 0, 0}};
+          fast.gemm(&single, 1, one.rows, 0, 1, {scratch.data});
         }
         fast.end();
-        plain.gemm(w, 0, w.groups(), a.rows, 0, m, {want.data(), width, shift, add, 0, 0}, {scratch.data});
+        plain.gemm(&whole, 1, a.rows, 0, m, {scratch.data});
         expect(close(got.data(), want.data(), got.size(), 1e-5f), fast.name, "gemm", bits, m, k);
         expect(!std::memcmp(got.data(), alone.data(), got.size() * 4), fast.name, "a row among others", bits, m, k);
       }
@@ -148,16 +152,18 @@ void test_attend(const Kernels& fast, const Kernels& plain) {
     for (float& v : q) v = uniform();
     std::vector<Query> queries;
     for (int i = 0; i < count; i++) queries.push_back({&q[size_t(i) * heads * dim], base + i, i, table.data()});
-    for (int h = 0; h < kv_heads; h++) {
-      AttendArgs args{kv, heads, window, queries.data(), count, 0, h, {}, a.data()};
-      std::vector<float> scratch(std::max(fast.attend_floats(args), plain.attend_floats(args)));
-      fast.attend(args, scratch.data());
-      args.out_float = b.data();
-      plain.attend(args, scratch.data());
-      args.out_float = c.data();
-      args.count = 1;
-      for (int i = 0; i < count; i++, args.queries++) fast.attend(args, scratch.data());
-    }
+    AttendArgs args{kv, heads, window, queries.data(), count, 0, 0, kv_heads, {}, a.data()};
+    std::vector<float> scratch(std::max(fast.attend_floats(args), plain.attend_floats(args)));
+    fast.attend(args, scratch.data());
+    args.out_float = b.data();
+    plain.attend(args, scratch.data());
+    args.out_float = c.data();
+    args.count = 1;
+    for (int i = 0; i < count; i++, args.queries++)  // each query, and each KV head, as if it were the only one
+      for (args.head_begin = 0; args.head_begin < kv_heads; args.head_begin++) {
+        args.head_end = args.head_begin + 1;
+        fast.attend(args, scratch.data());
+      }
     expect(close(a.data(), b.data(), a.size(), 1e-5f), fast.name, "attend", dim, window, half);
     expect(!std::memcmp(a.data(), c.data(), a.size() * 4), fast.name, "a query among others", dim, window, half);
   }
@@ -168,11 +174,10 @@ void test_pool() {
     Pool pool(threads);
     for (int round = 0; round < 50; round++) {
       std::vector<int> done(100, 0);
-      pool.run(2, [&](int) {
-        for (int i; (i = pool.take(0, 3)) < 100;)
-          for (int end = i + 3 < 100 ? i + 3 : 100; i < end; i++) done[i]++;
+      pool.run(2, [&](int worker) {
+        for (int i; (i = pool.take(0, worker, 100)) < 100;) done[i]++;
         pool.barrier();
-        for (int i; (i = pool.take(1, 1)) < 100;) done[i] += done[i];
+        for (int i; (i = pool.take(1, worker, 100)) < 100;) done[i] += done[i];
       });
       for (int d : done) expect(d == 2, "pool", "work", threads, round);
     }

@@ -3,6 +3,7 @@
 import pytest
 
 from quire.scheduling import Scheduler
+from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError, ContextLengthError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor
@@ -36,7 +37,7 @@ def test_chunked_prefill_and_decode_share_a_step():
     step(scheduler, executor)
     scheduler.submit(ask("b", list(range(30))))
     plan, _ = step(scheduler, executor)
-    assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 7)], "decode first, then what the budget leaves"
+    assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 8)], "decode first, beside the budget of prompts"
     assert len(plan.samples) == 1
 
 
@@ -135,6 +136,28 @@ def test_a_grammar_that_ends_or_fails_ends_its_own_sequence():
     assert fails.finish is FinishReason.ERROR and "too complex" in fails.message and fails.error == "InputError"
     assert lives.finish is None
     scheduler.check()
+
+
+def test_searches_that_stand_in_each_others_way_all_end():
+    scheduler, executor = world(pages=1 + 18, slots=6, depth=2)
+    beam = BeamParams(beams=4, n=2, max_tokens=12)
+    for i in range(6):
+        request = ask(f"r{i}", [i, 7, 8], n=2, max_tokens=12, logprobs=beam.candidates(0), arrival=float(i))
+        request.beam = beam
+        scheduler.submit(request)
+    tickets, ended, steps = [], [], 0
+    while scheduler.busy or tickets:
+        plan = scheduler.plan(0.0)
+        if plan is not None:
+            tickets.append((plan, executor.submit(plan)))
+        if plan is None or len(tickets) == 2:
+            plan, ticket = tickets.pop(0)
+            ended += [e.request for e in scheduler.commit(plan, ticket.result()) if e.finish]
+        scheduler.check()
+        steps += 1
+        assert steps < 2000
+    assert sorted(ended) == sorted(f"r{i}" for i in range(6) for _ in range(2))
+    assert scheduler.stats.preemptions > 0
 
 
 def test_running_out_of_pages_preempts_the_last_to_come():

@@ -2,15 +2,19 @@
 invariants hold; each finished request has exactly the tokens it would have had alone; at the end all is free."""
 
 import random
+from collections import Counter
 
+import msgspec
 import pytest
 
 from quire.scheduling import Scheduler
+from quire.scheduling.beams import BeamGroup
+from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
-from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.fakes import FakeExecutor, fake_options, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
-from quire.types.plan import Capacity
+from quire.types.plan import Capacity, TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
 
@@ -36,6 +40,7 @@ class World:
         self.outputs = {}
         self.ended = {}
         self.embeddings = {}
+        self.beams = policy != "static"  # which cannot fork
         self.now = 0.0
 
     def submit(self):
@@ -56,6 +61,8 @@ class World:
             priority=self.rng.randrange(3), salt=self.rng.choice(["", "", "tenant"]),
             pooling=self.rng.choice(["", "", "", "mean", "last"]) if params.n == 1 else "",
         )  # fmt: skip
+        if self.beams and self.rng.random() < 0.15:
+            request = searched(request, self.rng)
         self.requests[request.id] = request
         self.scheduler.submit(request)
 
@@ -77,7 +84,7 @@ class World:
         self.now += 0.1
         plan = self.scheduler.plan(self.now)
         if plan is not None:
-            assert plan.tokens <= 24 and all(r.count > 0 for r in plan.rows)
+            assert sum(r.count for r in plan.rows if r.count > 1) <= 24 and all(r.count > 0 for r in plan.rows)
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)
@@ -126,6 +133,38 @@ def alone(request: Request, branch: int) -> tuple[list[int], FinishReason]:
             return out, FinishReason.LENGTH
 
 
+def searched(request: Request, rng: random.Random) -> Request:
+    """The same prompt, answered by beam search."""
+    beam = BeamParams(
+        beams=4, n=rng.randint(1, 3), max_tokens=rng.randint(1, 9), length_penalty=rng.choice([0.0, 1.0, -1.0]),
+        early_stopping=rng.choice([True, False, "never"]), groups=rng.choice([1, 1, 2]),
+    )  # fmt: skip
+    params = SamplingParams(
+        n=beam.n, temperature=0.0, max_tokens=beam.max_tokens, logprobs=beam.candidates(1),
+        stop_token_ids=request.params.stop_token_ids,
+    )  # fmt: skip
+    return msgspec.structs.replace(request, params=params, beam=beam, pooling="")
+
+
+def found_alone(request: Request) -> list[tuple[list[int], FinishReason]]:
+    """The same search over the fake's world, without an engine."""
+    beam, prompt = request.beam, request.prompt
+    limit, ends = min(90 - len(prompt), beam.max_tokens), request.params.stop_token_ids
+    groups = [BeamGroup(beam, beam.beams // beam.groups, limit, ends) for _ in range(beam.groups)]
+    answers = [[[]] for _ in groups]
+    while not all(group.done for group in groups):
+        taken = Counter()
+        for i, group in enumerate(groups):
+            if group.done:
+                continue
+            options = [fake_options([*prompt, *a], request.params.logprobs, VOCAB) for a in answers[i]]
+            chosen = group.advance(answers[i], [TokenLogprobs(0, 0.0, 1, *o) for o in options], taken)
+            answers[i] = [[*answers[i][c.parent], c.token] for c in chosen]
+            taken.update(c.token for c in chosen)
+    best = sorted((h for group in groups for h in group.finished), key=lambda h: -h.score)[: beam.n]
+    return [(h.tokens, FinishReason.STOP if h.ended else FinishReason.LENGTH) for h in best]
+
+
 def pooled(request: Request) -> list[float]:
     """What the fake's hidden states, the tokens and their positions, come to."""
     positions = range(len(request.prompt))
@@ -156,9 +195,14 @@ def test_random_life(groups, policy, depth, cache, operations):
     world.drain()
     world.scheduler.check()
     assert world.scheduler.memory.pool.used == 0
-    whole = 0
+    whole = searches = 0
     for (name, branch), reason in world.ended.items():
         request = world.requests[name]
+        if request.beam:
+            if reason is not FinishReason.ABORT:
+                assert (world.outputs[name, branch], reason) == found_alone(request)[branch]
+                searches += 1
+            continue
         if request.pooling:
             assert reason is FinishReason.ABORT or world.embeddings[name] == pytest.approx(pooled(request))
             continue
@@ -171,6 +215,7 @@ def test_random_life(groups, policy, depth, cache, operations):
     assert whole > 100 and len(world.embeddings) > 100
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
     assert world.scheduler.stats.forced_tokens > 100
+    assert searches > 50 or not world.beams
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":

@@ -179,6 +179,12 @@ def test_bodies_are_bounded(locked: ServerUrl) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
+def test_bodies_must_arrive_in_time(locked: ServerUrl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.serve.wire.BODY_SECONDS", 0.2)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {USER}\r\ncontent-length: 100\r\n\r\n{{"
+    assert raw(locked, head.encode()).startswith(b"HTTP/1.1 408 ")
+
+
 # ---- without keys -------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ class Case:
 
     def __init__(self, rows, *, heads=4, kv_heads=2, dim=16, page=4, window=None, dtype=torch.float32, shared=()):
         counts, lens = [c for c, _ in rows], [n for _, n in rows]
-        self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window)
+        self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, window, dtype.itemsize)
         needs = [-(-n // page) for n in lens]
         pages = torch.randperm(sum(needs)) + 1
         pool = torch.full((sum(needs) + 1, 2, 2, page, kv_heads, dim), float("nan"))  # [pages, layers, K and V, ...]
@@ -47,7 +47,7 @@ class Case:
 
     def triton(self, backend=None, plan=None, **kw):
         backend = backend or TritonAttention()
-        plan = plan or backend.plan(self.batch, self.group, self.spec, element=self.q.element_size())
+        plan = plan or backend.plan(self.batch, self.group, self.spec)
         return backend.forward(self.spec, self.q, self.k, self.v, self.batch, self.group, plan, **kw)
 
     def check(self, got, tolerance=2e-6):
@@ -93,7 +93,7 @@ def test_pages_a_window_has_left_behind_may_hold_anything():
 def test_split_keys_are_joined(window, monkeypatch):
     monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
     case = Case([(1, 150), (1, 31), (4, 100), (1, 1)], window=window)
-    plan = TritonAttention().plan(case.batch, case.group, case.spec, element=4)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec)
     assert plan.launches[0].splits > 2
     for _ in range(2):  # counters are back at zero
         case.check(case.triton(plan=plan))
@@ -129,7 +129,7 @@ def test_eight_bit_pages():
     expected = case.plain()
     case.k, case.v = eight
     got = case.triton(TritonAttention(k_scale=scale, v_scale=scale))
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)  # 8-bit pages are computed on in float16
 
 
 def test_queries_in_place_of_a_fused_projection():
@@ -151,7 +151,7 @@ def test_a_plan_from_bounds_serves_every_batch_within_them():
         batch.query_start = torch.cat([batch.query_start, end.repeat(empty)])
         batch.kv_len = torch.cat([batch.kv_len, torch.zeros(empty, dtype=torch.int32)])
         case.group.page_table = torch.nn.functional.pad(case.group.page_table, (0, 0, 0, empty))
-        launches = plan_launches(bounds, case.spec, 4, 132, invariant=False)
+        launches = plan_launches(bounds, case.spec, 132, invariant=False)
         assert len(launches) == 2
         plan = Plan(tuple(_with_items(one, batch, case.spec) for one in launches))
         torch.testing.assert_close(case.triton(plan=plan), expected, atol=2e-6, rtol=2e-6)
@@ -169,7 +169,7 @@ def test_invariant_mode_gives_a_row_the_same_bits_alone_and_in_company(monkeypat
         start = torch.tensor([0, count], dtype=torch.int32)
         positions = whole.positions[first : first + count]
         batch = Batch(positions, start, whole.kv_len[row : row + 1], [count], [n], (group,))
-        plan = backend.plan(batch, group, case.spec, element=4)
+        plan = backend.plan(batch, group, case.spec)
         alone = backend.forward(case.spec, case.q[first : first + count], case.k, case.v, batch, group, plan)
         assert torch.equal(alone, together[first : first + count])
 
@@ -181,7 +181,7 @@ def test_rows_that_share_prefixes_attend_them_together():
     groups = cascade.find_groups(tables, [n - c for c, n in rows], 4, worth=1)
     assert [(g.rows, g.pages) for g in groups] == [((0, 1, 2), 9), ((3, 4), 5)]
     lists = cascade.prefix_lists(groups, [c for c, _ in rows], 4, 2, torch.device("cpu"), most_items=4)
-    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists, element=4)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists)
     case.check(case.triton(plan=plan))
 
 
@@ -191,7 +191,7 @@ def test_many_queries_over_one_prefix_and_splits(monkeypatch):
     case = Case(rows, shared=[(0, tuple(range(1, 20)), 32)])
     groups = [cascade.Group(tuple(range(20)), 32)]
     lists = cascade.prefix_lists(groups, [1] * 20, 4, 2, torch.device("cpu"))
-    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists, element=4)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists)
     case.check(case.triton(plan=plan))
 
 

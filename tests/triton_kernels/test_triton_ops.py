@@ -1,14 +1,16 @@
-"""Norms, activations, gathers and the fused rotation against plain torch."""
+"""Norms, activations, gathers, a step's batch and the fused rotation against plain torch."""
 
 import pytest
 import torch
 
+from quire.kernels import batch as plain_batch
 from quire.kernels.reference import ops as plain
 from quire.kernels.triton import twins
 from quire.kernels.triton.activation import quantise_fp8, silu_and_mul
+from quire.kernels.triton.batch import assemble
 from quire.kernels.triton.gather import gather_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
-from quire.kernels.triton.rope import rope_and_write
+from quire.kernels.triton.rope import rope_and_write, rope_tables
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 300), (17, 16)])
@@ -95,3 +97,30 @@ def test_eight_bit_page_writes():
     twins.rope_and_write(qkv.clone(), 4, cos, sin, *pages[2:], slots, k_scale=0.01, v_scale=0.02)
     for got, expected in ((pages[0], pages[2]), (pages[1], pages[3])):
         assert (got.float() == expected.float()).float().mean() > 0.95
+
+
+def test_angles():
+    positions = torch.tensor([0, 1, 77, 131071])
+    frequencies = 500000.0 ** -(torch.arange(6) / 6)
+    for got, expected in zip(
+        rope_tables(positions, frequencies, 1.3, torch.float32),
+        plain.rope_tables(positions, frequencies, 1.3, torch.float32),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [4, 5])
+def test_a_batch_out_of_slots(page_size):
+    torch.manual_seed(3)
+    tokens = torch.randint(0, 1000, (7, 300), dtype=torch.int32)
+    pages = torch.randint(0, 99, (7, 80), dtype=torch.int32)
+    rows = torch.tensor([[2, 5, 0, 6, 6], [0, 17, 250, 0, 0], [260, 1, 4, 0, 3], [1, 1, 1, 1, 1]])
+    width = -(-260 // page_size)
+    got = assemble(rows, tokens, pages, page_size, 268, width)
+    expected = plain_batch.assemble(rows, tokens, pages, page_size, 268, width)
+    for name in ("input_ids", "positions", "kv_slots", "query_start", "kv_len"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    for row, length in enumerate(expected.kv_len.tolist()):
+        need = -(-length // page_size)
+        assert torch.equal(got.page_table[row, :need], expected.page_table[row, :need])

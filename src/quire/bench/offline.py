@@ -93,9 +93,9 @@ def model_clock(link: Link) -> Iterator[list[float] | None]:
     model, spent = executor.model, [0.0]
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            result = call(*arguments)
+            result = call(*arguments, **named)
             spent[0] += time.perf_counter() - began
             return result
 

@@ -58,4 +58,4 @@ def sequence_logits(model: Model, layout: KVLayout, tokens: list[int], last: int
     )
     kv = KVViews(allocate_kv(layout, used, device, model.dtype), layout)
     hidden = model.forward(torch.tensor(tokens, device=device), batch, kv)
-    return model.logits(hidden[-last:])
+    return model.logits(hidden[-last:]).float()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from quire.cli.bench_serve import serve
 from quire.cli.options import with_engine_options
@@ -168,6 +169,59 @@ def _keep(
 ) -> None:
     facts = {"model": info.model, "device": info.device, "dtype": info.dtype, "reasons": info.reasons}
     path.write_text(json.dumps({**settings, **facts, **summary, **(versus.plain() if versus else {})}, indent=1))
+
+
+def interference(
+    *,
+    engine: EngineOptions,
+    streams: Annotated[int, typer.Option(help="answers under way")] = 32,
+    prompt: Annotated[int, typer.Option(help="tokens of the long prompt")] = 131072,
+    in_: Annotated[int, typer.Option("--in", help="input tokens of each stream")] = 128,
+    out: Annotated[int, typer.Option(help="output tokens of each stream")] = 1024,
+    json_: JsonOption = None,
+) -> None:
+    """Submit streams with and without one long prompt beside them; report their gaps between tokens."""
+    from quire.bench.interference import interference as measure
+    from quire.engine.link import open_link
+
+    link = open_link(engine, process=False, progress=True)
+    try:
+        found = measure(link, streams=streams, prompt=prompt, n_in=in_, n_out=out)
+        info = link.info
+    finally:
+        link.close()
+    lines = [
+        (f"gap between tokens, {name}", "  ".join(f"{point} {1e3 * gap:.1f} ms" for point, gap in gaps.items()))
+        for name, gaps in (("streams alone", found.alone), ("beside the long prompt", found.beside))
+    ]
+    _show([*lines, ("time to the long prompt's first token", f"{found.long_ttft:.2f} s")], None)
+    if json_:
+        _keep(json_, {"engine": engine.flat()}, info, asdict(found), None)
+
+
+app.command()(with_engine_options(positional_model=False)(interference))
+
+
+def structured(
+    *,
+    engine: EngineOptions,
+    num: Annotated[int, typer.Option(help="schemas")] = 300,
+    seed: Annotated[int, typer.Option(help="seed of the schemas")] = 1,
+    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 1,
+    json_: JsonOption = None,
+) -> None:
+    """Answer under JSON schemas and freely; report what a schema costs and which steps it saves."""
+    from quire.bench.structured import measure, rows
+    from quire.engine.llm import LLM
+
+    with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
+        summary, info = measure(llm, num, seed=seed, rounds=rounds), llm.info
+    _show(rows(summary), None)
+    if json_:
+        _keep(json_, {"seed": seed, "engine": engine.flat()}, info, summary, None)
+
+
+app.command()(with_engine_options(positional_model=False)(structured))
 
 
 def suite(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
-from quire.engine.inputs import Prompt, prepare, prepare_embedding
+from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
+from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
+from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import Request
@@ -58,19 +61,34 @@ class Frontend:
         finally:
             await events.aclose()  # type: ignore[attr-defined]
 
-    async def embed(
-        self,
-        prompt: Prompt,
-        pooling: str = "mean",
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        salt: str = "",
-    ) -> tuple[list[float], int]:
-        """The pooled hidden state of a prompt, of length one, and how many tokens the prompt has."""
-        request = prepare_embedding(
-            prompt, pooling, text=self.text, info=self.client.info, request_id=request_id, priority=priority, salt=salt
-        )
+    async def collect(self, request: Request, prompt: str | None = None) -> RequestOutput:
+        """The whole answer."""
+        collector = Collector(request, prompt)
+        async for deltas in self.stream(request):
+            for delta in deltas:
+                collector.add(delta)
+        return collector.result()
+
+    async def beam_search(self, prompt: Prompt, beam: BeamParams | None = None, **where: Any) -> RequestOutput:
+        """The best answers that beam search finds, best first, with their scores; `where` as for `prepare`."""
+        request = prepare_beam(prompt, beam or BeamParams(), text=self.text, info=self.client.info, **where)
+        return await self.collect(request, prompt if isinstance(prompt, str) else None)
+
+    async def self_consistency(
+        self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER, **where: Any
+    ) -> Consensus:
+        """The answer that most of `params.n` branches arrive at; the others stop once it is decided."""
+        vote = Vote(params.n, extract)
+        async with aclosing(self.stream(self.prepare(prompt, params, **where))) as stream:
+            async for deltas in stream:
+                if any(vote.take(delta) for delta in deltas):
+                    break
+        return vote.result()
+
+    async def embed(self, prompt: Prompt, pooling: str = "mean", **where: Any) -> tuple[list[float], int]:
+        """The pooled hidden state of a prompt, of length one, and how many tokens the prompt has; `where` as for
+        `prepare`."""
+        request = prepare_embedding(prompt, pooling, text=self.text, info=self.client.info, **where)
         events = [event async for batch in self.client.submit(request) for event in batch]
         return embedding_in(events[-1]), len(request.prompt)
 
@@ -87,11 +105,7 @@ class AsyncLLM(Frontend):
     async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
         """The whole answer."""
         request = self.prepare(prompt, params or SamplingParams())
-        collector = Collector(request, prompt if isinstance(prompt, str) else None)
-        async for deltas in self.stream(request):
-            for delta in deltas:
-                collector.add(delta)
-        return collector.output
+        return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
     async def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
         return await self.generate(self.text.encode_chat(messages), params)

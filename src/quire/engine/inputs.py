@@ -5,11 +5,14 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from quire.generation.guidance import DOOR_SECONDS, Guidance
 from quire.text import TextModel, alphabet_of
+from quire.types.beam import BeamParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
@@ -39,7 +42,10 @@ def prepare(
         check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
         raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
-    params = msgspec.structs.replace(
+    keep = params.n if params.best_of else 0
+    if keep:  # the best can be told by their log-probabilities
+        params = replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
+    params = replace(
         params,
         seed=secrets.randbits(62) if params.seed is None else params.seed,
         bad_token_ids=[*params.bad_token_ids, *_bad_words(params.bad_words, text)],
@@ -52,31 +58,29 @@ def prepare(
         priority=priority,
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
+        keep=keep,
     )
 
 
-def prepare_embedding(
-    prompt: Prompt,
-    pooling: str,
-    *,
-    text: TextModel,
-    info: EngineInfo,
-    request_id: str | None = None,
-    priority: int = 0,
-    salt: str = "",
-) -> Request:
-    """A request for the pooled hidden state of a prompt."""
+def prepare_embedding(prompt: Prompt, pooling: str, **where: Any) -> Request:
+    """A request for the pooled hidden state of a prompt; `where` as for `prepare`."""
     if pooling not in POOLINGS:
         raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling")
-    return Request(
-        id=request_id or secrets.token_hex(12),
-        prompt=_tokens(prompt, text, info),
-        params=SamplingParams(max_tokens=1),
-        arrival=time.monotonic(),
-        priority=priority,
-        salt=salt,
-        pooling=pooling,
+    return replace(prepare(prompt, SamplingParams(max_tokens=1), **where), pooling=pooling)
+
+
+def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: Any) -> Request:
+    """A request for the answers that beam search finds; `where` as for `prepare`."""
+    ends = {*beam.stop_token_ids, *(() if beam.ignore_eos else text.tokenizer.eos_ids)}
+    params = SamplingParams(
+        n=beam.n,
+        temperature=0.0,
+        max_tokens=beam.max_tokens,
+        stop_token_ids=beam.stop_token_ids,
+        ignore_eos=beam.ignore_eos,
+        logprobs=beam.candidates(len(ends)),
     )
+    return replace(prepare(prompt, params, text=text, **where), beam=beam)
 
 
 def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
@@ -88,7 +92,10 @@ def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
-    _door.compile(spec, alphabet_of(text.tokenizer))
+    _door.compile(spec, _alphabet(text.tokenizer))
+
+
+_alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives
 
 
 def check_tokens(tokens: list[int], info: EngineInfo) -> None:

@@ -7,11 +7,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from quire.assets import resolve
-from quire.engine.inputs import Prompt, prepare, prepare_embedding
+from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
+from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
 from quire.engine.link import open_link
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
+from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError
 from quire.types.events import EngineStats
@@ -51,13 +53,7 @@ class LLM:
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
         ranks = list(priorities or [0] * len(many))
-        requests = [self._prepare(p, s, r) for p, s, r in zip(many, each, ranks, strict=True)]
-        collectors = {
-            r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, many, strict=True)
-        }
-        for request, delta in self._run(requests):
-            collectors[request.id].add(delta)
-        return [collectors[r.id].output for r in requests]
+        return self._collect(many, [self._prepare(p, s, r) for p, s, r in zip(many, each, ranks, strict=True)])
 
     def chat(
         self,
@@ -69,8 +65,25 @@ class LLM:
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         return self.generate([self.text.encode_chat(c, **template) for c in many], params)  # type: ignore[arg-type]
 
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
+        """The best answers that beam search finds for each prompt, best first, with their scores."""
+        many = _as_list(prompts)
+        beam = beam or BeamParams()
+        return self._collect(many, [prepare_beam(p, beam, text=self.text, info=self.info) for p in many])
+
+    def self_consistency(self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER) -> Consensus:
+        """The answer that most of `params.n` branches arrive at; the others stop once it is decided. `extract` finds
+        the answer in a text: a function, or a regular expression whose last match counts."""
+        vote = Vote(params.n, extract)
+        for _, delta in self._run([self._prepare(prompt, params, 0)]):
+            if vote.take(delta):
+                break
+        return vote.result()
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Answer one prompt piece by piece; leaving the loop early aborts it."""
+        if params and params.best_of:
+            raise InputError("which branch is best is known at the end: best_of cannot be streamed", param="best_of")
         for _, delta in self._run([self._prepare(prompt, params or SamplingParams(), 0)]):
             yield delta
 
@@ -114,6 +127,14 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
         return prepare(prompt, params, text=self.text, info=self.info, priority=priority)
+
+    def _collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
+        collectors = {
+            r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
+        }
+        for request, delta in self._run(requests):
+            collectors[request.id].add(delta)
+        return [collectors[r.id].result() for r in requests]
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:
         views = {r.id: RequestText(r, self.text) for r in requests}

@@ -91,6 +91,7 @@ class RequestText:
             stop_reason=stop_reason,
             cached_tokens=event.cached,
             forced_tokens=event.forced,
+            score=event.score,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

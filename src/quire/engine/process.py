@@ -6,7 +6,6 @@ ends when told to, or when its parent is gone.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ import msgspec
 import zmq
 
 from quire.engine.core import EngineCore
+from quire.engine.footprint import shed
 from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
@@ -104,8 +104,7 @@ def main(address: str, parent: str, options: str) -> int:
         from quire.engine.build import build_engine
 
         core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
-        gc.collect()
-        gc.freeze()  # the engine lives as long as the process: never scan it again
+        shed()  # the engine lives as long as the process
         process.send(Ready(info))
         process.serve(core)
         core.close()

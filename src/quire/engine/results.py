@@ -17,6 +17,7 @@ class Collector:
             prompt_token_ids=request.prompt,
             outputs=[CompletionOutput(index=i, token_ids=[]) for i in range(n)],
         )
+        self._keep = request.keep
         self.output.times.submitted = time.perf_counter()
         self._texts: list[list[str]] = [[] for _ in range(n)]
 
@@ -37,5 +38,20 @@ class Collector:
             times.token_times += [now] * len(delta.token_ids)
         if delta.finish_reason:
             out.finish_reason, out.stop_reason = delta.finish_reason, delta.stop_reason
+            out.score = delta.score
             out.text = "".join(self._texts[delta.branch])
             times.finished = now
+
+    def result(self) -> RequestOutput:
+        """The output, once all branches finished; of more branches than are wanted, the likeliest."""
+        if self._keep:
+            outputs = sorted(self.output.outputs, key=_likelihood, reverse=True)[: self._keep]
+            for index, output in enumerate(outputs):
+                output.index = index
+            self.output.outputs = outputs
+        return self.output
+
+
+def _likelihood(output: CompletionOutput) -> float:
+    """Mean log-probability of its tokens."""
+    return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.triton import why_not
+
 _SELECT_BLOCK = 32  # tokens whose maximum decides together whether any of them can be among the first k
 _ARGMAX_BLOCK = 64
 _LOW_BITS = 0xFFFFFFFF
@@ -18,6 +20,10 @@ _LOW_BITS = 0xFFFFFFFF
 
 def best(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row. [n, vocab] → int64 [n]"""
+    if why_not(logits.device) is None:
+        from quire.kernels.triton.sampling import argmax
+
+        return argmax(logits)
     if logits.is_cuda:
         return logits.argmax(-1)
     # torch's CPU argmax is not vectorised, its amax is: find the block by value, then search only that.

@@ -21,6 +21,7 @@ from quire.generation.logprobs import LogprobTensors, score_rows
 from quire.generation.noise import row_keys
 from quire.generation.order import best
 from quire.generation.slots import DRAWS, EDITS, Ints, Need, SlotTable, ship
+from quire.kernels.cpu import CompiledDraw
 from quire.kernels.triton import why_not
 from quire.types.plan import Admit
 
@@ -62,7 +63,9 @@ class Rows:
 
 
 class Sampler:
-    def __init__(self, *, slots: int, vocab_size: int, device: torch.device):
+    def __init__(self, *, slots: int, vocab_size: int, device: torch.device, draw: CompiledDraw | None = None):
+        """`draw`: compiled code for all draws, in place of torch's."""
+        self._draw_all = draw
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
         self._fused = why_not(device) is None
 
@@ -87,14 +90,19 @@ class Sampler:
         host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
         needs = table.needs(host_slots, host_positions)
         wanted = Need(int(np.bitwise_or.reduce(needs)))
-        if wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
+        if self._draw_all is None and wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
             return Sampled(best(logits))
-        passes = self._passes(wanted, needs, host_slots, host_positions)
+        passed = wanted & ~DRAWS if self._draw_all is not None else wanted
+        passes = self._passes(passed, needs, host_slots, host_positions) if passed else {}
         edited = self._edit(logits, passes, tokens, masks) if wanted & EDITS else logits
-        drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
-        for need in DRAWS & wanted:
-            rows = passes[need]
-            drawn.index_copy_(0, rows.index, self._draw(need, rows, rows.of(edited)))
+        if self._draw_all is not None:
+            greedy = (needs & int(Need.GREEDY)) != 0
+            drawn = self._draw_all(edited, table.numbers, host_slots, host_positions, greedy)
+        else:
+            drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
+            for need in DRAWS & wanted:
+                rows = passes[need]
+                drawn.index_copy_(0, rows.index, self._draw(need, rows, rows.of(edited)))
         if Need.LOGPROBS not in wanted:
             return Sampled(drawn)
         rows = passes[Need.LOGPROBS]

@@ -129,6 +129,11 @@ class SlotTable:
             rows[:, 0] = streams(rows[:, 0], rows[:, 1])
             self._rows.index_copy_(0, rows[:, _INTS - 1], rows)
 
+    @property
+    def numbers(self) -> torch.Tensor:
+        """All slots' numbers on the device: int64 [slots, words], floats as their bits."""
+        return self._rows
+
     def wanted(self, slots: list[int]) -> Need:
         """All that any of these slots may ask for."""
         return Need(int(np.bitwise_or.reduce(self._needs[slots])) if slots else 0)

@@ -10,7 +10,7 @@ another row of the same step fills.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None  # tokens a query sees, itself included
+    itemsize: int = 2  # bytes of a query element
 
 
 @dataclass
@@ -56,6 +57,23 @@ class Batch:
     @property
     def tokens(self) -> int:
         return self.positions.shape[0]
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The last token of each row, [rows]."""
+        return (self.query_start[1:] - 1).long()
+
+    def last(self) -> Batch:
+        """The same rows and keys, asked by each row's last token alone."""
+        ends = self.ends
+        return Batch(
+            positions=self.positions[ends],
+            query_start=torch.arange(self.rows + 1, dtype=torch.int32, device=ends.device),
+            kv_len=self.kv_len,
+            counts=[1] * self.rows,
+            kv_lens=self.kv_lens,
+            groups=tuple(replace(group, kv_slots=group.kv_slots[ends], prefix=None) for group in self.groups),
+        )
 
 
 class AttentionBackend(Protocol):

@@ -78,11 +78,11 @@ class DenseRows:
     ) -> torch.Tensor:
         if not plan.dense:
             return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         for row, first, count in plan.dense:
             table = group.page_table[row, : -(-count // group.tokens_per_page)]
             # keys past the end are seen by padding queries only
-            k, v = (_padded(side[table].flatten(0, 1)[:count]) for side in (k_pages, v_pages))
+            k, v = (_padded(_rows(side, table, q.dtype)[:count]) for side in (k_pages, v_pages))
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
                 mixed = F.scaled_dot_product_attention(
                     _padded(q[first : first + count]),
@@ -92,12 +92,22 @@ class DenseRows:
                     scale=spec.scale,
                     enable_gqa=spec.heads != spec.kv_heads,
                 )
-            out[first : first + count] = mixed[0, :, :count].transpose(0, 1)
+            mixed = mixed[0, :, :count].transpose(0, 1)
+            if count == len(q):
+                return mixed.contiguous()  # a view where cuDNN keeps its query's layout
+            out[first : first + count] = mixed
         if plan.rest is not None:
             assert plan.batch is not None and plan.group is not None
             part = self.paged.forward(spec, q[plan.rest], k_pages, v_pages, plan.batch, plan.group, plan.paged)
             out[plan.rest] = part
         return out
+
+
+def _rows(pages: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tokens of some pages in order, [tokens, heads, dim]."""
+    if pages.element_size() == 1:  # not every operation knows 8-bit floats
+        return pages.view(torch.uint8)[table].view(pages.dtype).flatten(0, 1).to(dtype)
+    return pages[table].flatten(0, 1)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

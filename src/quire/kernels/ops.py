@@ -14,6 +14,10 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
 class Ops(Protocol):
+    def take(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows of a table [n, width] by index [m]: embeddings, or the tokens whose logits are wanted."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight over the last dimension."""
         ...

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec
+from quire.kernels.batch import Assembled, assemble
 from quire.kernels.dense import DenseRows
 from quire.kernels.eager import ops as eager_ops
 from quire.kernels.eager.attention import TorchSdpa
 from quire.kernels.ops import Ops
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import why_not
+from quire.types.errors import ConfigError
 
 
-def backends_for(device: torch.device, *, plain: bool = False) -> list[AttentionBackend]:
-    """Those worth considering there, best first; `plain`: only torch's own operations."""
-    backends: list[AttentionBackend] = [TorchSdpa(), ReferenceAttention()]
+def backends_for(device: torch.device, *, plain: bool = False, invariant: bool = False) -> list[AttentionBackend]:
+    """Those worth considering there, best first; `plain`: only torch's own operations; `invariant`: only what gives a
+    row the same bits in any batch."""
+    backends: list[AttentionBackend] = [] if invariant else [TorchSdpa(), ReferenceAttention()]
     if not plain and why_not(device) is None:
         from quire.kernels.triton.attention import TritonAttention
 
-        backends.insert(0, DenseRows(TritonAttention()))
+        backends.insert(0, TritonAttention(invariant=True) if invariant else DenseRows(TritonAttention()))
     return backends
 
 
 def choose_backend(
-    spec: AttentionSpec, device: torch.device, *, plain: bool = False
+    spec: AttentionSpec, device: torch.device, *, plain: bool = False, invariant: bool = False
 ) -> tuple[AttentionBackend, list[str]]:
     """The backend for layers like `spec` on `device`, with one line for each that was considered."""
     reasons = []
-    for backend in backends_for(device, plain=plain):
+    for backend in backends_for(device, plain=plain, invariant=invariant):
         refusal = backend.supports(spec, device)
         if refusal is None:
             reasons.append(f"attention {describe(spec)}: {backend.name}")
             return backend, reasons
         reasons.append(f"attention {describe(spec)}: not {backend.name}, {refusal}")
+    if invariant:
+        raise ConfigError(f"no attention gives invariant results here: {'; '.join(reasons) or 'it needs Triton'}")
     raise AssertionError("the reference backend supports everything")
+
+
+def choose_assemble(device: torch.device) -> Callable[..., Assembled]:
+    """What makes a step's batch out of the slots' state: `kernels.batch.assemble` or its twin."""
+    if why_not(device) is not None:
+        return assemble
+    from quire.kernels.triton.batch import assemble as fused
+
+    return fused
 
 
 def describe(spec: AttentionSpec) -> str:

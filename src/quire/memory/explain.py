@@ -42,10 +42,10 @@ class PrefixExplainer:
             return PrefixOutcome.SHORT
         if hit.tokens == (len(tokens) - 1) // step * step:
             return PrefixOutcome.FULL
-        key = (0, table.hashes[0][hit.tokens // self._size])
-        if memory.index.find(key) is not None:
+        name = table.hashes[0][hit.tokens // self._size]
+        if memory.index.run(0, [name]):
             return PrefixOutcome.WINDOW
-        if memory.index.evicted(key):
+        if memory.index.evicted((0, name)):
             return PrefixOutcome.EVICTED
         if hit.tokens == 0 and other not in (None, salt):
             return PrefixOutcome.SALT
@@ -55,7 +55,7 @@ class PrefixExplainer:
         """The salt under which these first tokens were last asked, from now on `salt`."""
         if len(tokens) < self._size:
             return None
-        name = self._hasher.extend(self._hasher.root(""), tokens[: self._size])
+        (name,) = self._hasher.chain(self._hasher.root(""), tokens[: self._size])
         before = self._salts.pop(name, None)
         self._salts[name] = salt
         if len(self._salts) > REMEMBERED:

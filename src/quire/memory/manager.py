@@ -95,11 +95,17 @@ class KVManager:
             return miss
         step = self.layout.alignment
         tokens = (limit - 1) // step * step
+        runs: dict[int, list[int]] = {}  # consecutive pages of full groups, from the start
         for group, spec in enumerate(self.layout.groups):
             if spec.window is None:
-                tokens = min(tokens, self._run(group, table, tokens) // step * step)
+                size = self._sizes[group]
+                runs[group] = self.index.run(group, table.hashes[group][: tokens // size])
+                tokens = min(tokens, len(runs[group]) * size // step * step)
         while tokens > 0:
-            pages = [self._pages_behind(group, table, tokens) for group in range(len(self._sizes))]
+            pages = [
+                runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens)
+                for group, size in enumerate(self._sizes)
+            ]
             if all(found is not None for found in pages):
                 break
             tokens -= step
@@ -108,29 +114,16 @@ class KVManager:
             miss.waits = waits
             return miss
         found_pages = [p for p in pages if p is not None]
-        idle = sum(p != NULL_PAGE and not self.pool.refs(p) for found in found_pages for p in found)
+        idle = sum(self.pool.idle(found) for found in found_pages)
         return Hit(tokens, found_pages, idle, waits)
 
-    def _run(self, group: int, table: PageTable, limit: int) -> int:
-        """Tokens covered by consecutive indexed pages from the start."""
-        count = 0
-        for name in table.hashes[group][: limit // self._sizes[group]]:
-            if self.index.find((group, name)) is None:
-                break
-            count += 1
-        return count * self._sizes[group]
-
-    def _pages_behind(self, group: int, table: PageTable, tokens: int) -> list[int] | None:
+    def _window_pages(self, group: int, table: PageTable, tokens: int) -> list[int] | None:
         """Pages of the prefix as the next token sees them, or None if one it needs is missing."""
         size, window = self._sizes[group], self.layout.groups[group].window
-        first = 0 if window is None else max(0, tokens - window + 1) // size
-        pages = [NULL_PAGE] * first
-        for name in table.hashes[group][first : tokens // size]:
-            page = self.index.find((group, name))
-            if page is None:
-                return None
-            pages.append(page)
-        return pages
+        assert window is not None
+        first = max(0, tokens - window + 1) // size
+        pages = self.index.run(group, table.hashes[group][first : tokens // size])
+        return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
 
     def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
         """Whether somebody is about to compute the page that follows a hit of `tokens`."""
@@ -177,9 +170,7 @@ class KVManager:
         """Start a table with the pages of a hit."""
         change = Change()
         for group, pages in enumerate(hit.pages):
-            for page in pages:
-                if page != NULL_PAGE:
-                    self.pool.share(page)
+            self.pool.share(pages)
             table.pages[group] = list(pages)
             table.published[group] = len(pages)
             if pages:
@@ -205,7 +196,7 @@ class KVManager:
             at = start // self._sizes[group]
             old, new = table.pages[group][at], fresh.pop()
             table.pages[group][at] = new
-            self.pool.release(old)
+            self.pool.release([old])
             change.copies.append((old, new))
             change.deltas.append((group, at, [new]))
         for group, size in enumerate(self._sizes):
@@ -228,7 +219,7 @@ class KVManager:
         for i in range(max(0, start - window + 1) // size - 1, -1, -1):
             if pages[i] == NULL_PAGE:
                 break
-            self._give_back(pages[i], size, size)
+            self._give_back([pages[i]], size, 0)
             pages[i] = NULL_PAGE
 
     def fork(self, table: PageTable) -> PageTable:
@@ -236,9 +227,7 @@ class KVManager:
         child = PageTable(len(self._sizes))
         table.room = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
-            for page in pages:
-                if page != NULL_PAGE:
-                    self.pool.share(page)
+            self.pool.share(pages)
             child.pages[group] = list(pages)
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
@@ -249,9 +238,8 @@ class KVManager:
         self.break_promises(table)
         for group, pages in enumerate(table.pages):
             size = self._sizes[group]
-            for i in range(len(pages) - 1, -1, -1):
-                if pages[i] != NULL_PAGE:
-                    self._give_back(pages[i], size, min(size, max(0, filled - i * size)))
+            self._give_back(pages[filled // size :][::-1], size, size - filled % size)
+            self._give_back(pages[: filled // size][::-1], size, 0)
             table.pages[group] = []
             table.published[group] = 0
         table.room = table.due = 0
@@ -260,10 +248,14 @@ class KVManager:
         self.index.withdraw(table.promises, table)
         table.promises = []
 
-    def _give_back(self, page: int, size: int, filled: int) -> None:
-        if self.pool.release(page):
-            self.slots_allocated += size
-            self.slots_filled += filled
+    def _give_back(self, pages: Sequence[int], size: int, empty: int) -> None:
+        """Release pages, all of them full; or, with `empty`, blank but for the last, which has so many empty slots."""
+        gone = self.pool.release(pages)
+        self.slots_allocated += len(gone) * size
+        if not empty:
+            self.slots_filled += len(gone) * size
+        elif gone and gone[-1] == pages[-1]:
+            self.slots_filled += size - empty
 
     def check(self, tables: Sequence[PageTable]) -> None:
         """Every reference is held by exactly one table entry."""

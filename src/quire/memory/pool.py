@@ -13,6 +13,7 @@ engines without paging do (the measured baseline).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from quire.memory.prefix import PrefixIndex
 from quire.types.kv import NULL_PAGE
@@ -53,24 +54,35 @@ class PagePool:
         self.peak = max(self.peak, self.used)
         return pages
 
-    def share(self, page: int) -> None:
-        """One more reference; revives an idle page."""
-        if self._refs[page] == 0:
-            del self._idle[page]
-            self.peak = max(self.peak, self.used)
-        self._refs[page] += 1
+    def idle(self, pages: Iterable[int]) -> int:
+        """How many of them are unreferenced."""
+        refs = self._refs
+        return sum(not refs[page] for page in pages if page != NULL_PAGE)
 
-    def release(self, page: int) -> bool:
-        """One reference less; True if it was the last."""
-        assert self._refs[page] > 0, f"page {page} released more often than taken"
-        self._refs[page] -= 1
-        if self._refs[page]:
-            return False
-        if self.index.key_of(page) is None:
-            self._blank.append(page)
-        else:
-            self._idle[page] = None
-        return True
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference each; revives idle pages. Null pages are passed over."""
+        refs = self._refs
+        for page in pages:
+            if page != NULL_PAGE:
+                if not refs[page]:
+                    del self._idle[page]
+                refs[page] += 1
+        self.peak = max(self.peak, self.used)
+
+    def release(self, pages: Iterable[int]) -> list[int]:
+        """One reference less each; the pages whose last it was. Null pages are passed over."""
+        refs, last = self._refs, []
+        for page in pages:
+            if page != NULL_PAGE:
+                count = refs[page] = refs[page] - 1
+                assert count >= 0, f"page {page} released more often than taken"
+                if not count:
+                    last.append(page)
+                    if self.index.key_of(page) is None:
+                        self._blank.append(page)
+                    else:
+                        self._idle[page] = None
+        return last
 
     def forget_idle(self) -> None:
         """Drop all cached content; pages in use stay valid for their holders."""

@@ -28,8 +28,15 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page)
 
-    def find(self, key: Key) -> int | None:
-        return self._page.get(key)
+    def run(self, group: int, names: Iterable[bytes]) -> list[int]:
+        """Pages of consecutive names, up to the first that is not held."""
+        held, pages = self._page, []
+        for name in names:
+            page = held.get((group, name))
+            if page is None:
+                break
+            pages.append(page)
+        return pages
 
     def key_of(self, page: int) -> Key | None:
         return self._key.get(page)

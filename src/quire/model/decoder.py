@@ -6,7 +6,6 @@ One class runs every family; what differs is in the spec. Refuses to know: files
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.attention import AttentionSpec, Batch
 from quire.kernels.kv import KVViews
@@ -14,7 +13,7 @@ from quire.model.fused import choose_stages
 from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
-from quire.model.stages import Layer, Stages, Step
+from quire.model.stages import Layer, Step
 from quire.types.errors import ConfigError
 
 
@@ -22,6 +21,7 @@ class Model:
     """Weights are unfilled until `load_model` (or a test) fills them and calls `finish`.
 
     `length` is the longest context that will be served; it matters only to RoPE scalings that depend on it.
+    `invariant`: a row's bits may not depend on what runs beside it.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Model:
         dtype: torch.dtype,
         length: int | None = None,
         scheme: QuantScheme | None = None,
-        stages: Stages | None = None,
+        invariant: bool = False,
     ):
         self.spec = spec
         self.device = device
@@ -44,7 +44,7 @@ class Model:
                 f"positions; ask for at most {spec.max_position}"
             )
         self.scheme = scheme or DenseScheme()
-        self.stages = stages or choose_stages(spec, device)
+        self.stages = choose_stages(spec, device, invariant=invariant)
         self.embed = self._plain(spec.vocab_size, spec.hidden)
         self.positions = None if spec.rope else self._plain(spec.max_position, spec.hidden)
         self.layers = [self._layer(index) for index in range(spec.layers)]
@@ -72,7 +72,9 @@ class Model:
         up = (spec.intermediate,) * (2 if spec.gated_mlp else 1)
         return Layer(
             index=index,
-            attention=AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, spec.scales[index], spec.windows[index]),
+            attention=AttentionSpec(
+                spec.heads, spec.kv_heads, spec.head_dim, spec.scales[index], spec.windows[index], self.dtype.itemsize
+            ),
             input_norm=self._norm(spec.hidden),
             qkv=self._linear(spec.hidden, (queries, keys, keys), bias=spec.qkv_bias),
             o=self._linear(queries, (spec.hidden,), bias=spec.o_bias),
@@ -115,23 +117,26 @@ class Model:
             if self.rope_divisors is not None:
                 self._frequencies /= self.rope_divisors.weight.float()
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
-        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages."""
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
+        `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
         stages = self.stages
-        residual = F.embedding(input_ids, self.embed.weight)
+        residual = stages.ops.take(self.embed.weight, input_ids)
         rope = None
         if self.positions is not None:
-            residual += F.embedding(batch.positions, self.positions.weight)
+            residual += stages.ops.take(self.positions.weight, batch.positions)
         else:
             rope = stages.ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
         step = Step(batch, kv, rope)
         x: torch.Tensor | None = None
         for layer in self.layers:
             q = stages.qkv(layer, x, residual, step)
+            if last and layer is self.layers[-1] and batch.tokens > batch.rows:
+                q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, None)
             x = stages.attend(layer, q, residual, step)
             x = stages.mlp(layer, x, residual)
         return stages.norm(self.final_norm, x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
+        """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""
         return self.stages.head(self.head, hidden)

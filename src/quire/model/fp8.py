@@ -5,12 +5,16 @@ Half the bytes and twice the arithmetic of bf16 on a GPU that has 8-bit matrix u
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from quire.kernels.triton import configs
 from quire.model.linear import State
 from quire.model.stored import Stored
 
 LARGEST = 448.0  # of e4m3
+FEW_ROWS = 64  # up to here, and in a few shapes beyond, the library's product is slower than Triton's
 
 
 class Fp8Scheme:
@@ -43,7 +47,23 @@ class Fp8Scheme:
         self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]."""
-        out = torch._scaled_mm(
-            x, state["weight"].t(), scale_a=x_scale[:, None], scale_b=state["scale"][None], out_dtype=torch.bfloat16
-        )
+        rows, outputs = x.shape[0], state["weight"].shape[0]
+        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
+        if rows <= FEW_ROWS:
+            from quire.kernels.triton.gemv import small_matmul
+
+            out = small_matmul(x, state["weight"], **scales)
+        elif config := configs.fp8_matmul(rows, outputs):
+            from quire.kernels.triton.gemm import matmul
+
+            out = matmul(x, state["weight"], config, **scales)
+        else:
+            out = torch._scaled_mm(
+                x,
+                state["weight"].t(),
+                scale_a=x_scale[:, None],
+                scale_b=state["scale"][None],
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,  # a tenth of what quantising costs in accuracy, a sixth of the time
+            )
         return out if bias is None else out + bias

@@ -3,51 +3,60 @@
     qkv:  add + norm ─► product ─► norm heads, rotate, write K and V        attend:  attention ─► product (+ residual)
     mlp:  add + norm ─► product ─► SiLU * up ─► product (+ residual)
 
-Products belong to cuBLAS, except those of few rows that end in the residual: there a Triton product that adds it is
-as fast (measured on an H200 at 4096 outputs), and the next norm has nothing to add. Refuses to know: graphs.
+Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`,
+norm and gate included, and up to `FEW_TOKENS` the product into the residual is Triton's. `InvariantStages` use one
+tiling for everything instead. Refuses to know: graphs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from quire.kernels.triton import why_not
+from quire.kernels.triton import configs, why_not
 from quire.model.fp8 import Fp8Scheme
 from quire.model.linear import DenseScheme, Linear, Plain
 from quire.model.spec import DecoderSpec
 from quire.model.stages import Layer, Stages, Step
+from quire.types.errors import ConfigError
 
-FEW_TOKENS = 32  # up to here the product into the residual is Triton's
+FEW_TOKENS = 32  # up to here the product into the residual is Triton's, from here on cuBLAS's
 
 
-def choose_stages(spec: DecoderSpec, device: torch.device) -> Stages:
-    """Fused stages where they can run, plain ones elsewhere; `reasons` says which."""
+def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = False) -> Stages:
+    """Fused stages where they can run, plain ones elsewhere; `reasons` says which. `invariant`: a row's bits may not
+    depend on what runs beside it."""
     refusal = why_not(device)
     if refusal is None and (spec.norm != "rms" or spec.rope is None or not spec.gated_mlp or spec.activation != "silu"):
         refusal = f"{spec.architecture} is not made of RMS norms, rotary positions and SwiGLU"
     if refusal is None:
-        return FusedStages(spec, device)
+        return InvariantStages(spec, device) if invariant else FusedStages(spec, device)
+    if invariant:
+        raise ConfigError(f"invariant results come from the Triton kernels, which cannot run here: {refusal}")
     stages = Stages(spec, device)
     stages.reasons.append(f"stages: plain torch, not fused: {refusal}")
     return stages
 
 
 class FusedStages(Stages):
+    eight_bit_kv = True
+
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
-        from quire.kernels.triton.activation import quantise_fp8
-        from quire.kernels.triton.gemv import small_matmul
-        from quire.kernels.triton.norm import rms_norm_fp8
-        from quire.kernels.triton.rope import rope_and_write
+        from quire.kernels.triton import activation, gemv, norm, rope
 
-        self._small, self._rope_and_write = small_matmul, rope_and_write
-        self._quantise, self._norm_fp8 = quantise_fp8, rms_norm_fp8
+        self._gemv, self._rope_and_write = gemv, rope.rope_and_write
+        self._quantise, self._norm_fp8 = activation.quantise_fp8, norm.rms_norm_fp8
         self.reasons.append("stages: Triton kernels between cuBLAS products")
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
         k_pages, v_pages, group = step.kv.layers[layer.index]
-        qkv = self._product(layer.qkv, layer.input_norm, x, residual)
+        if x is None and self._single(layer.qkv, residual):
+            qkv = self._row(layer.qkv, residual, norm=layer.input_norm.weight, eps=self._eps)
+        else:
+            qkv = self._product(layer.qkv, layer.input_norm, x, residual)
         return self._rope_and_write(
             qkv,
             layer.attention.heads,
@@ -64,6 +73,9 @@ class FusedStages(Stages):
         return self._into_residual(layer.o, self.attention(layer, q, step).flatten(1), residual)
 
     def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
+        if x is None and self._single(layer.up, residual):
+            gated = self._row(layer.up, residual, norm=layer.post_norm.weight, eps=self._eps, gated=True)
+            return self._into_residual(layer.down, gated, residual)
         up = self._product(layer.up, layer.post_norm, x, residual)
         if isinstance(layer.down.scheme, Fp8Scheme):
             return layer.down.scheme.multiply(layer.down.state, *self._quantise(up, gated=True), layer.down.bias)
@@ -79,8 +91,61 @@ class FusedStages(Stages):
         )
 
     def _into_residual(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
-        """The product, added to the residual if that costs nothing; else handed on for the next norm to add."""
-        if x.shape[0] > FEW_TOKENS or not isinstance(linear.scheme, DenseScheme):
+        """The product, added to the residual where that costs nothing; else handed on for the next norm to add."""
+        if self._single(linear, x):
+            self._row(linear, x, residual=residual, out=residual)
+        elif not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return linear(x)
-        self._small(x, linear.state["weight"], residual=residual, bias=linear.bias, out=residual)
+        elif x.shape[0] <= FEW_TOKENS:
+            self._gemv.small_matmul(x, linear.state["weight"], residual=residual, out=residual)
+        else:
+            residual.addmm_(x, linear.state["weight"].t())
         return None
+
+    def _single(self, linear: Linear, x: torch.Tensor) -> bool:
+        """Whether the product with x is one for `row_matmul`."""
+        few = x.shape[0] <= self._gemv.ROW_MATMUL and linear.bias is None
+        return few and configs.row_matmul(min(linear.parts), linear.columns) is not None
+
+    def _row(self, linear: Linear, x: torch.Tensor, **options: Any) -> torch.Tensor:
+        state = linear.state
+        return self._gemv.row_matmul(x, state["weight"], weight_scale=state.get("scale"), **options)
+
+
+class InvariantStages(FusedStages):
+    """Every product by one tiling of one kernel, every attention by one split of the keys."""
+
+    invariant = True
+
+    def __init__(self, spec: DecoderSpec, device: torch.device):
+        super().__init__(spec, device)
+        from quire.kernels.triton import gemm
+
+        self._matmul = gemm.matmul
+        self.reasons[-1] = "stages: Triton kernels of one tiling for any batch: slower, the same bits in all of them"
+
+    def attend(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        return self._multiply(layer.o, self.attention(layer, q, step).flatten(1))
+
+    def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        up = self._product(layer.up, layer.post_norm, x, residual)
+        return self._multiply(layer.down, self.ops.act_and_mul(up, "silu"))
+
+    def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
+        return self._multiply(head, hidden)
+
+    def _single(self, linear: Linear, x: torch.Tensor) -> bool:
+        return False
+
+    def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        return self._multiply(linear, self.norm(norm, x, residual))
+
+    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        weight = linear.state["weight"]
+        scales: dict[str, Any] = {}
+        config = configs.INVARIANT_MATMUL[weight.element_size()]
+        if isinstance(linear.scheme, Fp8Scheme):
+            x, x_scale = self._quantise(x)
+            scales = {"x_scale": x_scale, "weight_scale": linear.state["scale"], "out_dtype": torch.bfloat16}
+        out = self._matmul(x.contiguous(), weight, config, **scales)
+        return out if linear.bias is None else out.add_(linear.bias)

@@ -35,13 +35,15 @@ def load_model(
     length: int | None = None,
     compiled: int | None = None,
     scheme: QuantScheme | None = None,
+    invariant: bool = False,
     progress: Progress | None = None,
 ) -> Model | NativeModel:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
 
     `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
     for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `scheme`: how the
-    layers' matrices are kept; dense in `dtype` if not said.
+    layers' matrices are kept; dense in `dtype` if not said. `invariant`: a row's bits may not depend on its batch (the
+    compiled decoder's never do).
     """
     family, spec = read_family(source)
     why_not = None
@@ -51,13 +53,15 @@ def load_model(
             targets = _targets(family, spec, source)
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return NativeModel(spec, targets, source, threads=compiled, length=length, progress=progress)
-    if random_weights:
-        model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme)
-        fill_random(model, seed)
-    else:
+    if not random_weights:
         targets = _targets(family, spec, source)
         _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
-        model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme)
+    model = Model(
+        spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant
+    )
+    if random_weights:
+        fill_random(model, seed)
+    else:
         _fill(model, targets, source, progress)
     model.finish()
     if why_not is not None:

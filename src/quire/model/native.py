@@ -73,11 +73,14 @@ class NativeModel:
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
+        self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
-        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages."""
-        return self._program.forward(input_ids, batch, kv)
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
+        `last`: of each row's last token only, [rows, hidden]."""
+        hidden = self._program.forward(input_ids, batch, kv)
+        return hidden[batch.ends] if last else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""

@@ -50,6 +50,9 @@ class Step:
 
 
 class Stages:
+    invariant = False  # whether a row's bits are the same in any batch
+    eight_bit_kv = False  # whether pages may hold 8-bit floats
+
     def __init__(self, spec: DecoderSpec, device: torch.device, *, plain: bool = False):
         """`plain`: torch's own operations wherever it runs; what faster ones are checked against."""
         self.ops: Ops = choose_ops(device, plain=plain)
@@ -57,7 +60,7 @@ class Stages:
         self.reasons: list[str] = []  # what was chosen and why, for people
         for window, scale in dict(zip(spec.windows, spec.scales, strict=True)).items():
             attention = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, scale, window)
-            self.backends[window], reasons = choose_backend(attention, device, plain=plain)
+            self.backends[window], reasons = choose_backend(attention, device, plain=plain, invariant=self.invariant)
             self.reasons += reasons
         self._layer_norm = spec.norm == "layer"
         self._eps = spec.norm_eps
@@ -107,5 +110,5 @@ class Stages:
         return layer.down(act(up, self._activation))
 
     def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits in float32, [rows, vocabulary]."""
-        return head(hidden).float()
+        """Logits, [rows, vocabulary]."""
+        return head(hidden)

@@ -51,15 +51,21 @@ class LocalExecutor:
                 length=options.model.max_model_len,
                 compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
                 scheme=Fp8Scheme() if resolved.fp8 else None,
+                invariant=options.device.invariant,
                 progress=report,
             )
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
+        self.kv_dtype = self.model.kv_dtype
+        if resolved.kv_fp8:
+            if isinstance(self.model, NativeModel) or not self.model.stages.eight_bit_kv:
+                raise ConfigError(f"8-bit KV pages need the Triton kernels, which do not run {spec.architecture} here")
+            self.kv_dtype = torch.float8_e4m3fn
         self.layout: KVLayout = spec.kv_layout(
             page_size=options.cache.page_size,
-            dtype=str(self.model.kv_dtype).removeprefix("torch."),
-            itemsize=self.model.kv_dtype.itemsize,
+            dtype=str(self.kv_dtype).removeprefix("torch."),
+            itemsize=self.kv_dtype.itemsize,
         )
         self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
@@ -71,7 +77,9 @@ class LocalExecutor:
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars)
+        self._runner = ModelRunner(
+            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars
+        )
         if self._graphs:
             self._runner.capture()
         return self._capacity

@@ -34,6 +34,7 @@ class Resolved:
     device: str
     dtype: str  # of activations, and of weights unless they are quantised
     fp8: bool  # whether the layers' matrices are kept and multiplied in 8-bit floats
+    kv_fp8: bool  # whether KV pages are
     threads: int
     depth: int
     max_seqs: int
@@ -74,6 +75,14 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
         reasons.append("dtype fp8: 8-bit matrices with a scale per output, activations quantised per token, rest bf16")
     elif dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; use auto, fp8, {', '.join(DTYPES)}")
+    fp8 = options.model.dtype == "fp8"
+    if options.cache.kv_dtype not in ("auto", "fp8"):
+        raise ConfigError(f"unknown kv_dtype {options.cache.kv_dtype!r}; use auto or fp8")
+    kv_fp8 = fp8 or options.cache.kv_dtype == "fp8"
+    if kv_fp8 and not gpu:
+        raise ConfigError("kv_dtype fp8 needs a GPU; on a CPU use auto")
+    if kv_fp8:
+        reasons.append("KV pages in 8-bit floats: " + ("as asked" if not fp8 else "as the matrices are"))
     depth = options.device.depth or (2 if gpu else 1)
     overlap = "host work overlaps the device's" if depth > 1 else "host and compute share the cores"
     reasons.append(f"depth {depth}: {overlap}")
@@ -85,8 +94,7 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     if seqs < 1 or tokens < 1:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")
     threads = options.device.threads or hardware.cores
-    fp8 = options.model.dtype == "fp8"
-    return Resolved(hardware.device, dtype, fp8, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
+    return Resolved(hardware.device, dtype, fp8, kv_fp8, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
 
 
 def kv_budget(options: EngineOptions, hardware: Hardware) -> tuple[int, str]:

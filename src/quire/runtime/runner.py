@@ -33,16 +33,23 @@ class ModelRunner:
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
+        kv_dtype: torch.dtype,
         grammars: GrammarStore,
     ):
         self.model = model
         self._device = device
-        self._pool = allocate_kv(layout, capacity.pages, device, model.kv_dtype)
-        self._kv = KVViews(self._pool, layout)
+        pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
+        self._kv = KVViews(pool, layout)
+        self._pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
-        self._sampler = Sampler(slots=capacity.slots, vocab_size=model.spec.vocab_size, device=device)
+        self._sampler = Sampler(
+            slots=capacity.slots,
+            vocab_size=model.spec.vocab_size,
+            device=device,
+            draw=model.draw if isinstance(model, NativeModel) else None,
+        )
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._captured = CapturedSteps(
             self._last_logits,
@@ -54,7 +61,8 @@ class ModelRunner:
         )
         (group,) = layout.groups if len(layout.groups) == 1 else (None,)
         self._sharing = None
-        if device.type == "cuda" and group is not None and group.window is None:
+        invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
+        if device.type == "cuda" and group is not None and group.window is None and not invariant:
             self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
 
     def close(self) -> None:
@@ -79,27 +87,31 @@ class ModelRunner:
             self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
-            self._pool[pairs[1]] = self._pool[pairs[0]]  # reads all sources before it writes
+            self._pages[pairs[1]] = self._pages[pairs[0]]  # reads all sources before it writes
         counts = [row.count for row in plan.rows]
         looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         if size is not None:
             return self._replay(plan, size, began)
-        return self._compute(plan, counts, began)
+        return self._compute(plan, counts, looked_at, began)
 
-    def _compute(self, plan: StepPlan, counts: list[int], began: float) -> PendingStep:
+    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool, began: float) -> PendingStep:
         """The step as it is, operation by operation."""
-        rows = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
+        table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
-        input_ids, batch = self._slots.batch(rows, sum(counts), counts, kv_lens)
-        hidden = self.model.forward(input_ids, batch, self._kv)  # [tokens, hidden]
-        scores = self._score(plan, hidden)
+        input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
+        scores: dict[int, list[LogprobTensors]] = {}
+        pooled: dict[int, torch.Tensor] = {}
+        if looked_at:
+            scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
         sampled = None
         if plan.samples:
-            last = np.cumsum(counts) - 1
-            index = self._staging.upload(last[[s.row for s in plan.samples]])
-            sampled = self._sample(plan, self.model.logits(hidden[index]))
-        return PendingStep(plan, sampled, scores, _pool(plan, hidden), began, self._device, self._grammars)
+            rows = [s.row for s in plan.samples]
+            if rows != list(range(len(hidden))):
+                hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
+            sampled = self._sample(plan, self.model.logits(hidden))
+        return PendingStep(plan, sampled, scores, pooled, began, self._device, self._grammars)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -139,15 +151,14 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
-        hidden = self.model.forward(input_ids, batch, self._kv)
-        logits = self.model.logits(hidden[(batch.query_start[1:] - 1).long()])
+        logits = self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
         chosen = best(logits)
         self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
         return StepOutput(logits, chosen)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
-        sampled = self._sampler.sample(logits, slots, positions, self._slots.tokens, self._grammars.masks())
+        sampled = self._sampler.sample(logits.float(), slots, positions, self._slots.tokens, self._grammars.masks())
         where = self._staging.upload(np.array([slots, positions], dtype=np.int64))
         self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled
@@ -164,7 +175,7 @@ class ModelRunner:
             count = following.shape[0]
             found[i] = [
                 score(
-                    self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]),
+                    self.model.logits(hidden[begin + a : begin + min(a + SCORE_SLICE, count)]).float(),
                     following[a : a + SCORE_SLICE],
                     self._tops[row.slot],
                 )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from quire.types.plan import StepPlan
 
-BLOCK = 128  # query heads attended together
+BLOCK = 64  # query heads attended together
 FEWEST = 16  # rows from which looking for groups pays
 
 Lists = npt.NDArray[np.int32]

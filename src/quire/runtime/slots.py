@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quire.kernels.attention import Batch, GroupBatch
+from quire.kernels.registry import choose_assemble
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
@@ -25,6 +26,7 @@ class SlotState:
         self._layout = layout
         self._device = device
         self._staging = staging
+        self._assemble = choose_assemble(device)
         self.nobody = capacity.slots
         length = capacity.max_model_len
         self.tokens = torch.zeros(capacity.slots + 1, length, dtype=torch.int32, device=device)
@@ -65,32 +67,22 @@ class SlotState:
         `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
         `prefix`: which rows share pages, for the attention backend.
         """
-        slots, starts, lengths = rows[0], rows[1], rows[2]
-        row_of = torch.repeat_interleave(lengths, output_size=tokens)  # [tokens]
-        ends = lengths.cumsum(0)
-        positions = torch.arange(tokens, device=self._device) + (starts + lengths - ends)[row_of]
-        slot_of = slots[row_of]
-        groups = []
+        found = []
         for spec, table in zip(self._layout.groups, self._tables, strict=True):
-            size = spec.tokens_per_page
-            pages = table[slot_of, positions // size].long()
-            groups.append(
-                GroupBatch(
-                    tokens_per_page=size,
-                    page_table=table[:, : -(-max(kv_lens) // size)][slots],
-                    kv_slots=pages * size + positions % size,
-                    prefix=prefix,
-                )
-            )
+            width = -(-max(kv_lens) // spec.tokens_per_page)
+            found.append(self._assemble(rows, self.tokens, table, spec.tokens_per_page, tokens, width))
         batch = Batch(
-            positions=positions,
-            query_start=torch.nn.functional.pad(ends, (1, 0)).int(),
-            kv_len=(starts + lengths).int(),
+            positions=found[0].positions,
+            query_start=found[0].query_start,
+            kv_len=found[0].kv_len,
             counts=counts,
             kv_lens=kv_lens,
-            groups=tuple(groups),
+            groups=tuple(
+                GroupBatch(spec.tokens_per_page, part.page_table, part.kv_slots, prefix)
+                for spec, part in zip(self._layout.groups, found, strict=True)
+            ),
         )
-        return self.tokens[slot_of, positions].long(), batch
+        return found[0].input_ids, batch
 
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""

@@ -18,11 +18,15 @@ class FCFS:
     def __init__(self, options: SchedulerOptions):
         pass
 
+    def rank(self, seq: Seq, now: float) -> tuple[float, int]:
+        """Who is served rather than whom: lower first."""
+        return seq.arrival, seq.order
+
     def order(self, waiting: Sequence[Seq], now: float) -> Iterable[Seq]:
         return waiting
 
     def victim(self, running: Sequence[Seq], now: float) -> Seq:
-        return max(running, key=lambda s: (s.arrival, s.order))
+        return max(running, key=lambda s: self.rank(s, now))
 
     def admits(self, running: int) -> bool:
         return True
@@ -45,9 +49,6 @@ class Priority(FCFS):
 
     def order(self, waiting: Sequence[Seq], now: float) -> Iterable[Seq]:
         return sorted(waiting, key=lambda s: self.rank(s, now))
-
-    def victim(self, running: Sequence[Seq], now: float) -> Seq:
-        return max(running, key=lambda s: self.rank(s, now))
 
 
 class Static(FCFS):

@@ -11,39 +11,26 @@ Several plans may be in flight. Plans are made from counts alone; values arrive 
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 
 import msgspec
 
-from quire.memory.manager import UNCHANGED, Change, Hit, KVManager, PageTable
+from quire.memory.manager import Change, Hit, KVManager, PageTable
 from quire.scheduling.diary import Diary
+from quire.scheduling.door import Deadlines, longest_length
+from quire.scheduling.flight import Flight
 from quire.scheduling.policies import make_policy
+from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ContextLengthError, DeadlineError, InputError, OverloadedError
+from quire.types.errors import DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, StepResult, Write
+from quire.types.plan import Capacity, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
-
-
-class _Flight:
-    """A submitted plan and, beside its rows and samples, whose they are and in which epoch."""
-
-    __slots__ = ("plan", "rows", "samples")
-
-    def __init__(self, plan: StepPlan):
-        self.plan = plan
-        self.rows: list[tuple[Sequence, int]] = []
-        self.samples: list[tuple[Sequence, int]] = []
-
-    def members(self) -> dict[Sequence, None]:
-        """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
-        return {seq: None for seq, _ in (*self.rows, *self.samples)}
 
 
 class Scheduler:
@@ -62,8 +49,10 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # insertion-ordered set
         self._slots = list(range(capacity.slots - 1, -1, -1))
         self._freed: list[int] = []  # slots to be named in the next plan
-        self._flights: deque[_Flight] = deque()
-        self._deadlines: list[tuple[float, str]] = []  # a heap; those of finished requests go when it has too many
+        self._flights: deque[Flight] = deque()
+        self._searches: dict[str, Search] = {}
+        self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
+        self._deadlines = Deadlines()
         self._order = 0
         self._step = 0
 
@@ -75,48 +64,30 @@ class Scheduler:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are already waiting; retry shortly")
-        length, longest = len(request.prompt), self.capacity.max_model_len
-        if length == 0:
-            raise InputError("the prompt is empty; send at least one token", param="prompt")
-        if length >= longest:
-            raise ContextLengthError(
-                f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
-                "shorten the prompt or raise max_model_len"
-            )
-        limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
-        if self.memory.layout.pages_for(limit) > self.memory.pool.total:
-            raise ContextLengthError(
-                f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
-                f"({self.memory.pool.total} pages); lower max_tokens or raise kv_memory"
-            )
-        branches = [self._sequence(request, branch, limit) for branch in range(request.params.n)]
+        limit = longest_length(request, self.memory, self.capacity)
+        count = 1 if request.beam else request.params.n
+        branches = [self._sequence(request, branch, limit) for branch in range(count)]
         self._requests[request.id] = branches
+        if request.beam is not None:
+            self._searches[request.id] = Search(branches[0], request.beam)
         if self.policy.contiguous:
             self._waiting.extend(branches)
         else:
             branches[0].children = branches[1:]
             self._waiting.append(branches[0])
         if request.deadline:
-            self._await_deadline(request)
-        self.stats.prompt_tokens += length
-
-    def _await_deadline(self, request: Request) -> None:
-        heapq.heappush(self._deadlines, (request.deadline, request.id))
-        if len(self._deadlines) > 64 + 2 * len(self._requests):
             live = (branches[0].request for branches in self._requests.values())
-            self._deadlines = sorted((r.deadline, r.id) for r in live if r.deadline)
+            self._deadlines.add(request, live, len(self._requests))
+        self.stats.prompt_tokens += len(request.prompt)
 
     def expire(self, now: float) -> list[TokenEvent]:
         """End what is not done by its deadline, waiting or running."""
         self.diary.now = now
         events: list[TokenEvent] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            for seq in list(self._requests.get(request_id, ())):
-                if seq.status is not Status.FINISHED and seq.request.deadline == deadline:
-                    event = self._finish(seq, FinishReason.ERROR, "the deadline passed before the answer was complete")
-                    event.error = DeadlineError.__name__
-                    events.append(event)
+        for deadline, request_id in self._deadlines.due(now, self._requests):
+            if self._requests[request_id][0].request.deadline == deadline:
+                message = "the deadline passed before the answer was complete"
+                events += self._end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         return events
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
@@ -128,13 +99,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
-        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
-        return [self._finish(seq, FinishReason.ABORT) for seq in live]
+        return self._end(request_id, FinishReason.ABORT)
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         """Text matched a stop string after `tokens` output tokens; drop what was drawn since."""
         for seq in self._requests.get(request_id, ()):
-            if seq.branch == branch and seq.status is not Status.FINISHED:
+            if seq.branch == branch and seq.status is not Status.FINISHED and request_id not in self._searches:
                 self.diary.cut(max(0, seq.outputs - tokens))
                 del seq.tokens[seq.prompt_len + tokens :]
                 return [self._finish(seq, FinishReason.STOP)]
@@ -150,9 +120,12 @@ class Scheduler:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
         self.diary.now = now
-        flight = _Flight(StepPlan(step=self._step))
+        flight = Flight(self._step)
         budget = self._catch_up(flight, now)
+        self._seat(flight)
         self._admit(flight, budget, now)
+        if not flight.rows and not self._flights and (self._running or self._forks):
+            self._make_way(flight, now)
         if not flight.rows:
             return None
         flight.plan.frees, self._freed = self._freed, []
@@ -161,8 +134,9 @@ class Scheduler:
         self._flights.append(flight)
         return flight.plan
 
-    def _catch_up(self, flight: _Flight, now: float) -> int:
-        """Rows for running sequences; returns the token budget left."""
+    def _catch_up(self, flight: Flight, now: float) -> int:
+        """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
+        at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         budget = self.capacity.max_batch_tokens
         behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
@@ -170,20 +144,50 @@ class Scheduler:
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
-            count = min(seq.known - seq.computed, self._chunk, budget)
+            missing = seq.known - seq.computed
+            count = missing if missing == 1 else min(missing, self._chunk, budget)
             if count <= 0:
                 break
             change = self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count
+                budget -= count if missing > 1 else 0
         budget = self.capacity.max_batch_tokens
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
-                self._apply(flight, seq, change)
+                budget -= count if seq.known - seq.computed > 1 else 0
+                flight.change(seq, change)
                 self._add_row(flight, seq, count)
-                budget -= count
         return budget
+
+    def _seat(self, flight: Flight) -> None:
+        """Slots and rows for beams that forked off others, as far as there are any."""
+        for seq in list(self._forks):
+            if not self._slots:
+                break
+            change = self.memory.extend(seq.table, seq.computed, seq.known)
+            if change is None:
+                break
+            del self._forks[seq]
+            self._run(flight, seq)
+            flight.tables(seq)
+            flight.plan.copies += change.copies
+            self._add_row(flight, seq, 1)
+
+    def _make_way(self, flight: Flight, now: float) -> None:
+        """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
+        queue up without their pages, then others give way to whoever comes first, so that its search goes on."""
+        for seq in list(self._forks):
+            del self._forks[seq]
+            self._release(seq)
+            self._waiting.append(seq)
+        first = min(self._waiting, key=lambda s: self.policy.rank(s, now))
+        while True:
+            self._admit(flight, self.capacity.max_batch_tokens, now, [first])
+            others = [seq for seq in self._running if seq.request is not first.request]
+            if flight.rows or not others:
+                return
+            self.preempt(self.policy.victim(others, now))
 
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
@@ -206,6 +210,8 @@ class Scheduler:
         del self._running[seq]
         seq.epoch += 1
         seq.pending = 0
+        if seq.request.beam is not None:
+            self._searches[seq.request.id].forget(seq)
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
@@ -213,11 +219,11 @@ class Scheduler:
         if not seq.inflight:
             self._release(seq)
 
-    def _admit(self, flight: _Flight, budget: int, now: float) -> None:
-        """Let waiting sequences start, best first, while budget, slots and pages last."""
+    def _admit(self, flight: Flight, budget: int, now: float, only: list[Sequence] | None = None) -> None:
+        """Let waiting sequences start, best first, while budget, slots and pages last; `only` these, at any price."""
         if not (self._waiting and self._slots and budget > 0 and self.policy.admits(len(self._running))):
             return
-        order = list(self.policy.order(self._waiting, now))
+        order = only or list(self.policy.order(self._waiting, now))
         reserve = self.policy.reserve(order[: len(self._slots)])
         admitted: set[Sequence] = set()
         for seq in order:
@@ -233,16 +239,16 @@ class Scheduler:
                 self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, budget)
-            if not self._start(flight, seq, hit, count, reserve):
+            spare = self._watermark if self._running and not only else 0
+            if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
             budget -= count
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
-    def _start(self, flight: _Flight, seq: Sequence, hit: Hit, count: int, reserve: int) -> bool:
+    def _start(self, flight: Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
-        spare = self._watermark if self._running else 0
         if not self.memory.fits(max(seq.known, reserve), hit, spare):
             return False
         adopted = self.memory.adopt(seq.table, hit)
@@ -256,63 +262,30 @@ class Scheduler:
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
         self._run(flight, seq)
-        self._apply(flight, seq, adopted)
-        self._apply(flight, seq, extended)
+        flight.change(seq, adopted)
+        flight.change(seq, extended)
         self.memory.promise(seq.table, seq.known)
         if count:
             self._add_row(flight, seq, count)
         return True
 
-    def _run(self, flight: _Flight, seq: Sequence) -> None:
+    def _run(self, flight: Flight, seq: Sequence) -> None:
         """Into a slot, and among the running."""
         seq.move(Status.RUNNING)
         self._running[seq] = None
         seq.slot = self._slots.pop()
-        seq.unsent = 0
-        params, request = seq.request.params, seq.request
-        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
-        flight.plan.admits.append(
-            Admit(
-                slot=seq.slot,
-                key=seq.key,
-                tokens=list(seq.tokens),
-                prompt_len=seq.prompt_len,
-                params=params,
-                seed=params.seed or 0,
-                branch=seq.branch,
-                stop_ids=stops,
-            )
-        )
+        flight.admit(seq)
 
-    def _apply(self, flight: _Flight, seq: Sequence, change: Change) -> None:
-        if change is not UNCHANGED:
-            flight.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
-            flight.plan.copies += change.copies
-
-    def _add_row(self, flight: _Flight, seq: Sequence, count: int) -> None:
-        plan, start = flight.plan, seq.computed
-        score = seq.request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
-        if seq.unsent:
-            at = len(seq.tokens) - seq.unsent
-            plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
-            seq.unsent = 0
-        seq.computed = start + count
+    def _add_row(self, flight: Flight, seq: Sequence, count: int) -> None:
         self.diary.row(seq, count)
-        pool = seq.request.pooling if seq.request.pooling != "last" or seq.computed == seq.prompt_len else ""
-        plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
-        flight.rows.append((seq, seq.epoch))
+        flight.row(seq, count)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
-            self._add_sample(flight, seq, len(plan.rows) - 1)
+            flight.sample(seq)
 
-    def _add_sample(self, flight: _Flight, seq: Sequence, row: int) -> None:
-        flight.plan.samples.append(Sample(row, seq.slot, seq.known))
-        flight.samples.append((seq, seq.epoch))
-        seq.pending += 1
-
-    def _fork_children(self, flight: _Flight, parent: Sequence) -> None:
+    def _fork_children(self, flight: Flight, parent: Sequence) -> None:
         """The prompt is computed in this step: branches share its pages and draw from its last row."""
         for child in parent.children:
             if child.status is Status.FINISHED:
@@ -325,10 +298,8 @@ class Scheduler:
             child.computed = child.hit = parent.computed
             self.diary.started(child)
             self._run(flight, child)
-            flight.plan.deltas += [
-                PageDelta(child.slot, group, 0, list(pages)) for group, pages in enumerate(child.table.pages)
-            ]
-            self._add_sample(flight, child, len(flight.plan.rows) - 1)
+            flight.tables(child)
+            flight.sample(child)
         parent.children = []
 
     # ---- commit ---------------------------------------------------------------------------------------------
@@ -344,11 +315,13 @@ class Scheduler:
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
-        events = [
-            self._advance(seq, result, i)
-            for i, (seq, epoch) in enumerate(flight.samples)
-            if seq.epoch == epoch and seq.status is Status.RUNNING
-        ]
+        events: list[TokenEvent] = []
+        for i, (seq, epoch) in enumerate(flight.samples):
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
+                if seq.request.beam is not None:
+                    events += self._branch(seq, result.logprobs[i])
+                else:
+                    events.append(self._advance(seq, result, i))
         for i, (seq, epoch) in enumerate(flight.rows):
             if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
                 events += self._pool(seq, plan.rows[i], result.pooled[i])
@@ -357,7 +330,7 @@ class Scheduler:
                 self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
         return events
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """The step no longer uses its slots and pages; what ended meanwhile can go."""
         for seq in flight.members():
             seq.inflight -= 1
@@ -397,6 +370,30 @@ class Scheduler:
             event.prompt_logprobs = seq.scores
         return event
 
+    def _branch(self, seq: Sequence, options: TokenLogprobs) -> list[TokenEvent]:
+        """A beam's options are known; once all are, its search goes a step on, or is over."""
+        search = self._searches[seq.request.id]
+        seq.pending -= 1
+        if not search.learn(seq, options):
+            return []
+        if seq is search.root and not seq.outputs:
+            self.diary.drew(seq)
+        for old in search.advance(self._fork):
+            self._retire(old)
+        if search.live:
+            return []
+        request = seq.request
+        found = answers(request, search.results(request.params.n), max(0, seq.cached))
+        self.stats.output_tokens += sum(len(event.tokens) for event in found)
+        self.diary.ended(search.root, FinishReason.STOP)
+        del self._searches[request.id], self._requests[request.id]
+        return found
+
+    def _fork(self, parent: Sequence) -> Sequence:
+        child = parent.fork(self.memory.fork(parent.table))
+        self._forks[child] = None
+        return child
+
     def _pool(self, seq: Sequence, row: Row, vector: list[float]) -> list[TokenEvent]:
         """Add hidden states of a part of the prompt; with the last part the request is answered."""
         seq.pooled = [a + b for a, b in zip(seq.pooled, vector, strict=True)] if seq.pooled else vector
@@ -415,19 +412,41 @@ class Scheduler:
         return FinishReason.LENGTH if seq.prompt_len + outputs >= seq.limit else None
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
-        """End a sequence; its pages and slot go back as soon as no step in flight uses them."""
-        if seq.status is not Status.RUNNING and seq in self._waiting:
-            self._waiting.remove(seq)
-        self._running.pop(seq, None)
-        seq.move(Status.FINISHED)
+        """End a sequence and tell of it."""
+        self._retire(seq)
         self.diary.ended(seq, reason)
-        if not seq.inflight:
-            self._release(seq)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
             del self._requests[seq.request.id]
         return TokenEvent(
             seq.request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
         )
+
+    def _end(self, request_id: str, reason: FinishReason, message: str = "", error: str = "") -> list[TokenEvent]:
+        """End all that is left of a request."""
+        live = [s for s in self._requests.get(request_id, ()) if s.status is not Status.FINISHED]
+        search = self._searches.pop(request_id, None)
+        if search is None:
+            events = [self._finish(seq, reason, message) for seq in live]
+        else:
+            for seq in search.live:
+                self._retire(seq)
+            self.diary.ended(search.root, reason)
+            branches = range(search.root.request.params.n)
+            events = [TokenEvent(request_id, b, 0, [], finish=reason, message=message) for b in branches]
+            del self._requests[request_id]
+        for event in events:
+            event.error = error
+        return events
+
+    def _retire(self, seq: Sequence) -> None:
+        """A sequence is over; its pages and slot go back as soon as no step in flight uses them."""
+        if seq.status is not Status.RUNNING and seq in self._waiting:
+            self._waiting.remove(seq)
+        self._running.pop(seq, None)
+        self._forks.pop(seq, None)
+        seq.move(Status.FINISHED)
+        if not seq.inflight:
+            self._release(seq)
 
     def _release(self, seq: Sequence) -> None:
         if seq.slot >= 0:
@@ -439,8 +458,9 @@ class Scheduler:
 
     def fail(self, message: str) -> list[TokenEvent]:
         """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
-        live = [s for branches in self._requests.values() for s in branches if s.status is not Status.FINISHED]
-        events = [self._finish(seq, FinishReason.ERROR, message) for seq in live]
+        events: list[TokenEvent] = []
+        for request_id in list(self._requests):
+            events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
@@ -491,7 +511,7 @@ class Scheduler:
     def check(self) -> None:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
-        holders = [*self._running, *landing]
+        holders = [*self._running, *self._forks, *landing]
         self.memory.check([s.table for s in holders])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"

@@ -33,7 +33,8 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
-        self.stepwise = request.params.grammar is not None  # what it computes next depends on the token drawn last
+        # Whether what it computes next depends on the token drawn last.
+        self.stepwise = request.params.grammar is not None or request.beam is not None
         self.computed = 0  # as of the last plan
         self.hit = 0  # of them, found in the cache at its last start
         self.cached = -1  # prompt tokens found in the cache at first admission
@@ -58,6 +59,15 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def fork(self, table: PageTable) -> Sequence:
+        """Another sequence with the same tokens, computed as far; `table` holds its pages."""
+        child = Sequence(self.request, self.branch, order=self.order, limit=self.limit, table=table)
+        child.tokens = list(self.tokens)
+        child.computed = child.hit = self.computed
+        child.cached = self.cached
+        child.log = self.log
+        return child
 
     def move(self, status: Status) -> None:
         if status is not self.status:

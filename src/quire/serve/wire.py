@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from quire.serve.context import current
 from quire.serve.errors import ClientGoneError, Failure, describe
 from quire.types.errors import InputError
 
@@ -29,6 +30,14 @@ class BodyTooLargeError(InputError):
     code = "request_too_large"
 
 
+class BodyTooSlowError(InputError):
+    status = 408
+    code = "request_timeout"
+
+
+BODY_SECONDS = 60.0  # for the whole body; it holds a place in the queue meanwhile
+
+
 class NotFoundError(InputError):
     """Something kept for a caller is not, or not for this caller."""
 
@@ -38,8 +47,7 @@ class NotFoundError(InputError):
 
 def owner_of(request: Request) -> str:
     """Whose things a request may see: those made with the same key."""
-    context = request.scope.get("quire.context")
-    return context.key.name if context else ""
+    return current().key.name
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -49,11 +57,15 @@ async def read_body(request: Request, limit: int) -> bytes:
         raise BodyTooLargeError(f"request body of {declared[:20]} bytes is larger than the limit of {limit}")
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLargeError(f"request body is larger than the limit of {limit} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise BodyTooSlowError(f"the request body did not arrive within {BODY_SECONDS:g} s") from None
     return b"".join(chunks)
 
 

@@ -35,6 +35,7 @@ class DeviceOptions:
     threads: int | None = option(None, "CPU threads for compute (default: physical cores)")
     depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)")
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
+    invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class CacheOptions:
 
     page_size: int = option(16, "tokens per KV page")
     kv_pages: int | None = option(None, "number of KV pages (default: from --kv-memory)")
+    kv_dtype: str = option("auto", "KV pages: auto (8 bits with --dtype fp8, else as the model computes) or fp8 (GPU)")
     kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)")
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
 
@@ -52,7 +54,7 @@ class SchedulerOptions:
     """Who runs next."""
 
     scheduler: str = option("fcfs", "fcfs, priority or static")
-    max_batch_tokens: int | None = option(None, "tokens computed per step (default: 512 on a CPU, 8192 on a GPU)")
+    max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)")
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")

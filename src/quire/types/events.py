@@ -26,6 +26,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     message: str = ""
     embedding: list[float] | None = None  # of a request that asked for pooling
     forced: int = 0  # of these tokens, how many a grammar forced: they took no step
+    score: float | None = None  # of an answer that beam search found
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their

@@ -46,6 +46,14 @@ def fake_draw(tokens: list[int], admit: Admit, vocab: int) -> list[int]:
     return drawn
 
 
+def fake_options(tokens: list[int], count: int, vocab: int) -> tuple[list[int], list[float]]:
+    """The likeliest tokens after `tokens`, and their log-probabilities."""
+    state = fake_token(tokens, 0, 0, _MASK)
+    scores = {token: -(_mix(state, token) % 1000) / 250 for token in range(vocab if count else 0)}
+    best = sorted(scores, key=lambda token: (-scores[token], token))[:count]
+    return best, [scores[token] for token in best]
+
+
 class _Slot:
     def __init__(self, admit: Admit, groups: int):
         self.admit = admit
@@ -144,7 +152,8 @@ class FakeExecutor:
             token = tokens[0]
             drawn.append((slot, sample.position, tokens))
             if admit.params.logprobs is not None:
-                logprobs[i] = TokenLogprobs(token, -0.5, 1, [token][: admit.params.logprobs], [-0.5])
+                options = fake_options(slot.tokens, admit.params.logprobs, self.vocab)
+                logprobs[i] = TokenLogprobs(token, -0.5, 1, *options)
         for slot, position, tokens in drawn:
             slot.store(position, tokens[0])
         scores = {

@@ -12,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 
 DIGEST = 16
+RUN = 16  # pages named at a time where they were named before
+RUNS = 2048  # such runs remembered, about 4 KiB each
 
 
 def new_key() -> bytes:
@@ -19,24 +21,45 @@ def new_key() -> bytes:
 
 
 class PageHasher:
-    """Hashes the pages of one page size. `root` depends on key, page size and salt."""
+    """Hashes the pages of one page size. `root` depends on key, page size and salt.
+
+    Prompts begin alike (system prompts, conversations): runs of pages met lately are looked up, not hashed again.
+    """
 
     def __init__(self, key: bytes, tokens_per_page: int):
         self._key = key
         self._size = tokens_per_page
+        self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}  # (hash before, tokens) → hashes; oldest first
 
     def root(self, salt: str) -> bytes:
         seed = f"{self._size}:{salt}".encode()
         return hashlib.blake2b(seed, digest_size=DIGEST, key=self._key, person=b"quire-root").digest()
 
-    def extend(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        data = parent + array("i", tokens).tobytes()
-        return hashlib.blake2b(data, digest_size=DIGEST, key=self._key, person=b"quire-page").digest()
-
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""
+        data = array("i", tokens[first * self._size : len(tokens) // self._size * self._size]).tobytes()
+        page = 4 * self._size
+        whole = len(data) // (page * RUN) * page * RUN
+        hashes: list[bytes] = []
+        for start in range(0, whole, page * RUN):
+            run = self._run(parent, data[start : start + page * RUN], page)
+            hashes += run
+            parent = run[-1]
+        return hashes + self._hash(parent, data[whole:], page)
+
+    def _run(self, parent: bytes, data: bytes, page: int) -> list[bytes]:
+        found = self._runs.pop((parent, data), None)  # and in again, as the latest
+        if found is None:
+            found = self._hash(parent, data, page)
+            if len(self._runs) >= RUNS:
+                del self._runs[next(iter(self._runs))]
+        self._runs[parent, data] = found
+        return found
+
+    def _hash(self, parent: bytes, data: bytes, page: int) -> list[bytes]:
         hashes = []
-        for start in range(first * self._size, len(tokens) - self._size + 1, self._size):
-            parent = self.extend(parent, tokens[start : start + self._size])
+        for start in range(0, len(data), page):
+            content = parent + data[start : start + page]
+            parent = hashlib.blake2b(content, digest_size=DIGEST, key=self._key, person=b"quire-page").digest()
             hashes.append(parent)
         return hashes

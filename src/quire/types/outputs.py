@@ -20,6 +20,7 @@ class Delta(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     cached_tokens: int = 0
     forced_tokens: int = 0  # of these tokens, how many a grammar forced
+    score: float | None = None  # of an answer that beam search found
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -31,6 +32,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     forced_tokens: int = 0
+    score: float | None = None  # beam search: log-probability, penalised by length
 
 
 class RequestTimes(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ import enum
 
 import msgspec
 
+from quire.types.beam import BeamParams
 from quire.types.sampling import SamplingParams
 
 
@@ -22,7 +23,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int = 0
     salt: str = ""  # tenants with different salts never share pages
     eos_token_ids: list[int] = []
+    keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
+    beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -21,10 +21,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
     `max_tokens=None` means "to the end of the context". `bad_words` are strings; the input processor turns
-    them into `bad_token_ids` (each a sequence that must not be completed). `top_k=0` switches top-k off.
+    them into `bad_token_ids` (each a sequence that must not be completed). `top_k=0` switches top-k off. `best_of`
+    branches are drawn, and the `n` with the best log-probability per token returned.
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -51,6 +53,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         _within("n", self.n, 1, MAX_N)
+        if self.best_of is not None:
+            _within("best_of", self.best_of, self.n, MAX_N)
         _within("temperature", self.temperature, 0.0, 100.0)
         _within("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _within("top_k", self.top_k, 0, 1 << 30)

@@ -1,10 +1,11 @@
 """The compiled CPU path: a whole quantised decoder in one call per step, from packed weights to logits.
 
-`library` finds the shared object, `program` wraps what it does, `twin` says the same in plain torch. Knows: torch
-tensors as memory, the KV layout. Refuses to know: weight files, families, requests.
+`library` finds the shared object, `program` and `draw` wrap what it does, `twin` says the same in plain torch.
+Knows: torch tensors as memory, the KV layout. Refuses to know: weight files, families, requests.
 """
 
+from quire.kernels.cpu.draw import CompiledDraw
 from quire.kernels.cpu.library import available, features
 from quire.kernels.cpu.program import NativeProgram, PackedMatrix, Store
 
-__all__ = ["NativeProgram", "PackedMatrix", "Store", "available", "features"]
+__all__ = ["CompiledDraw", "NativeProgram", "PackedMatrix", "Store", "available", "features"]

@@ -86,6 +86,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_program_free": (None, [c_void_p]),
     "quire_forward": (c_int, [c_void_p, POINTER(Step)]),
     "quire_logits": (None, [c_void_p, c_void_p, c_int, c_void_p, c_size_t]),
+    "quire_draw": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
+    ),
     "quire_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
     "quire_attend": (
         None,

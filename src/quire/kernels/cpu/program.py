@@ -14,6 +14,7 @@ import torch
 
 from quire.kernels.attention import Batch
 from quire.kernels.cpu import library as lib
+from quire.kernels.cpu.draw import CompiledDraw
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import dequantize
 from quire.types.errors import QuireError
@@ -158,6 +159,10 @@ class NativeProgram:
         self._kv: KVViews | None = None
         self._step = lib.Step()
         self._width = -(-weights.head.rows // 16) * 16
+
+    def drawer(self) -> CompiledDraw:
+        """Draws on this program's threads, which it must not outlive."""
+        return CompiledDraw(self._pool, self.isa)
 
     def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""

@@ -8,6 +8,10 @@ import torch.nn.functional as F
 from quire.kernels.ops import Activation
 
 
+def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return F.embedding(index, table)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 

@@ -9,6 +9,10 @@ import torch
 from quire.kernels.ops import Activation
 
 
+def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return table[index]
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     normed = wide / torch.sqrt((wide * wide).mean(dim=-1, keepdim=True) + eps)

@@ -173,6 +173,8 @@ def attend_kernel(
     d = tl.arange(0, DP)
     q_at = q_ptr + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + d[None, :]
     q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        q = q.to(tl.float16)  # which 8-bit keys and values turn into in one instruction
     table = page_table + row.to(tl.int64) * stride_table
     k = k_ptr + kv_head * stride_head
     v = v_ptr + kv_head * stride_head

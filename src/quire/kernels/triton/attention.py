@@ -92,13 +92,13 @@ class TritonAttention:
 
     def plan(
         self, batch: Batch, group: GroupBatch, spec: AttentionSpec, prefix: PrefixLists | None = None,
-        bounds: Bounds | None = None, element: int = 2,
+        bounds: Bounds | None = None,
     ) -> Plan:  # fmt: skip
-        """`element`: bytes of a query element. `bounds`: of all batches this plan is for, if not of this one only."""
+        """`bounds`: of all batches this plan is for, if not of this one only."""
         bounds = bounds or Bounds.of(batch)
         prefix = prefix or group.prefix
-        launches = plan_launches(bounds, spec, element, processors(batch.positions.device), self.invariant)
-        ahead = None if prefix is None else prefix_launch(prefix, spec, element, processors(batch.positions.device))
+        launches = plan_launches(bounds, spec, processors(batch.positions.device), self.invariant)
+        ahead = None if prefix is None else prefix_launch(prefix, spec, processors(batch.positions.device))
         return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
 
     def forward(
@@ -118,21 +118,23 @@ class TritonAttention:
         return out
 
 
-def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, invariant: bool) -> list[Launch]:
+def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool) -> list[Launch]:
     """Which launches cover every batch within the bounds."""
     group = spec.heads // spec.kv_heads
     if invariant:
-        tile = configs.INVARIANT[element]
+        tile = configs.INVARIANT[spec.itemsize]
         tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
         splits = -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
         blocks = _most_blocks(bounds, 1, tile.block_m // group)
         return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT, steady=True)]
-    few, many = _tile("few", element, spec.head_dim), _tile("many", element, spec.head_dim)
+    few, many = _tile("few", spec), _tile("many", spec)
     limit = max(64 // group, 1)
     # beside prefill rows, the short launch takes only what fits the smallest tile
     short = bounds.longest if bounds.longest <= limit else max(16 // group, 1)
     launches = []
     if bounds.shortest <= short:
+        if bounds.rows * spec.kv_heads >= configs.CROWD * sms:
+            few = configs.attention("crowd", spec.itemsize, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
         launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
@@ -143,15 +145,15 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, element: int, sms: int, i
     return launches
 
 
-def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, element: int, sms: int) -> Launch:
-    tile = _tile("many" if prefix.block_m > 16 else "few", element, spec.head_dim)
-    tile = replace(tile, block_m=prefix.block_m)
+def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, sms: int) -> Launch:
+    tile = configs.attention("prefix", spec.itemsize, spec.head_dim) if prefix.block_m > 16 else None
+    tile = replace(tile or _tile("few", spec), block_m=prefix.block_m)
     launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, items=prefix.items)
-    return _split(launch, prefix.longest, spec, sms)
+    return _split(launch, prefix.longest, spec, sms // configs.PROGRAMS_PER_PROCESSOR)
 
 
-def _tile(kernel: str, element: int, head_dim: int) -> Tile:
-    tile = configs.attention(kernel, element, head_dim)
+def _tile(kernel: str, spec: AttentionSpec) -> Tile:
+    tile = configs.attention(kernel, spec.itemsize, spec.head_dim)
     assert tile is not None, "supports() refuses such heads"
     return tile
 

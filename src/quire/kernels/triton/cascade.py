@@ -79,7 +79,7 @@ def cut(groups: Sequence[Group], counts: Sequence[int], page_size: int, block_q:
 
 def prefix_block(queries: int, group_heads: int) -> int:
     """Rows of the query tile for groups of about this many query tokens."""
-    return 128 if queries * group_heads > 64 else 64 if queries * group_heads > 16 else 16
+    return 64 if queries * group_heads > 16 else 16
 
 
 def prefix_lists(

@@ -31,15 +31,18 @@ class Matmul:
     rows: int = 0
 
 
-# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens
+# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens, a
+# "crowd" of them fills the chip several times over, "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 2, 64): Tile(16, 128, 4, 3),
-    ("few", 2, 128): Tile(16, 64, 4, 3),
+    ("few", 2, 128): Tile(16, 128, 8, 3),
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
+    ("crowd", 2, 128): Tile(16, 32, 2, 2),
+    ("prefix", 2, 128): Tile(64, 64, 4, 3),
     ("many", 2, 64): Tile(64, 64, 4, 3),
-    ("many", 2, 128): Tile(64, 64, 4, 3),
+    ("many", 2, 128): Tile(128, 32, 4, 3),
     ("many", 2, 256): Tile(64, 32, 8, 2),
     ("many", 4, 128): Tile(32, 32, 8, 2),
     ("many", 4, 256): Tile(32, 16, 8, 2),
@@ -49,20 +52,23 @@ INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 PROGRAMS_PER_PROCESSOR = 2  # split long rows until there are about this many programs
+CROWD = 4  # programs a processor from which many small ones beat few large ones
 
 # Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config)
 SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
     (2, 32): [(16384, Matmul(64, 128, 4, 4)), (6144, Matmul(64, 256, 4, 3)), (0, Matmul(64, 128, 4, 6, splits=2))],
     (2, 64): [(16384, Matmul(128, 64, 4, 5)), (0, Matmul(64, 128, 4, 4, splits=2))],
-    (1, 16): [(16384, Matmul(128, 256, 4, 4)), (0, Matmul(32, 512, 4, 4, splits=2))],
-    (1, 64): [(16384, Matmul(128, 128, 4, 5)), (0, Matmul(64, 256, 4, 4, splits=2))],
+    (1, 32): [(6144, Matmul(128, 256, 4, 4)), (0, Matmul(64, 256, 4, 4, splits=2))],
+    (1, 64): [(6144, Matmul(128, 128, 4, 5)), (0, Matmul(64, 256, 4, 4, splits=2))],
     (4, 64): [(0, Matmul(32, 64, 4, 3))],
 }
-# Tiled products: bytes of an element → by (least rows, config)
-LARGE_MATMUL: dict[int, list[tuple[int, Matmul]]] = {
-    2: [(256, Matmul(256, 64, 8, 4, rows=128)), (0, Matmul(128, 64, 4, 4, rows=64))],
-    1: [(256, Matmul(256, 128, 8, 3, rows=128)), (0, Matmul(128, 128, 4, 4, rows=64))],
-    4: [(0, Matmul(64, 32, 4, 2, rows=64))],
+# Tiled 8-bit products that beat the library's: (most rows, most outputs, config)
+FP8_MATMUL = [(128, 8192, Matmul(64, 128, 4, 5, rows=128)), (256, 4096, Matmul(64, 128, 4, 5, rows=128))]
+# One tiling for any number of rows: bytes of an element → config
+INVARIANT_MATMUL = {
+    1: Matmul(128, 128, 4, 4, rows=64),
+    2: Matmul(128, 64, 4, 4, rows=64),
+    4: Matmul(64, 32, 4, 2, rows=64),
 }
 
 
@@ -72,14 +78,23 @@ def attention(kernel: str, element: int, head_dim: int) -> Tile | None:
     return ATTENTION[kernel, element, sizes[0]] if sizes else None
 
 
+def row_matmul(outputs: int, width: int) -> Matmul | None:
+    """Whole rows of the weight a program; None: they do not divide into blocks."""
+    block = min(width & -width, 4096)
+    if block < 512 or outputs % 4:
+        return None
+    return Matmul(4, 4096, 4, 1) if block == 4096 else Matmul(2, min(block, 2048), 4, 1)
+
+
 def small_matmul(element: int, rows: int, outputs: int) -> Matmul | None:
     """None: too many rows, use the tiled product."""
     most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
     return look_up(SMALL_MATMUL[element, most[0]], outputs) if most else None
 
 
-def large_matmul(element: int, rows: int) -> Matmul:
-    return look_up(LARGE_MATMUL[element], rows)
+def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
+    """None: the library is as fast."""
+    return next((config for most, widest, config in FP8_MATMUL if rows <= most and outputs <= widest), None)
 
 
 def look_up(table: list[tuple[int, Matmul]], size: int) -> Matmul:

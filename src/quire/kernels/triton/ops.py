@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.eager import ops as eager
-from quire.kernels.eager.ops import act, layer_norm, rope, rope_tables, write_kv
+from quire.kernels.eager.ops import act, layer_norm, rope, write_kv
 from quire.kernels.ops import Activation
 from quire.kernels.triton.activation import silu_and_mul
+from quire.kernels.triton.gather import gather_rows as take
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
+from quire.kernels.triton.rope import rope_tables
 
 __all__ = [
-    "act", "act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope", "rope_tables", "write_kv",
+    "act", "act_and_mul", "add_rms_norm", "layer_norm", "rms_norm", "rope", "rope_tables", "take", "write_kv",
 ]  # fmt: skip
 
 

@@ -26,6 +26,39 @@ def _scaled(x, scale, target, EIGHT_BIT: tl.constexpr):
 
 
 @triton.jit
+def tables_kernel(
+    positions, frequencies, cos_ptr, sin_ptr, scale, HALF: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + i, mask=i < HALF, other=0.0)
+    cos = (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty)
+    sin = (tl.sin(angle) * scale).to(sin_ptr.dtype.element_ty)
+    where = token * 2 * HALF + i
+    tl.store(cos_ptr + where, cos, mask=i < HALF)
+    tl.store(cos_ptr + where + HALF, cos, mask=i < HALF)
+    tl.store(sin_ptr + where, -sin, mask=i < HALF)
+    tl.store(sin_ptr + where + HALF, sin, mask=i < HALF)
+
+
+def rope_tables(
+    positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Ops.rope_tables` says; plain twin: `reference.ops.rope_tables`."""
+    tokens, half = positions.shape[0], inverse_frequencies.shape[0]
+    cos, sin = (torch.empty(tokens, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
+    if tokens:
+        tables_kernel[(tokens,)](
+            positions, inverse_frequencies, cos, sin, scale,
+            HALF=half, BLOCK=power_of_two(half), num_warps=1, **overlap(positions.device),
+        )  # fmt: skip
+    return cos, sin
+
+
+@triton.jit
 def rope_kernel(
     qkv, q_out, k_pages, v_pages, kv_slots, cos_ptr, sin_ptr, q_weight, k_weight, eps, k_scale, v_scale,
     stride_x, stride_q, stride_page, stride_slot, stride_head,
@@ -77,11 +110,11 @@ def rope_kernel(
         x1, x2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
 
     if is_q:
-        target = q_out + token * stride_q + head[:, None] * D
-        tl.store(target + i[None, :], x1.to(q_out.dtype.element_ty), mask=half)
-        tl.store(target + MIDDLE + i[None, :], x2.to(q_out.dtype.element_ty), mask=half)
+        mine = q_out + token * stride_q + head[:, None] * D
+        tl.store(mine + i[None, :], x1.to(q_out.dtype.element_ty), mask=half)
+        tl.store(mine + MIDDLE + i[None, :], x2.to(q_out.dtype.element_ty), mask=half)
         if REST > 0:
-            tl.store(target + j[None, :], x3.to(q_out.dtype.element_ty), mask=rest)
+            tl.store(mine + j[None, :], x3.to(q_out.dtype.element_ty), mask=rest)
     else:
         slot = tl.load(kv_slots + token)
         place = (slot // PAGE) * stride_page + (slot % PAGE) * stride_slot + head[:, None] * stride_head

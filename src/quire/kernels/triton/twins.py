@@ -44,12 +44,11 @@ def matmul(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     x_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """In float32 inside; `gemv.small_matmul` and `gemm.matmul` say what the options mean."""
+    """In float32 inside; `gemv.row_matmul` and `gemv.small_matmul` say what the options mean."""
     wide = x.float()
     if norm is not None:
         wide = wide * torch.rsqrt((wide * wide).mean(dim=-1, keepdim=True) + eps) * norm.float()
@@ -58,8 +57,6 @@ def matmul(
         y = y * x_scale[:, None]
     if weight_scale is not None:
         y = y * weight_scale[None, :]
-    if bias is not None:
-        y = y + bias.float()
     if gated:
         gate, up = y.chunk(2, dim=-1)
         y = gate / (1 + torch.exp(-gate)) * up

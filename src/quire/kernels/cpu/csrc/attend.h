@@ -1,4 +1,4 @@
-// Paged attention of queries that share KV, for one KV head: 32 keys at a time with a running softmax. Included
+// Paged attention of queries that share KV, for some KV heads: 32 keys at a time with a running softmax. Included
 // once per instruction set, inside its namespace, after `simd.h` and a native `dots16` (a query's scores with 16 keys
 // of a gathered block).
 //
@@ -98,47 +98,52 @@ __attribute__((noinline)) void attend_block(State& s, const float* k, const floa
   for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
 }
 
-// Blocks [begin, end) of 32 keys, read through `pages`, for states [0, count).
-inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int count, int begin, int end,
-                         float* scratch) {
+// Blocks [begin, end) of 32 keys, read through `pages`, for `count` states of each KV head, `stride` apart.
+inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int stride, int count, int begin,
+                         int end, float* scratch) {
   int dim = a.kv.head_dim, furthest = 0;
   for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
   float *k = scratch, *v = scratch + kKeys * dim;
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
-    if (block + 1 < end) fetch(a.kv, pages, a.kv_head, at + kKeys, ahead < kKeys ? ahead : kKeys);
-    gather(a.kv, pages, a.kv_head, at, written < kKeys ? written : kKeys, k, v);
-    for (int i = 0; i < count; i++) {
-      int first = a.window ? states[i].position - a.window + 1 - at : 0, last = states[i].position + 1 - at;
-      first = first < 0 ? 0 : first;
-      last = last > kKeys ? kKeys : last;
-      if (first < last) attend_block(states[i], k, v, dim, first, last);
+    for (int head = a.head_begin; head < a.head_end; head++) {
+      if (block + 1 < end) fetch(a.kv, pages, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
+      gather(a.kv, pages, head, at, written < kKeys ? written : kKeys, k, v);
+      State* mine = states + (head - a.head_begin) * stride;
+      for (int i = 0; i < count; i++) {
+        int first = a.window ? mine[i].position - a.window + 1 - at : 0, last = mine[i].position + 1 - at;
+        first = first < 0 ? 0 : first;
+        last = last > kKeys ? kKeys : last;
+        if (first < last) attend_block(mine[i], k, v, dim, first, last);
+      }
     }
   }
 }
 
 size_t attend_floats(const AttendArgs& a) {
-  size_t share = a.heads / a.kv.kv_heads, states = share * a.count;
+  size_t states = size_t(a.head_end - a.head_begin) * (a.heads / a.kv.kv_heads) * a.count;
   return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4) + 64;
 }
 
 void attend(const AttendArgs& a, float* scratch) {
-  int dim = a.kv.head_dim, share = a.heads / a.kv.kv_heads, count = a.count * share;
-  State* states = reinterpret_cast<State*>(scratch);
+  int dim = a.kv.head_dim, share = a.heads / a.kv.kv_heads, stride = a.count * share;
+  int count = (a.head_end - a.head_begin) * stride;
+  State* states = reinterpret_cast<State*>(scratch);  // [KV head][query][head of the KV head's]
   float* sums = scratch + count * (sizeof(State) / 4);
   float* blocks = sums + size_t(count) * dim;
+  auto head_of = [&](int i) { return (a.head_begin + i / stride) * share + i % share; };
+  auto query_of = [&](int i) -> const Query& { return a.queries[i % stride / share]; };
   int nearest = a.queries[0].position;
   for (int i = 0; i < count; i++) {
-    const Query& query = a.queries[i / share];
-    states[i] = {-1e30f, 0, query.q + size_t(a.kv_head * share + i % share) * dim, sums + size_t(i) * dim,
-                 query.position};
+    const Query& query = query_of(i);
+    states[i] = {-1e30f, 0, query.q + size_t(head_of(i)) * dim, sums + size_t(i) * dim, query.position};
     for (int d = 0; d < dim; d++) states[i].sum[d] = 0;
     nearest = query.position < nearest ? query.position : nearest;
   }
   int begin = a.window && nearest >= a.window ? (nearest - a.window + 1) / kKeys : 0;
   int shared = a.shared / kKeys;  // whole blocks only
   if (shared > begin) {
-    attend_range(a, a.queries[0].pages, states, count, begin, shared, blocks);
+    attend_range(a, a.queries[0].pages, states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
   for (int i = 0; i < a.count;) {  // neighbours of one sequence go on together
@@ -146,14 +151,14 @@ void attend(const AttendArgs& a, float* scratch) {
     while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
     int last = 0;
     for (int t = i; t < j; t++) last = a.queries[t].position > last ? a.queries[t].position : last;
-    attend_range(a, a.queries[i].pages, states + i * share, (j - i) * share, begin, last / kKeys + 1, blocks);
+    attend_range(a, a.queries[i].pages, states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
     i = j;
   }
   for (int i = 0; i < count; i++) {
     State& s = states[i];
     float inverse = 1.0f / s.total;
     for (int d = 0; d < dim; d++) s.sum[d] *= inverse;
-    int token = a.queries[i / share].token, head = a.kv_head * share + i % share;
+    int token = query_of(i).token, head = head_of(i);
     if (a.out_float) {
       __builtin_memcpy(a.out_float + (size_t(token) * a.heads + head) * dim, s.sum, size_t(dim) * 4);
     } else {

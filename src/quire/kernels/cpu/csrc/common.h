@@ -65,6 +65,13 @@ struct Out {
   float* at(int m, int g) const { return data + size_t(m - row) * stride + size_t(g - group) * kLanes; }
 };
 
+// Groups [g0, g1) of a matrix to multiply by.
+struct Piece {
+  const Matrix* w;
+  int32_t g0, g1;
+  Out out;
+};
+
 struct Paged {
   uint8_t* k;  // K of this layer in page 0; V lies v_offset bytes further
   size_t page_stride, v_offset;  // bytes
@@ -88,15 +95,24 @@ struct AttendArgs {
   const Query* queries;
   int32_t count;
   int32_t shared;  // leading KV positions all queries may read through queries[0].pages
-  int32_t kv_head;
+  int32_t head_begin, head_end;  // KV heads to do
   Rows out;  // attention output, quantised [tokens, heads * head_dim]
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
+};
+
+// How one token is drawn.
+struct Draw {
+  uint32_t key[2];  // of the row's noise
+  float temperature, log_min_p;
+  double top_p;   // 1 or more: off
+  int64_t top_k;  // the vocabulary or more: off
+  bool greedy;    // the likeliest token, whatever else is said
 };
 
 struct Scratch {
   uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
-constexpr size_t scratch_bytes(size_t k) { return k * 16 + k / kBlock * 128 + 8192; }
+constexpr size_t scratch_bytes(size_t k) { return 2 * (k * 16 + k / kBlock * 128); }
 
 struct Kernels {
   const char* name;
@@ -105,17 +121,20 @@ struct Kernels {
   void (*quantise)(const float* x, Rows out, int row);
   void (*norm_quantise)(const float* x, const float* weight, float eps, Rows out, int row);
   void (*norm)(const float* x, const float* weight, float eps, int k, float* out);
-  void (*gemm)(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch scratch);
+  void (*gemm)(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch);  // rows [m0, m1) of x
   void (*gate)(const float* gate, const float* up, Rows out, int row, int block);  // silu(gate) * up, one block
   void (*rope)(float* x, const float* cos, const float* sin, int half, float scale, int dim);
   void (*store_kv)(const float* x, void* to, int count, bool half);
   void (*attend)(const AttendArgs& args, float* scratch);
   size_t (*attend_floats)(const AttendArgs& args);
+  int (*draw)(const float* logits, int vocab, const Draw& how, uint8_t* scratch);  // draw_bytes, aligned to 8
+  size_t (*draw_bytes)(int vocab);
 };
 
 // The table of an instruction set whose functions carry these names in its namespace.
 #define QUIRE_KERNELS(name, gemm) \
-  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats}
+  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats, \
+   draw, draw_bytes}
 
 const Kernels* kernels_base();
 const Kernels* kernels_avx2();    // null where the build or the host lacks it

@@ -1,4 +1,7 @@
 // AVX2 with FMA and F16C: a group of 16 outputs is two vectors of 8, done one after the other.
+#include <algorithm>
+#include <cmath>
+
 #include "common.h"
 
 #if defined(__x86_64__)
@@ -27,6 +30,12 @@ inline float sum(vf v) {
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));
   return _mm_cvtss_f32(_mm_add_ss(x, _mm_movehdup_ps(x)));
 }
+inline uint32_t sum(vu v) {
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1))));
+}
+inline bool any(vi mask) { return _mm256_movemask_ps((__m256)mask); }
 inline float highest(vf v) {
   __m128 x = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_max_ps(x, _mm_movehl_ps(x, x));
@@ -55,6 +64,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 // Dot products of one block of 32 inputs, 8 outputs, R rows. Unsigned 4-bit products of all 8 quads fit 16 bits.
 template <int R>
@@ -136,10 +147,14 @@ void rows(const Matrix& w, int g, int half, Rows x, int m0, int m1, Out out) {
   }
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   for (int g = g0; g < g1; g++)
     for (int half = 0; half < 2; half++)
       w.bits == 4 ? rows<4>(w, g, half, x, m0, m1, out) : rows<8>(w, g, half, x, m0, m1, out);
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

@@ -1,5 +1,8 @@
 // AVX-512 with VNNI, and with AMX where the host has it. Both give the same bits: integer dot products of a block
 // are exact, and floats are added block by block in the same order.
+#include <algorithm>
+#include <cmath>
+
 #include "common.h"
 
 #if defined(__x86_64__)
@@ -23,6 +26,8 @@ inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 inline float sum(vf v) { return _mm512_reduce_add_ps(v); }
+inline uint32_t sum(vu v) { return uint32_t(_mm512_reduce_add_epi32((__m512i)v)); }
+inline bool any(vi mask) { return _mm512_movepi32_mask((__m512i)mask); }
 inline float highest(vf v) { return _mm512_reduce_max_ps(v); }
 inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store_half(uint16_t* p, vf v) {
@@ -54,6 +59,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 inline void finish(Out out, int m, int g, __m512 acc) {
   float* to = out.at(m, g);
@@ -142,8 +149,12 @@ void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
   }
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   for (int g = g0; g < g1; g++) w.bits == 4 ? rows<4>(w, g, x, m0, m1, out) : rows<8>(w, g, x, m0, m1, out);
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

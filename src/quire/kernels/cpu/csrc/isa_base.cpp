@@ -1,4 +1,5 @@
 // Kernels for any machine: plain loops, and the twin the others are tested against.
+#include <algorithm>
 #include <cmath>
 
 #include "common.h"
@@ -13,6 +14,8 @@ inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
 inline float sum(vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+inline uint32_t sum(vu v) { return v[0] + v[1] + v[2] + v[3]; }
+inline bool any(vi mask) { return mask[0] | mask[1] | mask[2] | mask[3]; }
 inline float highest(vf v) {
   float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
   return a > b ? a : b;
@@ -37,6 +40,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "attend.h"
 
+#include "draw.h"
+
 int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t* x) {
   int32_t acc = 0;
   for (int i = 0; i < kBlock; i++) {
@@ -50,7 +55,7 @@ int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t
   return acc;
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   int blocks = w.blocks();
   for (int g = g0; g < g1; g++)
     for (int m = m0; m < m1; m++)
@@ -66,6 +71,10 @@ void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scra
         float* to = out.at(m, g) + lane;
         *to = out.add ? *to + acc : acc;
       }
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

@@ -1,5 +1,8 @@
 // NEON with dot products (ARMv8.2): a group of 16 outputs is four vectors of 4. One or two rows take all four at once
 // and stream the weights; more rows take one vector at a time, so that up to 8 rows stay in registers.
+#include <algorithm>
+#include <cmath>
+
 #include "common.h"
 
 #if defined(__aarch64__)
@@ -21,6 +24,8 @@ inline float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfm
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
 inline float sum(vf v) { return vaddvq_f32(v); }
+inline uint32_t sum(vu v) { return vaddvq_u32(v); }
+inline bool any(vi mask) { return vmaxvq_u32((vu)mask); }
 inline float highest(vf v) { return vmaxvq_f32(v); }
 inline vf load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline void store_half(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
@@ -42,6 +47,8 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 #include "stages.h"
 
 #include "attend.h"
+
+#include "draw.h"
 
 // Adds quads I and I + 4 of a block: 4 bits from one vector, 8 bits from two.
 template <int Bits, int I>
@@ -116,8 +123,12 @@ void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
   for (; m < m1; m++) tile<Bits, 1, 4>(w, g, 0, x, m, out);
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out, Scratch) {
+void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
   for (int g = g0; g < g1; g++) w.bits == 4 ? rows<4>(w, g, x, m0, m1, out) : rows<8>(w, g, x, m0, m1, out);
+}
+
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
+  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
 }
 
 void begin() {}

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstring>
+#include <memory>
 
 #include "program.h"
 
@@ -19,6 +20,14 @@ const Kernels* by_place(int i) {
   for (const Kernels* k : all)
     if (k && seen++ == i) return k;
   return nullptr;
+}
+
+// The key of a drawn position's noise: splitmix64 of its stream.
+uint64_t row_key(uint64_t stream, uint64_t position) {
+  uint64_t x = stream + (position + 1) * 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
 }
 
 }  // namespace
@@ -70,6 +79,32 @@ EXPORT void quire_logits(Program* program, const float* hidden, int rows, float*
   program->logits(hidden, rows, out, stride);
 }
 
+// One token for each row of logits. A row's slot names its parameters in `table`, eleven words a slot as
+// generation/slots.py keeps them: stream, branch, top_k, prompt_len, slot, then doubles: top_p, temperature, log_min_p.
+EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, size_t stride, int vocab, int rows,
+                       const int64_t* table, const int64_t* slots, const int64_t* positions, const uint8_t* greedy,
+                       int64_t* out) {
+  constexpr int kWords = 11, kStream = 0, kTopK = 2, kTopP = 5, kTemperature = 6, kLogMinP = 7;
+  size_t words = kernels->draw_bytes(vocab) / 8 + 1;
+  std::unique_ptr<uint64_t[]> scratch(new uint64_t[words * pool->size()]);  // touched only where a draw needs it
+  auto number = [](const int64_t& bits) {
+    double value;
+    std::memcpy(&value, &bits, 8);
+    return value;
+  };
+  auto one = [&](int r, int worker) {
+    const int64_t* how = table + slots[r] * kWords;
+    uint64_t key = row_key(uint64_t(how[kStream]), uint64_t(positions[r]));
+    Draw draw{{uint32_t(key), uint32_t(key >> 32)}, float(number(how[kTemperature])), float(number(how[kLogMinP])),
+              number(how[kTopP]), how[kTopK], greedy[r] != 0};
+    out[r] = kernels->draw(logits + r * stride, vocab, draw, reinterpret_cast<uint8_t*>(scratch.get() + words * worker));
+  };
+  if (rows == 1) return one(0, 0);  // sooner done than others are called
+  pool->run(1, [&](int worker) {
+    for (int r; (r = pool->take(0, worker, rows)) < rows;) one(r, worker);
+  });
+}
+
 // Single stages, for tests.
 
 // out [rows, pad16(n)] = w . quantised(x [rows, k])
@@ -83,8 +118,8 @@ EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x
   Rows quantised{q.data(), factors.data(), total.data(), w->k};
   kernels->begin();
   for (int r = 0; r < rows; r++) kernels->quantise(x + size_t(r) * w->k, quantised, r);
-  kernels->gemm(*w, 0, w->groups(), quantised, 0, rows, {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0},
-                {aligned});
+  const Piece whole{w, 0, w->groups(), {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0}};
+  kernels->gemm(&whole, 1, quantised, 0, rows, {aligned});
   kernels->end();
 }
 
@@ -95,9 +130,9 @@ EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int
   std::vector<Query> queries;
   for (int i = 0; i < count; i++)
     queries.push_back({q + size_t(i) * heads * kv->head_dim, positions[i], i, tables + i * table_stride});
-  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, {}, out};
+  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, kv->kv_heads, {}, out};
   std::vector<float> scratch(kernels->attend_floats(args));
-  for (args.kv_head = 0; args.kv_head < kv->kv_heads && count; args.kv_head++) kernels->attend(args, scratch.data());
+  if (count) kernels->attend(args, scratch.data());
 }
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; called through ctypes.", -1,

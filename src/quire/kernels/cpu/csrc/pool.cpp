@@ -48,6 +48,7 @@ Pool::~Pool() {
 }
 
 void Pool::run(int stages, const std::function<void(int)>& job) {
+  stages *= size_;
   if (int(counters_.size()) < stages) counters_ = std::vector<Counter>(stages);
   for (int i = 0; i < stages; i++) counters_[i].next.store(0, std::memory_order_relaxed);
   job_ = &job;
@@ -60,7 +61,7 @@ void Pool::run(int stages, const std::function<void(int)>& job) {
   barrier();
 }
 
-void Pool::barrier() {
+void Pool::barrier(Ahead& ahead) {
   if (size_ == 1) return;
   uint64_t phase = phase_.load(std::memory_order_acquire);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
@@ -69,6 +70,7 @@ void Pool::barrier() {
     return;
   }
   auto waiting = [&] { return phase_.load(std::memory_order_acquire) == phase; };
+  for (; ahead.at < ahead.end && waiting(); ahead.at += 64) __builtin_prefetch(ahead.at);
   spin(waiting, kSpin);
   while (waiting()) std::this_thread::yield();
 }

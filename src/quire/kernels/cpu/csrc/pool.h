@@ -1,5 +1,5 @@
 // A fixed team of threads that runs one job at a time; the caller is worker 0. Within a job, workers meet at
-// barriers and take chunks of a stage's work from shared counters, so that a slow core is given less.
+// barriers and take items of a stage's work from shared counters, so that a slow core is given less.
 // Refuses to know: what the work is.
 #pragma once
 
@@ -13,6 +13,11 @@
 
 namespace quire {
 
+// Memory that a worker will read next.
+struct Ahead {
+  const uint8_t *at, *end;
+};
+
 class Pool {
  public:
   explicit Pool(int threads);
@@ -24,11 +29,26 @@ class Pool {
   // Runs job(worker) on every worker and returns when all are done. `stages` counters start at zero.
   void run(int stages, const std::function<void(int)>& job);
 
-  // For use inside a job: wait until every worker is here.
-  void barrier();
+  // For use inside a job: wait until every worker is here, asking for memory `ahead` meanwhile.
+  void barrier(Ahead& ahead);
+  void barrier() {
+    Ahead nothing{nullptr, nullptr};
+    barrier(nothing);
+  }
 
-  // For use inside a job: the first of up to `step` items of a stage nobody took yet; >= total when none is left.
-  int take(int stage, int step) { return counters_[stage].next.fetch_add(step, std::memory_order_relaxed); }
+  // For use inside a job: an item of a stage that nobody took yet, or `total` when none is left. A worker begins in a
+  // stretch of its own, so that what it takes next lies behind what it took last; then it helps others.
+  int take(int stage, int worker, int total) {
+    for (int i = 0; i < size_; i++) {
+      int owner = (worker + i) % size_;
+      int at = start(owner, total) + counters_[stage * size_ + owner].next.fetch_add(1, std::memory_order_relaxed);
+      if (at < start(owner + 1, total)) return at;
+    }
+    return total;
+  }
+
+  // The first item of a worker's own stretch.
+  int start(int worker, int total) const { return int(int64_t(total) * worker / size_); }
 
  private:
   struct alignas(64) Counter {

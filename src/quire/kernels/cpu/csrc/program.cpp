@@ -11,10 +11,13 @@ constexpr int kStages = 8;         // of a layer
 constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: a multiple of 16
 constexpr int kQueryTile = 16;     // query tokens attended together
 constexpr int kSharedLeast = 32;   // KV positions worth reading together
+constexpr size_t kAhead = 1 << 16; // bytes of the next weights to ask for while waiting
 
 int pad16(int n) { return (n + 15) / 16 * 16; }
 
 int chunk_for(int total, int workers) { return std::max(1, total / (workers * 4)); }
+
+int pieces(int total, int size) { return (total + size - 1) / size; }
 
 }  // namespace
 
@@ -83,7 +86,7 @@ int Program::forward(const Step& step) {
     for (const Item& item : plans_[g].items) widest = std::max<size_t>(widest, item.count);
   }
   AttendArgs shape{};
-  shape.kv.kv_heads = d_.kv_heads;
+  shape.kv.kv_heads = shape.head_end = d_.kv_heads;
   shape.kv.head_dim = d_.head_dim;
   shape.heads = d_.heads;
   shape.count = int(widest);
@@ -92,15 +95,13 @@ int Program::forward(const Step& step) {
 
   pool_.run(kStages * d_.layers + 2, [&](int worker) {
     k_.begin();
-    embed(step, kStages * d_.layers);
+    embed(step, kStages * d_.layers, worker);
     pool_.barrier();
     for (int i = 0; i < d_.layers; i++) layer(step, layers_[i], i, worker);
-    int stage = kStages * d_.layers + 1, chunk = chunk_for(step.tokens, pool_.size());
-    for (int t; (t = pool_.take(stage, chunk)) < step.tokens;)
-      for (int end = std::min(t + chunk, step.tokens); t < end; t++) {
-        size_t at = size_t(t) * d_.hidden;
-        k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
-      }
+    each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
+      size_t at = size_t(t) * d_.hidden;
+      k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
+    });
     k_.end();
   });
   return 0;
@@ -109,12 +110,13 @@ int Program::forward(const Step& step) {
 void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
   if (rows <= 0) return;
   Rows x = head_store_.reserve(rows, d_.hidden);
-  Job job{&d_.head, {out, stride, nullptr, false, 0, 0}};
+  const Piece head = whole(d_.head, {out, stride, nullptr, false, 0, 0});
   pool_.run(2, [&](int worker) {
     k_.begin();
-    for (int t; (t = pool_.take(0, 1)) < rows;) k_.quantise(hidden + size_t(t) * d_.hidden, x, t);
-    pool_.barrier();
-    multiply(1, &job, 1, x, rows, worker);
+    Ahead next = ahead(d_.head, worker);
+    for (int t; (t = pool_.take(0, worker, rows)) < rows;) k_.quantise(hidden + size_t(t) * d_.hidden, x, t);
+    pool_.barrier(next);
+    multiply(1, &head, 1, x, rows, worker);
     k_.end();
   });
 }
@@ -172,9 +174,9 @@ void Program::share(const Step& step, const StepGroup& group, const std::vector<
   }
 }
 
-void Program::embed(const Step& step, int stage) {
+void Program::embed(const Step& step, int stage, int worker) {
   int half = d_.rotary / 2;
-  for (int t; (t = pool_.take(stage, 1)) < step.tokens;) {
+  for (int t; (t = pool_.take(stage, worker, step.tokens)) < step.tokens;) {
     unpack_row(d_.embed, int32_t(step.ids[t]), x_.data() + size_t(t) * d_.hidden);
     float* cos = angles_.data() + size_t(t) * d_.rotary;
     for (int i = 0; i < half; i++) {
@@ -198,84 +200,103 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
   float* qkv = qkv_buffer_.data();
 
-  normalise(stage, layer.input_norm, step.tokens);
-  pool_.barrier();
-  const Job jobs[] = {{&layer.q, {qkv, size_t(qkv_), layer.q_bias, false, 0, 0}},
-                      {&layer.k, {qkv + q, size_t(qkv_), layer.k_bias, false, 0, 0}},
-                      {&layer.v, {qkv + q + k, size_t(qkv_), layer.v_bias, false, 0, 0}}};
-  multiply(stage + 1, jobs, 3, normed_, step.tokens, worker);
-  pool_.barrier();
-  rotate(step, layer, kv, stage + 2);
-  pool_.barrier();
+  Ahead next = ahead(layer.q, worker);
+  normalise(stage, layer.input_norm, step.tokens, worker);
+  pool_.barrier(next);
+  const Piece parts[] = {whole(layer.q, {qkv, size_t(qkv_), layer.q_bias, false, 0, 0}),
+                         whole(layer.k, {qkv + q, size_t(qkv_), layer.k_bias, false, 0, 0}),
+                         whole(layer.v, {qkv + q + k, size_t(qkv_), layer.v_bias, false, 0, 0})};
+  multiply(stage + 1, parts, 3, normed_, step.tokens, worker);
+  next = ahead(layer.o, worker);
+  pool_.barrier(next);
+  rotate(step, layer, kv, stage + 2, worker);
+  pool_.barrier(next);
   attend(layer, kv, stage + 3, worker);
-  pool_.barrier();
-  const Job o{&layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0}};
+  pool_.barrier(next);
+  const Piece o = whole(layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0});
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
-  pool_.barrier();
-  normalise(stage + 5, layer.post_norm, step.tokens);
-  pool_.barrier();
+  next = ahead(layer.gate, worker);
+  pool_.barrier(next);
+  normalise(stage + 5, layer.post_norm, step.tokens, worker);
+  pool_.barrier(next);
   gate_up(layer, step.tokens, stage + 6, worker);
-  pool_.barrier();
-  const Job down{&layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0}};
+  next = ahead(layer.down, worker);
+  pool_.barrier(next);
+  const Piece down = whole(layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0});
   multiply(stage + 7, &down, 1, gated_, step.tokens, worker);
   pool_.barrier();
 }
 
-void Program::normalise(int stage, const float* weight, int tokens) {
-  int chunk = chunk_for(tokens, pool_.size());
-  for (int t; (t = pool_.take(stage, chunk)) < tokens;)
-    for (int end = std::min(t + chunk, tokens); t < end; t++)
-      k_.norm_quantise(x_.data() + size_t(t) * d_.hidden, weight, d_.eps, normed_, t);
+// Where a worker will begin to read these weights.
+Ahead Program::ahead(const Matrix& w, int worker) const {
+  const uint8_t* at = w.group(pool_.start(worker, w.groups()));
+  return {at, at + kAhead};
 }
 
-// Work is numbered (row chunk, matrix, group), groups innermost, and taken in runs of groups.
-void Program::multiply(int stage, const Job* jobs, int count, Rows x, int rows, int worker) {
+template <typename Visit>
+void Program::each_token(int stage, int worker, int tokens, Visit visit) {
+  int chunk = chunk_for(tokens, pool_.size()), total = pieces(tokens, chunk);
+  for (int item; (item = pool_.take(stage, worker, total)) < total;)
+    for (int t = item * chunk; t < std::min((item + 1) * chunk, tokens); t++) visit(t);
+}
+
+void Program::normalise(int stage, const float* weight, int tokens, int worker) {
+  each_token(stage, worker, tokens, [&](int t) {
+    k_.norm_quantise(x_.data() + size_t(t) * d_.hidden, weight, d_.eps, normed_, t);
+  });
+}
+
+// Work is numbered (matrix, run of groups, row chunk), row chunks innermost: they find the weights in the cache.
+void Program::multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker) {
   int groups = 0;
-  for (int j = 0; j < count; j++) groups += jobs[j].w->groups();
-  int chunk = std::min(chunk_for(groups, pool_.size()), 64), runs = (groups + chunk - 1) / chunk;
-  int total = runs * ((rows + kRowChunk - 1) / kRowChunk);
-  for (int item; (item = pool_.take(stage, 1)) < total;) {
-    int m0 = item / runs * kRowChunk, m1 = std::min(m0 + kRowChunk, rows);
-    int first = item % runs * chunk, last = std::min(first + chunk, groups), base = 0;
+  for (int j = 0; j < count; j++) groups += whole[j].g1;
+  int chunk = std::min(chunk_for(groups, pool_.size()), 64), row_chunks = pieces(rows, kRowChunk);
+  int total = pieces(groups, chunk) * row_chunks;
+  for (int item; (item = pool_.take(stage, worker, total)) < total;) {
+    int m0 = item % row_chunks * kRowChunk, m1 = std::min(m0 + kRowChunk, rows);
+    int first = item / row_chunks * chunk, last = std::min(first + chunk, groups), base = 0, used = 0;
+    Piece parts[kMost];
     for (int j = 0; j < count; j++) {
-      int size = jobs[j].w->groups(), g0 = std::max(first - base, 0), g1 = std::min(last - base, size);
-      if (g0 < g1) k_.gemm(*jobs[j].w, g0, g1, x, m0, m1, jobs[j].out, scratch(worker));
+      int size = whole[j].g1, g0 = std::max(first - base, 0), g1 = std::min(last - base, size);
+      if (g0 < g1) parts[used++] = {whole[j].w, g0, g1, whole[j].out};
       base += size;
     }
+    k_.gemm(parts, used, x, m0, m1, scratch(worker));
   }
 }
 
-void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int stage) {
+void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker) {
   const StepGroup& group = step.group[layer.kv_group];
-  int dim = d_.head_dim, half = d_.rotary / 2, chunk = chunk_for(step.tokens, pool_.size());
-  for (int t; (t = pool_.take(stage, chunk)) < step.tokens;) {
-    for (int end = std::min(t + chunk, step.tokens); t < end; t++) {
-      float* heads = qkv_buffer_.data() + size_t(t) * qkv_;
-      const float *cos = angles_.data() + size_t(t) * d_.rotary, *sin = cos + half;
-      for (int h = 0; h < d_.heads + d_.kv_heads; h++) {
-        float* x = heads + h * dim;
-        bool query = h < d_.heads;
-        const float* weight = query ? layer.q_norm : layer.k_norm;
-        if (weight) k_.norm(x, weight, d_.eps, dim, x);
-        k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
-      }
-      int64_t slot = group.kv_slots[t];
-      uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
-                    size_t(slot % group.tokens_per_page) * kv.token_stride();
-      const float* k = heads + d_.heads * dim;
-      k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
-      k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+  int dim = d_.head_dim, half = d_.rotary / 2;
+  each_token(stage, worker, step.tokens, [&](int t) {
+    float* heads = qkv_buffer_.data() + size_t(t) * qkv_;
+    const float *cos = angles_.data() + size_t(t) * d_.rotary, *sin = cos + half;
+    for (int h = 0; h < d_.heads + d_.kv_heads; h++) {
+      float* x = heads + h * dim;
+      bool query = h < d_.heads;
+      const float* weight = query ? layer.q_norm : layer.k_norm;
+      if (weight) k_.norm(x, weight, d_.eps, dim, x);
+      k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
     }
-  }
+    int64_t slot = group.kv_slots[t];
+    uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
+                  size_t(slot % group.tokens_per_page) * kv.token_stride();
+    const float* k = heads + d_.heads * dim;
+    k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
+    k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+  });
 }
 
+// Queries by queries with all their heads, which lie together in a page; head by head where there is little to share out.
 void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker) {
   const Plan& plan = plans_[layer.kv_group];
-  int total = int(plan.items.size()) * d_.kv_heads;
-  for (int i; (i = pool_.take(stage, 1)) < total;) {
-    const Item& item = plan.items[i / d_.kv_heads];
-    AttendArgs args{kv,          d_.heads,         layer.window, plan.queries.data() + item.first, item.count,
-                    item.shared, i % d_.kv_heads, attended_,    nullptr};
+  int items = int(plan.items.size()), parts = items < 4 * pool_.size() ? d_.kv_heads : 1, heads = d_.kv_heads / parts;
+  int total = items * parts;
+  for (int i; (i = pool_.take(stage, worker, total)) < total;) {
+    const Item& item = plan.items[i / parts];
+    int head = i % parts * heads;
+    AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
+                    head, head + heads, attended_,    nullptr};
     k_.attend(args, attend_scratch_.data() + worker * attend_stride_);
   }
 }
@@ -283,11 +304,12 @@ void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker)
 void Program::gate_up(const Layer& layer, int tokens, int stage, int worker) {
   float* gates = gates_.data() + size_t(worker) * 2 * kRowChunk * kBlock;
   float* ups = gates + kRowChunk * kBlock;
-  int blocks = d_.intermediate / kBlock, total = blocks * ((tokens + kRowChunk - 1) / kRowChunk);
-  for (int item; (item = pool_.take(stage, 1)) < total;) {
-    int m0 = item / blocks * kRowChunk, m1 = std::min(m0 + kRowChunk, tokens), b = item % blocks;
-    k_.gemm(layer.gate, 2 * b, 2 * b + 2, normed_, m0, m1, {gates, kBlock, nullptr, false, m0, 2 * b}, scratch(worker));
-    k_.gemm(layer.up, 2 * b, 2 * b + 2, normed_, m0, m1, {ups, kBlock, nullptr, false, m0, 2 * b}, scratch(worker));
+  int row_chunks = pieces(tokens, kRowChunk), total = d_.intermediate / kBlock * row_chunks;
+  for (int item; (item = pool_.take(stage, worker, total)) < total;) {
+    int m0 = item % row_chunks * kRowChunk, m1 = std::min(m0 + kRowChunk, tokens), b = item / row_chunks;
+    const Piece parts[] = {{&layer.gate, 2 * b, 2 * b + 2, {gates, kBlock, nullptr, false, m0, 2 * b}},
+                           {&layer.up, 2 * b, 2 * b + 2, {ups, kBlock, nullptr, false, m0, 2 * b}}};
+    k_.gemm(parts, 2, normed_, m0, m1, scratch(worker));
     for (int m = m0; m < m1; m++) k_.gate(gates + (m - m0) * kBlock, ups + (m - m0) * kBlock, gated_, m, b);
   }
 }

@@ -63,21 +63,22 @@ class Program {
     std::vector<Query> queries;
     std::vector<Item> items;
   };
-  struct Job {  // one multiplication of a stage
-    const Matrix* w;
-    Out out;
-  };
+  static constexpr int kMost = 3;  // matrices multiplied in one stage
 
   void reserve(int tokens);
   void plan(const Step& step, const StepGroup& group, Plan& plan) const;
   void share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const;
-  void embed(const Step& step, int stage);
+  void embed(const Step& step, int stage, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
-  void multiply(int stage, const Job* jobs, int count, Rows x, int rows, int worker);
-  void normalise(int stage, const float* weight, int tokens);
-  void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage);
+  void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
+  void normalise(int stage, const float* weight, int tokens, int worker);
+  void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
   void attend(const Layer& layer, const Paged& kv, int stage, int worker);
   void gate_up(const Layer& layer, int tokens, int stage, int worker);
+  Ahead ahead(const Matrix& w, int worker) const;
+  template <typename Visit>
+  void each_token(int stage, int worker, int tokens, Visit visit);
+  static Piece whole(const Matrix& w, Out out) { return {&w, 0, w.groups(), out}; }
   Scratch scratch(int worker) { return {scratch_.data() + worker * scratch_stride_}; }
 
   const Decoder d_;

@@ -10,6 +10,11 @@ typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef int8_t vb __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
+inline vi loadi(const int32_t* p) {
+  vi v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline vf splat(float x) { return vf{} + x; }
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }

@@ -14,9 +14,7 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
     total += rounded;
     *reinterpret_cast<vb*>(q + i) = __builtin_convertvector((vi)rounded, vb);
   }
-  uint32_t wrapped = 0;
-  for (int i = 0; i < W; i++) wrapped += total[i];
-  int32_t sums = int32_t(wrapped);
+  int32_t sums = int32_t(sum(total));
   *out.scale(row, b) = top / 127.0f;
   *out.sum(row, b) = top / 127.0f * float(sums);
   *out.totals(row, b) = sums;

@@ -1,0 +1,48 @@
+"""A step's batch out of the slots' state: what every step does before anything else, in plain torch.
+
+    rows table: slot | start | count     ──►     ids, positions and KV places of all tokens; lengths and pages of rows
+
+Twin: `triton/batch.py`, one launch. Refuses to know: who fills the slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class Assembled(NamedTuple):
+    input_ids: torch.Tensor  # [tokens] int64
+    positions: torch.Tensor  # [tokens] int64
+    kv_slots: torch.Tensor  # [tokens] int64: page * page_size + offset
+    query_start: torch.Tensor  # [rows + 1] int32
+    kv_len: torch.Tensor  # [rows] int32
+    page_table: torch.Tensor  # [rows, pages] int32; what lies behind a row's need may be anything
+
+
+def assemble(
+    rows: torch.Tensor,  # [3 or more, rows] int64
+    tokens: torch.Tensor,  # [slots, length] int32: every slot's known tokens
+    pages: torch.Tensor,  # [slots, pages] int32: every slot's page table
+    page_size: int,
+    count: int,  # tokens of all rows
+    width: int,  # pages of the longest row, at most
+) -> Assembled:
+    slots, starts, lengths = rows[0], rows[1], rows[2]
+    ends = lengths.cumsum(0)
+    if rows.device.type == "cpu" and count == rows.shape[1]:  # a token a row: no row is empty where nothing is padded
+        positions, slot_of = starts, slots
+    else:
+        row_of = torch.repeat_interleave(lengths, output_size=count)  # [tokens]
+        positions = torch.arange(count, device=rows.device) + (starts + lengths - ends)[row_of]
+        slot_of = slots[row_of]
+    return Assembled(
+        input_ids=tokens[slot_of, positions].long(),
+        positions=positions,
+        kv_slots=pages[slot_of, positions // page_size].long() * page_size + positions % page_size,
+        query_start=F.pad(ends, (1, 0)).int(),
+        kv_len=(starts + lengths).int(),
+        page_table=pages[:, :width][slots],
+    )

@@ -1,0 +1,47 @@
+"""Options of a server: what is refused, what follows from what, and that the docs list all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.types.errors import ConfigError
+from quire.types.serving import ServeOptions, flag
+
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"max_queue": 0}, "--max-queue must be at least 1"),
+        ({"heartbeat": 0.5}, "--heartbeat must be at least 1"),
+        ({"max_queue_wait": 0}, "--max-queue-wait must be more than 0"),
+        ({"max_queue_wait": float("nan")}, "--max-queue-wait"),
+        ({"deadline_ms": -1}, "--deadline-ms must not be negative"),
+        ({"hang_timeout": 2.0}, "--hang-timeout must not be shorter"),
+        ({"max_body": "lots"}, "cannot read 'lots' as a size"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        ServeOptions(**options)
+
+
+def test_the_admin_port_follows_the_port() -> None:
+    assert ServeOptions(port=9000).admin_port_wanted == 9001
+    assert ServeOptions(port=0).admin_port_wanted == 0
+    assert ServeOptions(port=9000, admin_port=7).admin_port_wanted == 7
+
+
+def test_every_option_is_in_the_docs_with_its_default() -> None:
+    rows = {line.split("`")[1]: line for line in OPERATIONS.read_text().splitlines() if line.startswith("| `--")}
+    for field in dataclasses.fields(ServeOptions):
+        row = rows[flag(field.name)]
+        assert field.metadata["help"] in row, f"{flag(field.name)}: the docs say something else"
+        shown = "" if field.default is None else str(field.default)
+        assert f"| {shown} |".replace("|  |", "| |") in row, f"{flag(field.name)}: default {shown}"
+    assert set(rows) == {flag(field.name) for field in dataclasses.fields(ServeOptions)}
