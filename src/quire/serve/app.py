@@ -8,6 +8,7 @@ Refuses to know: sockets, signals, where the engine runs.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ from quire.types.serving import ServeOptions
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
+logger = logging.getLogger("quire.serve")
+
 Router = Callable[[Serving], APIRouter]
 
 PUBLIC: list[Router] = [
@@ -83,7 +86,10 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
-    metrics = Metrics(frontend.model_name, Energy())
+    energy = Energy()
+    if not energy.available:
+        logger.info("no energy metrics: %s", "; ".join(energy.reasons))
+    metrics = Metrics(frontend.model_name, energy)
     return Serving(
         frontend=frontend,
         metrics=metrics,
