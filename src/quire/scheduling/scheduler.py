@@ -360,7 +360,7 @@ class Scheduler:
         seq.pending -= 1
         seq.unsent = len(drawn) - 1
         self.stats.output_tokens += len(drawn)
-        self.stats.forced_tokens += seq.unsent
+        self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
             event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
             event.error = InputError.__name__
