@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.events import json
-from quire.serve.fields import Int, Name
+from quire.serve.fields import Int, Name, extension
 from quire.serve.generation import Serving, off_loop
 from quire.serve.openapi import answers
 from quire.serve.schema import MAX_TOOLS, FunctionTool, Message
@@ -27,6 +27,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool = True
+    continues: Annotated[bool, extension("the prompt goes on from another text")] = False
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -64,6 +65,8 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
 
     def work() -> list[int]:
         if body.messages is None:
+            if body.continues:
+                return text.tokenizer.encode_on(body.prompt or "")
             return text.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens)
         return text.encode_chat(
             [message.plain() for message in body.messages],
