@@ -1,4 +1,4 @@
-"""Does the default model on a GPU follow the fp32 CPU path? Greedy answers to 20 prompts, differences with their margins.
+"""Does the default model on a GPU follow the fp32 CPU path? Greedy answers to 20 prompts, and perplexity.
 
     python scripts/gpu_default_model.py reference FILE.json MODEL     on any machine: fp32 on the CPU
     python scripts/gpu_default_model.py compare FILE.json MODEL       on a GPU: float32 and bfloat16
@@ -16,11 +16,11 @@ from quire.types.sampling import SamplingParams
 
 PROMPTS = [
     "What is gravity?", "Write a haiku about the sea.", "Name three primary colours.", "Explain photosynthesis simply.",
-    "List the planets in order.", "What does a compiler do?", "Tell me a short story about a fox.", "How do magnets work?",
+    "List the planets in order.", "What does a compiler do?", "Tell me a story about a fox.", "How do magnets work?",
     "Give me a recipe for pancakes.", "What is the water cycle?", "Why is the sky blue?", "Describe a rainy day.",
     "What is the difference between a list and a tuple in Python?", "Who invented the telephone?", "What is an atom?",
-    "How can I sleep better?", "Summarise the idea of evolution.", "What are prime numbers?", "Write a polite email asking for leave.",
-    "What causes earthquakes?",
+    "How can I sleep better?", "Summarise the idea of evolution.", "What are prime numbers?",
+    "Write a polite email asking for leave.", "What causes earthquakes?",
 ]  # fmt: skip
 TOKENS = 48
 

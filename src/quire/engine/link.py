@@ -103,6 +103,22 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
     return []
 
 
+class LentLink:
+    """Another's link, for a while: whoever borrows it cannot close it."""
+
+    def __init__(self, link: Link):
+        self._link = link
+        self.info = link.info
+        self.send, self.receive, self.wake = link.send, link.receive, link.wake
+
+    @property
+    def heard(self) -> float:
+        return self._link.heard
+
+    def close(self, *, force: bool = False) -> None:
+        """Nothing: the engine stays its owner's."""
+
+
 class LocalLink:
     """The engine in this process; the caller's receive() is what makes it step."""
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import Any
 
 from quire.assets import resolve
+from quire.engine.client import AsyncClient
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
+from quire.engine.frontend import Frontend
 from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
-from quire.engine.link import open_link
+from quire.engine.link import LentLink, open_link
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
@@ -131,6 +133,18 @@ class LLM:
     def reset(self) -> None:
         """Forget cached prefixes and counters."""
         self._link.send(Reset())
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[Frontend]:
+        """This engine for asyncio, where many callers may use it at once, while the block lasts. Until it ends, the
+        LLM's own methods must rest: one thread at a time makes the engine step."""
+        client = AsyncClient(LentLink(self._link))
+        try:
+            yield Frontend(client, self.text, self.info.model)
+        finally:
+            with contextlib.suppress(EngineDeadError):
+                await client.stats()  # what was sent before, aborts among it, has arrived
+            await client.close()
 
     def close(self) -> None:
         self._link.close()

@@ -267,6 +267,7 @@ class Collected:
     """One choice, complete."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason = FinishReason.LENGTH
@@ -281,6 +282,7 @@ async def collect(generation: Generation) -> list[Collected]:
             for delta in deltas:
                 choice = choices[delta.branch]
                 parts[delta.branch].append(delta.text)
+                choice.token_ids += delta.token_ids
                 choice.logprobs += delta.logprobs or ()
                 choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
                 choice.finish_reason = delta.finish_reason or choice.finish_reason

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.serve.conversation import Turn, render
 from quire.serve.events import json
-from quire.serve.fields import Int, Name
+from quire.serve.fields import Int, Name, extension
 from quire.serve.generation import Serving, off_loop
 from quire.serve.openapi import answers
 from quire.serve.schema import MAX_TOOLS, FunctionTool, Message
@@ -29,6 +29,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool = True
+    continues: Annotated[bool, extension("the prompt goes on from another text")] = False
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -65,7 +66,13 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
     tokenizer = serving.frontend.text.tokenizer
     if body.messages is None:
         prompt = body.prompt or ""
-        tokens = await off_loop(len(prompt), lambda: tokenizer.encode(prompt, add_special=body.add_special_tokens))
+
+        def encode() -> list[int]:
+            if body.continues:
+                return tokenizer.encode_on(prompt)
+            return tokenizer.encode(prompt, add_special=body.add_special_tokens)
+
+        tokens = await off_loop(len(prompt), encode)
     else:
         turn = Turn(
             messages=[message.plain() for message in body.messages],
