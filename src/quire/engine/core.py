@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError
+from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.plan import StepPlan
 from quire.types.process import resident_bytes
@@ -42,8 +42,21 @@ class EngineCore:
         self._preparing = Preparing(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
+        self._asleep = False
+
+    def power(self, *, asleep: bool) -> None:
+        """Free the device's memory (weights and cached pages wait in the host's), or take it again."""
+        if asleep and self.busy:
+            raise OverloadedError("requests are under way; the engine can sleep when they are done")
+        if asleep and not self._asleep:
+            self.executor.sleep(self.scheduler.memory.pool.cached_pages())
+        elif self._asleep and not asleep:
+            self.executor.wake()
+        self._asleep = asleep
 
     def submit(self, request: Request) -> None:
+        if self._asleep:
+            self.power(asleep=False)
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:

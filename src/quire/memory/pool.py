@@ -42,6 +42,10 @@ class PagePool:
     def cached(self) -> int:
         return len(self._idle)
 
+    def cached_pages(self) -> list[int]:
+        """Unreferenced pages whose content is known."""
+        return list(self._idle)
+
     def refs(self, page: int) -> int:
         return self._refs[page]
 

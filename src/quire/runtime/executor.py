@@ -6,6 +6,7 @@ step is in flight, and in a thread of its own when several are.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,6 +49,9 @@ class LocalExecutor:
             torch.set_num_threads(resolved.threads)
         self.device = torch.device(resolved.device)
         self.dtype = DTYPES[resolved.dtype]
+        self.took: dict[str, float] = {}  # seconds of each stage of starting
+        self._saved: tuple[list[int], torch.Tensor | None] = ([], None)  # pages, while asleep
+        began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_model(
                 source,
@@ -60,6 +64,7 @@ class LocalExecutor:
                 invariant=options.device.invariant,
                 progress=report,
             )
+        self.took["weights"] = time.perf_counter() - began
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
@@ -87,14 +92,41 @@ class LocalExecutor:
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
     def start(self) -> Capacity:
-        self._runner = ModelRunner(
-            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars
-        )
-        if self._graphs:
-            self._runner.capture()
-        if self._tiers.stores:
-            self._transfers = Transfers(self._runner.pages, self._tiers.stores, self._tiers.signal)
+        self._runner = self._awaken()
         return self._capacity
+
+    def _awaken(self) -> ModelRunner:
+        began = time.perf_counter()
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars)
+        self.took["KV pages"] = time.perf_counter() - began
+        if self._graphs:
+            began = time.perf_counter()
+            runner.capture()
+            self.took["captured steps"] = time.perf_counter() - began
+        if self._tiers.stores:
+            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers.use(runner.pages)
+        return runner
+
+    def sleep(self, pages: list[int]) -> None:
+        if self.device.type == "cpu" or isinstance(self.model, NativeModel):
+            raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
+        assert self._runner is not None
+        if self._transfers is not None:
+            self._transfers.drain()
+        self._saved = (pages, self._runner.read_pages(pages))
+        self._runner.close()
+        self._runner = None
+        gc.collect()  # captured steps and the runner know each other
+        self.model.to(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        assert not isinstance(self.model, NativeModel)
+        self.model.to(self.device)
+        self._runner = self._awaken()
+        self._runner.write_pages(*self._saved)
+        self._saved = ([], None)
 
     def _open_tiers(self, options: EngineOptions, source: WeightSource) -> Tiers:
         cache = options.cache
@@ -128,6 +160,9 @@ class LocalExecutor:
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+        if self.device.type == "cuda":
+            gc.collect()  # captured steps and the runner know each other: their memory would wait for a later round
+            torch.cuda.empty_cache()
 
 
 class _Ticket:

@@ -68,6 +68,14 @@ class ModelRunner:
     def close(self) -> None:
         self._grammars.close()
 
+    def read_pages(self, pages: list[int]) -> torch.Tensor:
+        """Their bytes, in host memory."""
+        return self.pages[torch.tensor(pages, device=self._device)].cpu()
+
+    def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
+        if pages and content is not None:
+            self.pages[torch.tensor(pages, device=self._device)] = content.to(self._device)
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""

@@ -91,6 +91,11 @@ class Diary:
         log.first_token = self.now
         self.stats.prefill_time.observe(max(0.0, self.now - log.admitted))
 
+    def forced(self, seq: Sequence, tokens: int) -> None:
+        """By a grammar, after the token drawn."""
+        self.stats.forced_tokens += tokens
+        seq.log.forced += tokens
+
     def cut(self, rows: int) -> None:
         """Tokens beyond a stop string are dropped."""
         self.stats.waste["overrun"] += rows

@@ -20,6 +20,7 @@ from quire.memory.tiers import Directory
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
+from quire.scheduling.pace import Pace
 from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
 from quire.scheduling.search import Search, answers
@@ -61,6 +62,7 @@ class Scheduler:
         self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
+        self._pace = Pace(options.step_target, capacity.max_batch_tokens)
         self._watermark = max(1, capacity.pages // 100)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
@@ -154,31 +156,33 @@ class Scheduler:
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
             seq.inflight += 1
+        flight.alone = not self._flights
         self._flights.append(flight)
         return flight.plan
 
     def _catch_up(self, flight: Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
-        budget = self.capacity.max_batch_tokens
         behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
+        whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
             missing = seq.known - seq.computed
-            count = missing if missing == 1 else min(missing, self._chunk, budget)
+            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
             if count <= 0:
                 break
             change = self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count if missing > 1 else 0
-        budget = self.capacity.max_batch_tokens
+                budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
+        budget = whole
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
-                budget -= count if seq.known - seq.computed > 1 else 0
+                if seq.known - seq.computed > 1:
+                    budget -= self._pace.cost(seq.computed, count)
                 flight.change(seq, change)
                 self._add_row(flight, seq, count)
         return budget
@@ -263,12 +267,12 @@ class Scheduler:
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
-            count = min(seq.known - hit.tokens, self._chunk, budget)
+            count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
             spare = self._watermark if self._running and not only else 0
             if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
-            budget -= count
+            budget -= self._pace.cost(hit.tokens, count)
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
@@ -335,6 +339,8 @@ class Scheduler:
         self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
+        work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
+        self._pace.ended(self.diary.now, work, idle=flight.alone or not plan.rows)
         self.diary.stepped(plan, result, flight.rows)
         self._land(flight)
         self.paging.stepped(plan, result)
@@ -383,7 +389,7 @@ class Scheduler:
         seq.pending -= 1
         seq.unsent = len(drawn) - 1
         self.stats.output_tokens += len(drawn)
-        self.stats.forced_tokens += seq.unsent
+        self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
             event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
             event.error = InputError.__name__

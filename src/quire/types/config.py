@@ -62,6 +62,9 @@ class SchedulerOptions:
     max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)")
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
+    step_target: float | None = option(
+        None, "seconds a step may take while answers are streamed: prompts are cut to fit (default: no limit)"
+    )
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
     preempt: str = option("auto", "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)")
     ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level")

@@ -177,6 +177,12 @@ class FakeExecutor:
         states = [(float(slot.tokens[p]), float(p)) for p in range(row.start, row.start + row.count)]
         return [sum(column) for column in zip(*states, strict=True)] if row.pool == "mean" else list(states[-1])
 
+    def sleep(self, pages: list[int]) -> None:
+        self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}
+
+    def wake(self) -> None:
+        pass
+
     def close(self) -> None:
         self._slots.clear()
 

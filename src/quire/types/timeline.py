@@ -43,6 +43,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     ended: float = 0.0
     finish: str = ""
     outputs: int = 0
+    forced: int = 0  # of outputs, forced by a grammar: they took no step
     cached: int = 0
     pending: float = 0.0  # seconds spent waiting for pages that somebody else was computing or loading
     chunks: list[tuple[float, int]] = []  # (planned at, tokens) of steps that computed more than one token

@@ -1,0 +1,36 @@
+"""A language for programs over a model: prompts as values, holes the model fills, control flow in plain Python.
+
+    with Model("smollm2-135m") as model:
+        prompt = model + user("Name a city in Italy.") + gen("city", where=Words(1, 3))
+        print(prompt["city"])
+
+Knows: text, the client side of the engine. Refuses to know: torch, scheduling, how servers are made.
+"""
+
+from quire.lang.model import Model
+from quire.lang.pieces import assistant, gen, join, select, system, user
+from quire.lang.prompt import Forks, Prompt, probabilities
+from quire.lang.where import Contains, EndsWith, Int, Length, OneOf, Regex, StartsWith, StopsAt, Where, Words
+
+__all__ = [
+    "Contains",
+    "EndsWith",
+    "Forks",
+    "Int",
+    "Length",
+    "Model",
+    "OneOf",
+    "Prompt",
+    "Regex",
+    "StartsWith",
+    "StopsAt",
+    "Where",
+    "Words",
+    "assistant",
+    "gen",
+    "join",
+    "probabilities",
+    "select",
+    "system",
+    "user",
+]
