@@ -500,7 +500,7 @@ class Scheduler:
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
-        self.paging.forget(tiers=False)
+        self.paging.directory.forget()
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
@@ -508,10 +508,10 @@ class Scheduler:
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
         self.memory.pool.forget_idle()
-        self.paging.forget(tiers=True)
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = self.paging.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.paging.reset(self.stats)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
