@@ -23,6 +23,7 @@ from quire.scheduling.flight import Flight
 from quire.scheduling.pace import Pace
 from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
+from quire.scheduling.pressure import Pressure
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.view import picture
@@ -63,7 +64,7 @@ class Scheduler:
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._pace = Pace(options.step_target, capacity.max_batch_tokens)
-        self._watermark = max(1, capacity.pages // 100)
+        self._pressure = Pressure(self.memory)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # insertion-ordered set
@@ -143,7 +144,7 @@ class Scheduler:
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
-        self.paging.prefetch(self._waiting, self._watermark)
+        self.paging.prefetch(self._waiting, self._pressure.spare)
         self._admit(flight, budget, now)
         if not flight.rows and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
@@ -223,7 +224,7 @@ class Scheduler:
                 continue
             if self._pages_returning():
                 return None
-            victim = self.policy.victim(list(self._running), now)
+            victim = self.policy.victim(self._pressure.victims(list(self._running)), now)
             self.preempt(victim)
             if victim is seq:
                 return None
@@ -245,6 +246,7 @@ class Scheduler:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
         self.paging.preempted(seq)
+        self._pressure.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -259,8 +261,8 @@ class Scheduler:
         for seq in order:
             if not self._slots or (budget <= 0 and not reserve):
                 break
-            if seq.inflight:
-                continue  # preempted; its old pages are still in use
+            if seq.inflight or not (only or self._pressure.admits(seq)):
+                continue  # preempted; its old pages are still in use, or it would only be so again
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
             hit = self.memory.lookup(seq.table, reusable(seq))
             if hit.waits or self.paging.fetch(seq):
@@ -268,7 +270,7 @@ class Scheduler:
                 self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
-            spare = self._watermark if self._running and not only else 0
+            spare = self._pressure.spare if self._running and not only else 0
             if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
@@ -291,6 +293,7 @@ class Scheduler:
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
         self.paging.started(seq)
+        self._pressure.started(seq)
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
@@ -480,6 +483,7 @@ class Scheduler:
         self._running.pop(seq, None)
         self._forks.pop(seq, None)
         self.paging.gone(seq)
+        self._pressure.ended(seq)
         seq.move(Status.FINISHED)
         if not seq.inflight:
             self._release(seq)
