@@ -247,6 +247,7 @@ class Scheduler:
         self.diary.preempted(seq)
         self.paging.preempted(seq)
         self._pressure.preempted(seq)
+        self.stats.preempted_most = max(self.stats.preempted_most, seq.preempted)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)

@@ -68,6 +68,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
     preemptions: int = 0
+    preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}
     waiting: int = 0
     running: int = 0
