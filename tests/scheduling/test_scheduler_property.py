@@ -28,10 +28,10 @@ def layout(*groups: KVGroup) -> KVLayout:
 
 
 class World:
-    def __init__(self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True):
+    def __init__(self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, drafts=0):
         self.rng = random.Random(seed)
         self.depth = depth
-        capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth)
+        capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
         options = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(options, layout(*groups), capacity, prefix_cache=prefix_cache)
         self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB)
@@ -88,7 +88,7 @@ class World:
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)
-            self.take(self.scheduler.commit(plan, ticket.result()))
+            self.take(self.scheduler.commit(plan, ticket.result(), self.now + 0.05))
 
     def any_live(self):
         live = [r for r in self.requests if any((r, b) not in self.ended for b in range(self.requests[r].params.n))]
@@ -183,9 +183,10 @@ WORLDS = [
 ]
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize(("groups", "policy", "depth", "cache", "operations"), WORLDS)
-def test_random_life(groups, policy, depth, cache, operations):
-    world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache)
+def test_random_life(groups, policy, depth, cache, operations, drafts):
+    world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache, drafts=drafts)
     actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]
     if policy == "static":
         actions.remove(world.preempt)
@@ -216,6 +217,7 @@ def test_random_life(groups, policy, depth, cache, operations):
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
     assert world.scheduler.stats.forced_tokens > 100
     assert searches > 50 or not world.beams
+    assert (world.scheduler.stats.accepted_tokens > 100) == (world.scheduler.stats.waste["draft"] > 100) == bool(drafts)
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":
