@@ -129,7 +129,7 @@ class Contains(Regex):
         super().__init__(ANYTHING + _literal(text) + ANYTHING)
 
 
-def StopsAt(text: str) -> Where:  # noqa: N802 (it reads as the other constraints do)
+def StopsAt(text: str) -> Where:
     """Texts that end where `text` first occurs, with it."""
     return EndsWith(text) & ~Regex(ANYTHING + _literal(text) + "(?s:.+)")
 
