@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -69,7 +69,7 @@ class Turn:
 
 
 Hole = Gen | Select
-Piece = Union[str, Hole, Turn, Join, Sequence["Piece"]]
+Piece: TypeAlias = "str | Hole | Turn | Join | Sequence[Piece]"
 Atom = str | Hole | Join | Begin | End
 
 
@@ -84,12 +84,12 @@ def gen(
 ) -> Gen:
     """A hole for the model to fill; its value is read as `prompt[name]`.
 
-    `where` holds it to a constraint (a text is a regular expression), `schema` to JSON: a schema, or a type that msgspec
-    or pydantic can describe, of which the value then is. Other words are those of SamplingParams (`temperature`, ...).
+    `where` holds it to a constraint (a text is a regular expression), `schema` to JSON: a schema, or a type that
+    msgspec or pydantic can describe, which the value then has. Other words are those of SamplingParams.
     """
     if where is not None and schema is not None:
         raise InputError("a hole takes `where` or `schema`, not both", param="where")
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = ([stop] if stop else []) if isinstance(stop, str) else list(stop)
     grammar, value, holds = None, str, None  # type: tuple[GrammarSpec | None, Callable[[str], Any], Any]
     if where is not None:
         constraint = where_of(where)
