@@ -33,7 +33,11 @@ class EngineCore:
         self.executor = executor
         self.capacity = executor.start()
         self.scheduler = Scheduler(
-            options.scheduler, executor.layout, self.capacity, prefix_cache=options.cache.prefix_cache
+            options.scheduler,
+            executor.layout,
+            self.capacity,
+            prefix_cache=options.cache.prefix_cache,
+            kv_policy=options.cache.kv_policy,
         )
         self._preparing = Preparing(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
@@ -112,4 +116,8 @@ class EngineCore:
 
     def close(self) -> None:
         self._tickets.clear()
+        last = StepPlan(step=0)  # pages that were about to go to a tier that outlives the engine still go there
+        self.scheduler.paging.directory.hand_over(last)
+        if last.transfers:
+            self.executor.submit(last)
         self.executor.close()

@@ -16,10 +16,12 @@ from collections import deque
 import msgspec
 
 from quire.memory.manager import Change, Hit, KVManager, PageTable
+from quire.memory.tiers import Directory
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
 from quire.scheduling.pace import Pace
+from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
@@ -36,12 +38,28 @@ from quire.types.view import EngineView
 
 
 class Scheduler:
-    def __init__(self, options: SchedulerOptions, layout: KVLayout, capacity: Capacity, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        layout: KVLayout,
+        capacity: Capacity,
+        *,
+        prefix_cache: bool = True,
+        kv_policy: str = "lru",
+    ):
         self.capacity = capacity
         self.policy = make_policy(options)
         shared = prefix_cache and not self.policy.contiguous
-        self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
+        self.memory = KVManager(
+            layout,
+            capacity.pages,
+            prefix_cache=shared,
+            contiguous=self.policy.contiguous,
+            naming=capacity.naming,
+        )
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        directory = Directory(capacity.tiers, self.memory.index, layout.page_bytes, kv_policy)
+        self.paging = Paging(self.memory, directory, self.stats, options.preempt)
         self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
@@ -116,7 +134,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self.paging.busy)
 
     # ---- plan -----------------------------------------------------------------------------------------------
 
@@ -127,10 +145,15 @@ class Scheduler:
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
+        self.paging.prefetch(self._waiting, self._watermark)
         self._admit(flight, budget, now)
         if not flight.rows and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
-        if not flight.rows:
+        if not flight.rows and not self._flights and self.paging.let_go():
+            self._admit(flight, budget, now)
+        self.paging.directory.hand_over(flight.plan)
+        moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
+        if not (flight.rows or moves):
             return None
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
@@ -206,6 +229,8 @@ class Scheduler:
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
+            if self.paging.let_go():
+                continue
             if self._pages_returning():
                 return None
             victim = self.policy.victim(list(self._running), now)
@@ -238,6 +263,7 @@ class Scheduler:
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
+        self.paging.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -255,9 +281,8 @@ class Scheduler:
             if seq.inflight:
                 continue  # preempted; its old pages are still in use
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            every = seq.request.params.prompt_logprobs is not None or seq.request.pooling == "mean"
-            hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
-            if hit.waits:
+            hit = self.memory.lookup(seq.table, reusable(seq))
+            if hit.waits or self.paging.fetch(seq):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
@@ -284,6 +309,7 @@ class Scheduler:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
+        self.paging.started(seq)
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
@@ -338,7 +364,10 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
+        self.paging.stepped(plan, result)
         for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch:
+                self.paging.settle(seq.table, plan.rows[i].start + plan.rows[i].count)
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
@@ -483,6 +512,7 @@ class Scheduler:
             self._waiting.remove(seq)
         self._running.pop(seq, None)
         self._forks.pop(seq, None)
+        self.paging.gone(seq)
         seq.move(Status.FINISHED)
         if not seq.inflight:
             self._release(seq)
@@ -503,6 +533,7 @@ class Scheduler:
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
+        self.paging.forget(tiers=False)
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
@@ -510,9 +541,10 @@ class Scheduler:
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
         self.memory.pool.forget_idle()
+        self.paging.forget(tiers=True)
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = self.paging.stats = EngineStats(pages_total=self.memory.pool.total)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -529,6 +561,7 @@ class Scheduler:
             kv_slots_allocated=memory.slots_allocated,
             kv_slots_filled=memory.slots_filled,
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
+            tiers=self.paging.directory.stats(),
         )
 
     def view(self) -> EngineView:
@@ -551,7 +584,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([s.table for s in holders])
+        self.memory.check([*(s.table for s in holders), *self.paging.tables()])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
@@ -560,5 +593,5 @@ class Scheduler:
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
-        if not self._requests and not self._flights:
+        if not self._requests and not self._flights and not self.paging.tables():
             assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

@@ -52,3 +52,6 @@ class Timeline(msgspec.Struct, kw_only=True):
     preemptions: list[Preemption] = []
     prefix: PrefixOutcome | None = None
     page_size: int = 0  # tokens a hit is a multiple of
+    tiers: dict[str, int] = {}  # tokens that came from each tier below the device
+    moved: int = 0  # bytes loaded for it
+    saved: float = 0.0  # estimated seconds of computing that this saved, loading subtracted
