@@ -10,7 +10,7 @@ from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, InputError
+from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
@@ -259,3 +259,23 @@ def test_a_grammar_compiles_beside_the_steps_and_may_fail():
     while engine.busy:
         events += engine.step()
     assert [e.finish for e in events if e.finish] == [FinishReason.LENGTH]
+
+
+def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
+    engine = core()
+    prompt = list(range(13))
+    engine.submit(ask("a", prompt, max_tokens=2))
+    with pytest.raises(OverloadedError, match="under way"):
+        engine.power(asleep=True)
+    first = run(engine)
+    kept = len(engine.executor._kv)
+    engine.power(asleep=True)
+    assert 0 < len(engine.executor._kv) < kept, "only what may be read again is kept"
+    engine.submit(ask("b", prompt, max_tokens=2))
+    again = run(engine)
+    assert again["b"] == first["a"]
+    assert engine.stats().cached_tokens == 12
+    engine.power(asleep=True)
+    engine.power(asleep=False)
+    engine.power(asleep=False)
+    engine.scheduler.check()
