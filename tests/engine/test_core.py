@@ -9,7 +9,7 @@ from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError
+from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
@@ -220,3 +220,23 @@ def test_deadlines_of_finished_requests_are_forgotten():
         engine.submit(request)
         run(engine)
     assert len(engine.scheduler._deadlines) < 100
+
+
+def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
+    engine = core()
+    prompt = list(range(13))
+    engine.submit(ask("a", prompt, max_tokens=2))
+    with pytest.raises(OverloadedError, match="under way"):
+        engine.power(asleep=True)
+    first = run(engine)
+    kept = len(engine.executor._kv)
+    engine.power(asleep=True)
+    assert 0 < len(engine.executor._kv) < kept, "only what may be read again is kept"
+    engine.submit(ask("b", prompt, max_tokens=2))
+    again = run(engine)
+    assert again["b"] == first["a"]
+    assert engine.stats().cached_tokens == 12
+    engine.power(asleep=True)
+    engine.power(asleep=False)
+    engine.power(asleep=False)
+    engine.scheduler.check()

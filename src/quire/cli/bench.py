@@ -224,6 +224,29 @@ def structured(
 app.command()(with_engine_options(positional_model=False)(structured))
 
 
+def beams(
+    *,
+    engine: EngineOptions,
+    width: Annotated[int, typer.Option(help="beams")] = 8,
+    in_: Annotated[int, typer.Option("--in", help="prompt tokens")] = 1024,
+    out: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 3,
+    json_: JsonOption = None,
+) -> None:
+    """Search with beams over a long prompt; report pages and the time of a step beside plain sequences'."""
+    from quire.bench.branching import measure, rows
+    from quire.engine.llm import LLM
+
+    with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
+        summary, info = measure(llm, beams=width, prompt=in_, out=out, rounds=rounds), llm.info
+    _show(rows(summary), None)
+    if json_:
+        _keep(json_, {"engine": engine.flat()}, info, summary, None)
+
+
+app.command()(with_engine_options(positional_model=False)(beams))
+
+
 def lang(
     *,
     engine: EngineOptions,

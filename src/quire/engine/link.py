@@ -38,6 +38,8 @@ from quire.types.wire import (
     GetTimelines,
     GetView,
     Heartbeat,
+    Power,
+    Powered,
     Ready,
     Reset,
     Shutdown,
@@ -94,6 +96,12 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         return [View(core.view())]
     elif isinstance(message, GetTimelines):
         return [Timelines(message.request, core.timelines(message.request))]
+    elif isinstance(message, Power):
+        try:
+            core.power(asleep=message.asleep)
+        except QuireError as error:
+            return [Powered(type(error).__name__, str(error))]
+        return [Powered()]
     elif isinstance(message, Reset):
         core.reset()
     return []

@@ -17,12 +17,12 @@ from quire.engine.results import Collector
 from quire.text import TextModel
 from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, InputError, QuireError
+from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
-from quire.types.wire import Abort, Events, FinishAt, GetStats, Reset, Stats, Submit, ToClient
+from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
 
 
 class LLM:
@@ -113,6 +113,22 @@ class LLM:
             for message in self._link.receive(None):
                 if isinstance(message, Stats):
                     return message.stats
+
+    def sleep(self) -> None:
+        """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""
+        self._power(asleep=True)
+
+    def wake(self) -> None:
+        self._power(asleep=False)
+
+    def _power(self, *, asleep: bool) -> None:
+        self._link.send(Power(asleep))
+        while True:
+            for message in self._link.receive(None):
+                if isinstance(message, Powered):
+                    if message.message:
+                        raise from_wire(message.error, message.message)
+                    return
 
     def reset(self) -> None:
         """Forget cached prefixes and counters."""

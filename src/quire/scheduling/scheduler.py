@@ -16,12 +16,16 @@ from collections import deque
 import msgspec
 
 from quire.memory.manager import Change, Hit, KVManager, PageTable
+from quire.memory.tiers import Directory
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
+from quire.scheduling.pace import Pace
+from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.speculation import DraftPolicy
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
 from quire.types.errors import DeadlineError, InputError, OverloadedError
@@ -34,15 +38,32 @@ from quire.types.view import EngineView
 
 
 class Scheduler:
-    def __init__(self, options: SchedulerOptions, layout: KVLayout, capacity: Capacity, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        layout: KVLayout,
+        capacity: Capacity,
+        *,
+        prefix_cache: bool = True,
+        kv_policy: str = "lru",
+    ):
         self.capacity = capacity
         self.policy = make_policy(options)
         shared = prefix_cache and not self.policy.contiguous
-        self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
+        self.memory = KVManager(
+            layout,
+            capacity.pages,
+            prefix_cache=shared,
+            contiguous=self.policy.contiguous,
+            naming=capacity.naming,
+        )
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        directory = Directory(capacity.tiers, self.memory.index, layout.page_bytes, kv_policy)
+        self.paging = Paging(self.memory, directory, self.stats, options.preempt)
         self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
+        self._pace = Pace(options.step_target, capacity.max_batch_tokens)
         self._watermark = max(1, capacity.pages // 100)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
@@ -53,6 +74,7 @@ class Scheduler:
         self._searches: dict[str, Search] = {}
         self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
         self._deadlines = Deadlines()
+        self._drafts = DraftPolicy(capacity) if capacity.drafts else None
         self._order = 0
         self._step = 0
 
@@ -112,7 +134,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self.paging.busy)
 
     # ---- plan -----------------------------------------------------------------------------------------------
 
@@ -123,41 +145,56 @@ class Scheduler:
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
+        self.paging.prefetch(self._waiting, self._watermark)
         self._admit(flight, budget, now)
         if not flight.rows and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
-        if not flight.rows:
+        if not flight.rows and not self._flights and self.paging.let_go():
+            self._admit(flight, budget, now)
+        self.paging.directory.hand_over(flight.plan)
+        moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
+        if not (flight.rows or moves):
             return None
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
             seq.inflight += 1
+        flight.alone = not self._flights
         self._flights.append(flight)
+        if self._drafts is not None:
+            self._drafts.planned(flight.plan, now)
         return flight.plan
 
     def _catch_up(self, flight: Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
-        budget = self.capacity.max_batch_tokens
-        behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
+        drafts = self._drafts.budgets(list(self._running)) if self._drafts is not None else {}
+        together = bool(drafts)  # those who guess need to know all before, and others should not go without them
+        behind = [
+            s
+            for s in self._running
+            if s.computed < s.known < s.limit and not (s.pending and (s.stepwise or s.drafts or together))
+        ]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
+        whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
             missing = seq.known - seq.computed
-            count = missing if missing == 1 else min(missing, self._chunk, budget)
+            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
             if count <= 0:
                 break
-            change = self._extend_or_preempt(seq, count, now)
+            change = self._extend_for_drafts(seq, drafts) or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count if missing > 1 else 0
-        budget = self.capacity.max_batch_tokens
+                budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
+        budget = whole
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
-                budget -= count if seq.known - seq.computed > 1 else 0
+                if seq.known - seq.computed > 1:
+                    budget -= self._pace.cost(seq.computed, count)
                 flight.change(seq, change)
-                self._add_row(flight, seq, count)
+                self._add_row(flight, seq, count, drafts.get(seq, 0))
         return budget
 
     def _seat(self, flight: Flight) -> None:
@@ -192,12 +229,23 @@ class Scheduler:
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
+            if self.paging.let_go():
+                continue
             if self._pages_returning():
                 return None
             victim = self.policy.victim(list(self._running), now)
             self.preempt(victim)
             if victim is seq:
                 return None
+        return change
+
+    def _extend_for_drafts(self, seq: Sequence, drafts: dict[Sequence, int]) -> Change | None:
+        """Pages for the next token and those guessed after it; nobody loses any for a guess."""
+        if seq not in drafts:
+            return None
+        change = self.memory.extend(seq.table, seq.computed, seq.known + drafts[seq])
+        if change is None:
+            del drafts[seq]
         return change
 
     def _pages_returning(self) -> bool:
@@ -215,6 +263,7 @@ class Scheduler:
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
+        self.paging.preempted(seq)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -232,18 +281,17 @@ class Scheduler:
             if seq.inflight:
                 continue  # preempted; its old pages are still in use
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            every = seq.request.params.prompt_logprobs is not None or seq.request.pooling == "mean"
-            hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
-            if hit.waits:
+            hit = self.memory.lookup(seq.table, reusable(seq))
+            if hit.waits or self.paging.fetch(seq):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
-            count = min(seq.known - hit.tokens, self._chunk, budget)
+            count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
             spare = self._watermark if self._running and not only else 0
             if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
-            budget -= count
+            budget -= self._pace.cost(hit.tokens, count)
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
@@ -261,6 +309,7 @@ class Scheduler:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
+        self.paging.started(seq)
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
@@ -276,9 +325,9 @@ class Scheduler:
         seq.slot = self._slots.pop()
         flight.admit(seq)
 
-    def _add_row(self, flight: Flight, seq: Sequence, count: int) -> None:
+    def _add_row(self, flight: Flight, seq: Sequence, count: int, drafts: int = 0) -> None:
         self.diary.row(seq, count)
-        flight.row(seq, count)
+        flight.row(seq, count, drafts)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
@@ -309,9 +358,16 @@ class Scheduler:
         self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
+        work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
+        self._pace.ended(self.diary.now, work, idle=flight.alone)
         self.diary.stepped(plan, result, flight.rows)
+        if self._drafts is not None:
+            self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
+        self.paging.stepped(plan, result)
         for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch:
+                self.paging.settle(seq.table, plan.rows[i].start + plan.rows[i].count)
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
@@ -319,7 +375,7 @@ class Scheduler:
         for i, (seq, epoch) in enumerate(flight.samples):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 if seq.request.beam is not None:
-                    events += self._branch(seq, result.logprobs[i])
+                    events += self._branch(seq, result.logprobs[i][0])
                 else:
                     events.append(self._advance(seq, result, i))
         for i, (seq, epoch) in enumerate(flight.rows):
@@ -327,7 +383,8 @@ class Scheduler:
                 events += self._pool(seq, plan.rows[i], result.pooled[i])
         for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
-                self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
+                upto = seq.computed if row.drafts else row.start + row.count
+                self.memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
         return events
 
     def _land(self, flight: Flight) -> None:
@@ -339,6 +396,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, result: StepResult, sample: int) -> TokenEvent:
         """Append what was drawn for one sample, up to a stop."""
+        offered, accepted = self._settle(seq, *result.drafts.get(sample, (0, 0))) if seq.drafts else (0, 0)
         index = seq.outputs
         request = seq.request
         drawn: list[int] = []
@@ -352,9 +410,9 @@ class Scheduler:
             self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
-        seq.unsent = len(drawn) - 1
+        seq.unsent = max(0, len(drawn) - 1 - accepted)
         self.stats.output_tokens += len(drawn)
-        self.stats.forced_tokens += seq.unsent
+        self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
             event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
             event.error = InputError.__name__
@@ -363,12 +421,22 @@ class Scheduler:
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
-        event.forced = len(drawn) - 1
+        event.forced, event.drafted, event.accepted = seq.unsent, offered, accepted
         if sample in result.logprobs:
-            event.logprobs = [result.logprobs[sample]]
+            event.logprobs = result.logprobs[sample][: len(drawn)]
         if index == 0 and seq.scores:
             event.prompt_logprobs = seq.scores
         return event
+
+    def _settle(self, seq: Sequence, offered: int, accepted: int) -> tuple[int, int]:
+        """A step with guesses is over: KV is there as far as they were right, and pages beyond that go back."""
+        if seq.pace is not None:
+            seq.pace.learn(seq.drafts, offered, accepted)
+        self.diary.guessed(seq, offered, accepted)
+        seq.computed += accepted
+        if not self.policy.contiguous:
+            self.memory.trim(seq.table, seq.computed)
+        return offered, accepted
 
     def _branch(self, seq: Sequence, options: TokenLogprobs) -> list[TokenEvent]:
         """A beam's options are known; once all are, its search goes a step on, or is over."""
@@ -444,6 +512,7 @@ class Scheduler:
             self._waiting.remove(seq)
         self._running.pop(seq, None)
         self._forks.pop(seq, None)
+        self.paging.gone(seq)
         seq.move(Status.FINISHED)
         if not seq.inflight:
             self._release(seq)
@@ -464,6 +533,7 @@ class Scheduler:
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
+        self.paging.forget(tiers=False)
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
@@ -471,9 +541,10 @@ class Scheduler:
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
         self.memory.pool.forget_idle()
+        self.paging.forget(tiers=True)
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = self.paging.stats = EngineStats(pages_total=self.memory.pool.total)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -490,6 +561,7 @@ class Scheduler:
             kv_slots_allocated=memory.slots_allocated,
             kv_slots_filled=memory.slots_filled,
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
+            tiers=self.paging.directory.stats(),
         )
 
     def view(self) -> EngineView:
@@ -512,7 +584,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([s.table for s in holders])
+        self.memory.check([*(s.table for s in holders), *self.paging.tables()])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
@@ -521,5 +593,5 @@ class Scheduler:
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
-        if not self._requests and not self._flights:
+        if not self._requests and not self._flights and not self.paging.tables():
             assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

@@ -19,7 +19,17 @@ from starlette.responses import Response
 
 from quire.serve.answers import Completion, CompletionChoice, CompletionLogprobs, Covered, PromptLogprobs
 from quire.serve.events import Chunks, json, worth_sending
-from quire.serve.generation import Collected, Generation, Serving, check, collect, off_loop, sampling_params
+from quire.serve.generation import (
+    Collected,
+    Generation,
+    Serving,
+    check,
+    collect,
+    naming,
+    off_loop,
+    preparing,
+    sampling_params,
+)
 from quire.serve.logprobs import CompletionLogprobsBuilder, prompt_logprobs, scored_prompt
 from quire.serve.openapi import generates
 from quire.serve.schema import CompletionRequest
@@ -40,7 +50,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, n):
         raise InputError(f"best_of is supported only when equal to n ({n})", param="best_of")
-    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body))
+    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body)[1])
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
@@ -80,7 +90,8 @@ async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[En
             for index, prompt in enumerate(prompts)
         ]
 
-    return await off_loop(sum(map(len, prompts)), work)
+    with naming(constraint=grammar_of(body)[0]):
+        return await off_loop(preparing(sum(map(len, prompts)), params), work)
 
 
 class Writer:

@@ -10,8 +10,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,15 @@ from quire.serve.context import Context, current
 from quire.serve.fields import refuse_unsupported
 from quire.serve.lag import LagMonitor
 from quire.serve.schema import GenerationRequest
-from quire.serve.workshop import Workshop, off_loop
-from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
+from quire.serve.workshop import INLINE_SIZE, Workshop, off_loop
+from quire.types.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineDeadError,
+    InputError,
+    ModelNotFoundError,
+    QuireError,
+)
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
@@ -86,6 +93,25 @@ def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
     return SamplingParams(**(given | changes))
 
 
+def preparing(size: int, params: SamplingParams) -> int:
+    """The size of a request to prepare, for `off_loop`: grammars are compiled on trial, which is never small."""
+    return size + (INLINE_SIZE + 1 if params.grammar is not None else 0)
+
+
+@contextmanager
+def naming(*, prompt: str = "prompt", constraint: str = "") -> Iterator[None]:
+    """Errors name fields as this API does: the prompt, and the field that holds the grammar."""
+    try:
+        yield
+    except ContextLengthError as error:
+        error.param = prompt
+        raise
+    except InputError as error:
+        if error.param == "grammar" and constraint:
+            error.param = constraint
+        raise
+
+
 @dataclass
 class Generation:
     """The engine requests of one HTTP request under way, and what they have used."""
@@ -95,6 +121,8 @@ class Generation:
     arrived: float
     deadline_ms: int | None = None  # None: the server's own
     completion_tokens: int = 0
+    drafted_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # ... of them, right
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
     @property
@@ -111,7 +139,9 @@ class Generation:
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
             PromptTokensDetails(self.cached_tokens),
-            CompletionTokensDetails(thought_tokens),
+            CompletionTokensDetails(
+                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
+            ),
         )
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -157,6 +187,8 @@ class Generation:
                     for delta in deltas:
                         _raise_failure(delta)
                         self.completion_tokens += len(delta.token_ids)
+                        self.drafted_tokens += delta.drafted_tokens
+                        self.accepted_tokens += delta.accepted_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches

@@ -27,6 +27,8 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     embedding: list[float] | None = None  # of a request that asked for pooling
     forced: int = 0  # of these tokens, how many a grammar forced: they took no step
     score: float | None = None  # of an answer that beam search found
+    drafted: int = 0  # tokens guessed ahead for this event, and how many of them were right
+    accepted: int = 0
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their
@@ -36,6 +38,24 @@ WASTE = ("recompute", "draft", "cancelled", "late", "overrun", "failed", "paddin
 
 def _latency() -> Histogram:
     return Histogram(LATENCY)
+
+
+class TierStats(msgspec.Struct):
+    """One tier below the device: what it holds now, and what it did since start."""
+
+    name: str
+    capacity: int = 0  # pages; 0: it looks after that itself
+    pages: int = 0
+    bytes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    pages_out: int = 0
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+    hit_tokens: int = 0  # prompt tokens that needed no computing because the tier delivered them
+    missed: int = 0  # pages that were gone, damaged or foreign when asked for
+    skipped: int = 0  # pages not saved because too many were on their way
+    failed: int = 0  # pages that could not be stored
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
@@ -49,6 +69,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
+    drafted_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # ... of them, right: steps saved
     preemptions: int = 0
     finished: dict[str, int] = {}
     waiting: int = 0
@@ -61,6 +83,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_slots_filled: int = 0  # ... of them, filled
     kv_bytes: int = 0  # bytes of the whole page pool
     memory: int = 0  # bytes resident in the engine's process
+    tiers: list[TierStats] = []
+    tier_waits: float = 0.0  # seconds in which nothing could be computed because pages were being loaded
+    tier_saved: float = 0.0  # estimated seconds of computing that pages from tiers saved, loading them subtracted
+    swaps: int = 0  # preemptions whose pages were kept in a tier rather than computed again
     queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission
     prefill_time: Histogram = msgspec.field(default_factory=_latency)  # admission to first token
     decode_time: Histogram = msgspec.field(default_factory=_latency)  # first token to last
@@ -69,6 +95,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     @property
     def rows_wasted(self) -> int:
         return sum(self.waste.values())
+
+    @property
+    def acceptance(self) -> float:
+        """Of the tokens guessed ahead, how many were right."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def kv_waste(self) -> float:

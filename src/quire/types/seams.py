@@ -14,7 +14,7 @@ from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
@@ -39,6 +39,12 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def sleep(self, pages: list[int]) -> None:
+        """Free the device's memory; the content of these pages is wanted again. Nothing is in flight."""
+        ...
+
+    def wake(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -103,6 +109,35 @@ class GrammarBackend(Protocol):
         ...
 
 
+class DraftContext:
+    """A sequence as a proposer sees it. It lives as long as its slot is filled; a proposer may keep what it likes in
+    `state`."""
+
+    __slots__ = ("admit", "slot", "state", "tokens")
+
+    def __init__(self, admit: Admit):
+        self.admit = admit
+        self.slot = admit.slot
+        self.tokens = list(admit.tokens)  # all that are known
+        self.state: Any = None
+
+
+class Proposer(Protocol):
+    """Guesses what comes next. A guess costs time when it is wrong, never correctness."""
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
+        """For each context up to so many tokens that may follow; none is fine."""
+        ...
+
+    def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
+        """These tokens were added to the context (guesses that were right among them)."""
+        ...
+
+    def forget(self, context: DraftContext) -> None:
+        """The sequence has left its slot."""
+        ...
+
+
 class EngineClient(Protocol):
     """One engine or a thousand: what the servers and the language see."""
 
@@ -117,6 +152,8 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def power(self, *, asleep: bool) -> None: ...
 
     async def view(self) -> EngineView: ...
 
