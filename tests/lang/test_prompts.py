@@ -42,7 +42,8 @@ def test_a_prompt_goes_on_from_its_exact_tokens(either, plain):
 
 def test_a_stop_string_may_cut_a_token(either):
     """What follows is encoded together with what the token had left."""
-    prompt = either + "1, 2, 3, 4, 5, 6" + gen("a", stop="8", max_tokens=12, temperature=0) + "eight" + gen(max_tokens=1)
+    prompt = either + "1, 2, 3, 4, 5, 6" + gen("a", stop="8", max_tokens=12, temperature=0)
+    prompt = prompt + "eight" + gen(max_tokens=1)
     assert prompt["a"].endswith("7, ")
     assert prompt.text.startswith("1, 2, 3, 4, 5, 6, 7, eight")
 

@@ -12,7 +12,10 @@ from quire.types.errors import InputError
 from quire.types.grammar import Vocabulary
 
 BYTES = Vocabulary(
-    tokens=[bytes([i]) for i in range(256)] + [b""], special=frozenset([256]), ends=[256], encode=lambda t: list(t.encode())
+    tokens=[bytes([i]) for i in range(256)] + [b""],
+    special=frozenset([256]),
+    ends=[256],
+    encode=lambda text: list(text.encode()),
 )
 guidance = Guidance()
 
