@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from quire.engine.client import AsyncClient
 from quire.engine.frontend import Frontend
-from quire.lang import Model, gen, tree_of_thoughts
+from quire.lang import Model, gen, self_consistency, tree_of_thoughts
 from quire.lang.backend import Answer, Backend
 from quire.lang.reasoning import Tree
 from quire.lang.state import State
@@ -86,7 +86,7 @@ def program(model: Model, shape: Shape, seed: int) -> Tree:
 
 
 def stages(calls: list[Call]) -> list[list[Call]]:
-    """Calls in the order a caller without a program could issue them: all thoughts of a level, then all its verdicts."""
+    """Calls as a caller without a program could issue them: all thoughts of a level, then all its verdicts."""
     found: list[list[Call]] = []
     for call in calls:
         kind = call.params.grammar is None
@@ -123,11 +123,14 @@ def measure(options: EngineOptions, shape: Shape, rounds: int = 3) -> dict[str, 
 
     seconds: dict[str, list[float]] = {}
 
-    def timed(way: str, run: Callable[[], Any]) -> None:
+    def timed(way: str, run: Callable[..., Any], *arguments: Any) -> None:
         clients[0].reset()
         began = time.perf_counter()
-        run()
+        run(*arguments)
         seconds.setdefault(way, []).append(time.perf_counter() - began)
+
+    def issue(calls: list[list[Call]], at_once: int) -> None:
+        remote.wait(remote.start(replay(plain, calls, at_once)))
 
     with background_server(frontend) as url, Model(str(url)) as remote, Model(options.model.model, **flat) as near:
         plain = remote.backend
@@ -135,14 +138,27 @@ def measure(options: EngineOptions, shape: Shape, rounds: int = 3) -> dict[str, 
             program(model, Shape(branches=2, depth=1, keep=1, thought=4, facts=1), seed=0)  # first-use costs
         for seed in range(1, rounds + 1):
             remote.backend = recorder = Recorder(plain)
-            timed("program over HTTP", lambda s=seed: program(remote, shape, s))
+            timed("program over HTTP", program, remote, shape, seed)
             remote.backend = plain
             calls = stages(recorder.calls)
             for way, at_once in (("16 calls at a time over HTTP", CONCURRENT), ("one by one over HTTP", 1)):
-                timed(way, lambda n=at_once: remote.wait(remote.start(replay(plain, calls, n))))
-            timed("program in process", lambda s=seed: program(near, shape, s))
+                timed(way, issue, calls, at_once)
+            timed("program in process", program, near, shape, seed)
+        votes = savings(near)
     medians = {way: statistics.median(times) for way, times in seconds.items()}
-    return {"calls": sum(map(len, calls)), "stages": len(calls), "seconds": medians, "rounds": seconds}
+    return {"calls": sum(map(len, calls)), "stages": len(calls), "seconds": medians, "rounds": seconds, **votes}
+
+
+def savings(model: Model, questions: int = 4) -> dict[str, int]:
+    """What a vote costs that ends once it is decided, what it says that saved, and what it costs to hear everyone."""
+    found = {"vote_tokens": 0, "vote_tokens_saved": 0, "vote_tokens_whole": 0}
+    for i in range(questions):
+        ask: dict[str, Any] = {"question": f"What is {i + 2} + {i + 3}?", "n": 16, "temperature": 0.5, "seed": i}
+        early = self_consistency(model, **ask)
+        found["vote_tokens"] += early.tokens
+        found["vote_tokens_saved"] += early.tokens_saved
+        found["vote_tokens_whole"] += self_consistency(model, extract=lambda text: None, **ask).tokens
+    return found
 
 
 def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -150,5 +166,7 @@ def rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     base = took["program over HTTP"]
     return [
         ("calls", f"{summary['calls']} in {summary['stages']} stages"),
+        ("self-consistency", f"{summary['vote_tokens']} tokens, {summary['vote_tokens_saved']} saved by its estimate"),
+        ("heard to the end", f"{summary['vote_tokens_whole']} tokens for the same seeds"),
         *((way, f"{time:.2f} s  ({time / base:.2f} x the program over HTTP)") for way, time in took.items()),
     ]

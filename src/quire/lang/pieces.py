@@ -152,8 +152,18 @@ def _schema_of(given: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
     if isinstance(given, dict):
         return given, json.loads
     if hasattr(given, "model_json_schema"):  # pydantic's
-        return given.model_json_schema(), given.model_validate_json
+        return _closed(given.model_json_schema()), given.model_validate_json
     try:
-        return msgspec.json.schema(given), msgspec.json.Decoder(given).decode
+        return _closed(msgspec.json.schema(given)), msgspec.json.Decoder(given).decode
     except TypeError as error:
         raise InputError(f"{given!r} has no JSON schema: {error}", param="schema") from error
+
+
+def _closed(schema: Any) -> Any:
+    """The schema of a type without room for fields the type does not have, which a model may go on inventing."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _closed(value) for key, value in schema.items()}
+    return {"additionalProperties": False, **inner} if isinstance(inner.get("properties"), dict) else inner

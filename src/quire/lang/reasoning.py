@@ -69,7 +69,7 @@ def self_consistency(
 
 
 async def _vote(prompt: Prompt, hole: Gen, n: int, extract: Extract) -> Consensus:
-    vote = Vote(n, extract)
+    vote = Vote(n, extract, hole.params.max_tokens)
     state = await prompt.state()
     async with aclosing(prompt.home.backend.stream(state, changed(hole.params, n=n))) as stream:
         async for deltas in stream:

@@ -52,8 +52,8 @@ class QuireLM(dspy.BaseLM):
             **{name: wanted.get(name) for name in PARAMETERS},
         )
         choices = [
-            SimpleNamespace(index=i, message=SimpleNamespace(role="assistant", content=branch.text), finish_reason="stop")
-            for i, branch in enumerate(branches)
+            SimpleNamespace(index=index, finish_reason="stop", message=_message(branch.text))
+            for index, branch in enumerate(branches)
         ]
         return SimpleNamespace(choices=choices, usage=usage_of(branches), model=self.model)
 
@@ -61,3 +61,7 @@ class QuireLM(dspy.BaseLM):
         self, prompt: str | None = None, messages: list[dict[str, Any]] | None = None, **given: Any
     ) -> SimpleNamespace:
         return await asyncio.to_thread(self.forward, prompt, messages, **given)
+
+
+def _message(text: str) -> SimpleNamespace:
+    return SimpleNamespace(role="assistant", content=text)
