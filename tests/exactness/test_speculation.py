@@ -69,7 +69,7 @@ def test_equals_plain(few, expected, speculation):
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 2}, {"kv_pages": 60, "max_model_len": 512}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
+    [{"depth": 2}, {"kv_pages": 24, "max_model_len": 320}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
     ids=["two steps in flight", "preemption", "small chunks and pages", "process"],
 )
 def test_other_ways_to_run(few, expected, options):

@@ -11,6 +11,7 @@ import typer
 from msgspec.structs import asdict
 
 from quire.cli.bench_serve import serve
+from quire.cli.bench_spec import spec
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
 
@@ -286,3 +287,4 @@ def suite(
 
 app.command()(with_engine_options(positional_model=False)(suite))
 app.command()(serve)
+app.command()(spec)

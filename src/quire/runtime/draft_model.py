@@ -105,7 +105,7 @@ class DraftModelProposer:
             if len(context.tokens) - start > self._chunk:
                 plan.rows.append(Row(context.slot, start, self._chunk))
                 context.state.computed = context.tokens[: start + self._chunk]
-        self._runner.run(plan)
+        self._runner.run(plan).result()  # so that only a draft's steps are ever under way together
 
 
 def _plain(admit: Admit, tokens: list[int]) -> Admit:

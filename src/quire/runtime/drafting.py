@@ -93,7 +93,7 @@ def make_speculation(
         made = SyntheticProposer(_rate(argument), target.spec.vocab_size)
         return Speculation(made, made.verify)
     if drafter is not None:
-        model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0)
+        model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
         runner = ModelRunner(model, layout, own, model.device, model.kv_dtype, grammars)
         if model.device.type == "cuda":
             runner.capture()

@@ -160,8 +160,8 @@ class ModelRunner:
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
         rows = self._captured.prefix_rows(len(plan.rows)) if size[0] == size[1] else None
-        if self._sharing is None or rows is None:
-            return None
+        if self._sharing is None or rows is None or any(row.drafts for row in plan.rows):
+            return None  # with drafts the rows differ from step to step: finding groups anew costs more than it saves
         lists = self._sharing.lists(plan, rows)
         return None if lists is None else self._captured.replay_shared(rows, table, lists, self._sharing, self._staging)
 

@@ -71,10 +71,11 @@ class DraftPolicy:
         self._costs: dict[int, _Costs] = {}
         self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
         self._last = 0.0
-        self._guessed = 0  # steps since the last without
-        self._waited = 0  # steps since the last trial
+        self._guessed = 0  # steps since the last without guesses
+        self._waited = 0  # steps since guesses last paid, or were last tried
         self._wait = FIRST_WAIT
-        self._trial = 0  # steps left of it
+        self._tried = 0  # steps of the trial under way
+        self._trying = False  # whether the latest budgets are a trial's
 
     def budgets(self, running: list[Sequence]) -> dict[Sequence, int]:
         """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
@@ -85,31 +86,22 @@ class DraftPolicy:
             return {}
         costs = self._costs.setdefault(len(ready).bit_length(), _Costs())
         if not costs.plain or self._guessed >= PLAIN_EVERY:
-            self._guessed = 0
             return {}
-        if self._trial:
-            self._trial -= 1
-            return self._capped({s: min(2, room) for s in able})
-        slope = costs.slope()
+        price = costs.slope() * len(ready)  # of a guessed token, in drawn ones
         budgets, gain, cost = {}, 0.0, 0.0
         for seq in able:
             pace = seq.pace = seq.pace or Pace()
             rate, share = pace.rate, pace.found / pace.asked
             count, right = 0, rate
-            while count < room and right > slope * len(ready):
+            while count < room and right > price:
                 count, gain, right = count + 1, gain + right * share, right * rate
             if count:
                 budgets[seq] = count
                 cost += count * share
-        if gain > cost * slope * len(ready):
-            self._wait = FIRST_WAIT
-            self._guessed += 1
+        self._trying = gain <= cost * price
+        if not self._trying:
             return self._capped(budgets)
-        self._waited += 1
-        if self._waited >= self._wait:
-            self._waited, self._wait = 0, min(2 * self._wait, LONGEST_WAIT)
-            self._trial = TRIAL
-        return {}
+        return self._capped({seq: min(2, room) for seq in able}) if self._waited >= self._wait else {}
 
     def _capped(self, budgets: dict[Sequence, int]) -> dict[Sequence, int]:
         """No sequence draws more tokens than it may have."""
@@ -117,8 +109,21 @@ class DraftPolicy:
         return {seq: count for seq, count in capped.items() if count > 0}
 
     def planned(self, plan: StepPlan, now: float) -> None:
+        """A step is on its way, with the latest budgets or without any."""
+        guesses = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
-            self._began[plan.step] = now, len(plan.rows), any(row.drafts for row in plan.rows)
+            self._began[plan.step] = now, len(plan.rows), guesses
+        self._guessed = self._guessed + 1 if guesses else 0
+        if not guesses:
+            self._waited += 1
+        elif not self._trying:
+            self._waited = self._tried = 0
+            self._wait = FIRST_WAIT
+        else:
+            self._tried += 1
+            if self._tried == TRIAL:
+                self._waited = self._tried = 0
+                self._wait = min(2 * self._wait, LONGEST_WAIT)
 
     def landed(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """What a step took: since it was planned, or since the one before it ended."""
