@@ -111,7 +111,8 @@ class LocalExecutor:
             runner.capture()
             self.took["captured steps"] = time.perf_counter() - began
         if self._tiers.stores:
-            self._transfers = Transfers(runner.pages, self._tiers.stores, self._tiers.signal)
+            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers.use(runner.pages)
         return runner
 
     def sleep(self, pages: list[int]) -> None:
@@ -119,8 +120,7 @@ class LocalExecutor:
             raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
         assert self._runner is not None
         if self._transfers is not None:
-            self._transfers.finish()
-            self._transfers = None
+            self._transfers.drain()
         self._saved = (pages, self._runner.read_pages(pages))
         self._runner.close()
         self._runner = None

@@ -26,19 +26,22 @@ LOOK = 0.001  # seconds between looks at whether a GPU has copied
 
 
 class Transfers:
-    def __init__(self, pages: torch.Tensor, stores: Mapping[str, KVTier], signal: threading.Event):
-        """`pages` uint8 [pages, page_bytes]; `signal` is set by the stores when a job ends."""
-        self._pages = pages
+    def __init__(self, stores: Mapping[str, KVTier], signal: threading.Event):
+        """`signal` is set by the stores when a job ends."""
         self._stores = stores
         self._signal = signal
-        self._gpu = pages.device.type == "cuda"
-        self._rows = None if self._gpu else pages.numpy()
-        self._stream = torch.cuda.Stream(pages.device) if self._gpu else None
         self._lock = threading.Lock()
         self._ids = count(1)
         self._legs: dict[tuple[str, int], Callable[[TierDone], None]] = {}  # jobs under way, and what follows them
         self._copies: list[tuple[Any, Callable[[], None]]] = []  # (event on the GPU, what follows it)
         self._done: list[TransferDone] = []
+
+    def use(self, pages: torch.Tensor) -> None:
+        """These are the device pages, uint8 [pages, page_bytes]."""
+        self._pages = pages
+        self._gpu = pages.device.type == "cuda"
+        self._rows = None if self._gpu else pages.numpy()
+        self._stream = torch.cuda.Stream(pages.device) if self._gpu else None
 
     def start(self, plan: StepPlan) -> None:
         """Begin a plan's transfers; nothing of the step itself may have begun."""
@@ -71,14 +74,15 @@ class Transfers:
                 pause = min(left, LOOK) if self._copies else left
             self._signal.wait(pause)
 
-    def finish(self) -> None:
-        """Wait for what is under way."""
+    def drain(self) -> None:
+        """Finish what is under way; poll() tells of it later."""
+        ended: list[TransferDone] = []
         while self._legs or self._copies:
-            self.poll(1.0)
+            ended += self.poll(1.0)
+        self._done += ended
 
     def close(self) -> None:
-        """Finish what is under way, then close the stores."""
-        self.finish()
+        self.drain()
         for store in self._stores.values():
             store.close()
 

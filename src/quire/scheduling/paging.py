@@ -17,7 +17,7 @@ from quire.memory.manager import KVManager, PageTable
 from quire.memory.tiers import ELSEWHERE, Directory
 from quire.scheduling.sequence import Sequence
 from quire.types.errors import ConfigError
-from quire.types.events import EngineStats
+from quire.types.events import EngineStats, TierStats
 from quire.types.kv import NULL_PAGE
 from quire.types.plan import StepPlan, StepResult
 from quire.types.transfer import DEVICE, Key, TransferDone
@@ -278,8 +278,10 @@ class Paging:
         for done in result.transfers:
             self.finish(done)
 
-    def forget(self, *, tiers: bool) -> None:
-        """Forget what is queued to be saved; with `tiers`, also what this engine's own tiers hold."""
+    def reset(self, stats: EngineStats) -> None:
+        """Forget what the tiers hold that do not outlive the engine, and count anew."""
+        self.stats = stats
         self.directory.forget()
-        if tiers:
-            self.directory.drop([tier.name for tier in self.directory.tiers if tier.spec.pages])
+        self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
+        for tier in self.directory.tiers:
+            tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)

@@ -23,6 +23,7 @@ from quire.scheduling.flight import Flight
 from quire.scheduling.pace import Pace
 from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
+from quire.scheduling.pressure import Pressure
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.speculation import DraftPolicy
@@ -64,7 +65,7 @@ class Scheduler:
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._pace = Pace(options.step_target, capacity.max_batch_tokens)
-        self._watermark = max(1, capacity.pages // 100)
+        self._pressure = Pressure(self.memory)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # insertion-ordered set
@@ -145,7 +146,7 @@ class Scheduler:
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
-        self.paging.prefetch(self._waiting, self._watermark)
+        self.paging.prefetch(self._waiting, self._pressure.spare)
         self._admit(flight, budget, now)
         if not flight.rows and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
@@ -233,7 +234,7 @@ class Scheduler:
                 continue
             if self._pages_returning():
                 return None
-            victim = self.policy.victim(list(self._running), now)
+            victim = self.policy.victim(self._pressure.victims(list(self._running)), now)
             self.preempt(victim)
             if victim is seq:
                 return None
@@ -264,6 +265,8 @@ class Scheduler:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
         self.paging.preempted(seq)
+        self._pressure.preempted(seq)
+        self.stats.preempted_most = max(self.stats.preempted_most, seq.preempted)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -278,8 +281,8 @@ class Scheduler:
         for seq in order:
             if not self._slots or (budget <= 0 and not reserve):
                 break
-            if seq.inflight:
-                continue  # preempted; its old pages are still in use
+            if seq.inflight or not (only or self._pressure.admits(seq)):
+                continue  # preempted; its old pages are still in use, or it would only be so again
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
             hit = self.memory.lookup(seq.table, reusable(seq))
             if hit.waits or self.paging.fetch(seq):
@@ -287,7 +290,7 @@ class Scheduler:
                 self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
-            spare = self._watermark if self._running and not only else 0
+            spare = self._pressure.spare if self._running and not only else 0
             if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
@@ -310,6 +313,7 @@ class Scheduler:
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
         self.paging.started(seq)
+        self._pressure.started(seq)
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
@@ -359,7 +363,7 @@ class Scheduler:
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
         work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
-        self._pace.ended(self.diary.now, work, idle=flight.alone)
+        self._pace.ended(self.diary.now, work, idle=flight.alone or not plan.rows)
         self.diary.stepped(plan, result, flight.rows)
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
@@ -513,6 +517,7 @@ class Scheduler:
         self._running.pop(seq, None)
         self._forks.pop(seq, None)
         self.paging.gone(seq)
+        self._pressure.ended(seq)
         seq.move(Status.FINISHED)
         if not seq.inflight:
             self._release(seq)
@@ -533,7 +538,7 @@ class Scheduler:
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
-        self.paging.forget(tiers=False)
+        self.paging.directory.forget()
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
@@ -541,10 +546,10 @@ class Scheduler:
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
         self.memory.pool.forget_idle()
-        self.paging.forget(tiers=True)
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = self.paging.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.paging.reset(self.stats)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""

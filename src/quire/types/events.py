@@ -72,6 +72,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right: steps saved
     preemptions: int = 0
+    preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}
     waiting: int = 0
     running: int = 0
