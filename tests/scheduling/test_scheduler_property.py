@@ -28,10 +28,12 @@ def layout(*groups: KVGroup) -> KVLayout:
 
 
 class World:
-    def __init__(self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, tiers=None, **options):
+    def __init__(
+        self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, drafts=0, tiers=None, **options
+    ):
         self.rng = random.Random(seed)
         self.depth = depth
-        capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth)
+        capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
         capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else ())
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
@@ -89,7 +91,7 @@ class World:
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)
-            self.take(self.scheduler.commit(plan, ticket.result()))
+            self.take(self.scheduler.commit(plan, ticket.result(), self.now + 0.05))
 
     def any_live(self):
         live = [r for r in self.requests if any((r, b) not in self.ended for b in range(self.requests[r].params.n))]
@@ -184,12 +186,14 @@ WORLDS = [
 ]
 
 
+@pytest.mark.parametrize("drafts", [0, 4])
 @pytest.mark.parametrize(("groups", "policy", "depth", "cache", "operations"), WORLDS)
-def test_random_life(groups, policy, depth, cache, operations):
-    live(World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache), policy, cache, operations)
+def test_random_life(groups, policy, depth, cache, operations, drafts):
+    world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache, drafts=drafts)
+    live(world, policy, cache, operations, drafts)
 
 
-def live(world, policy, cache, operations):
+def live(world, policy, cache, operations, drafts=0):
     actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]
     if policy == "static":
         actions.remove(world.preempt)
@@ -220,6 +224,7 @@ def live(world, policy, cache, operations):
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
     assert world.scheduler.stats.forced_tokens > 100
     assert searches > 50 or not world.beams
+    assert (world.scheduler.stats.accepted_tokens > 100) == (world.scheduler.stats.waste["draft"] > 100) == bool(drafts)
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":

@@ -10,16 +10,14 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quire.types import config
-from quire.types.config import EngineOptions, flat_fields
+from quire.types.config import CONCERNS, EngineOptions, flat_fields
 from quire.types.serving import ServeOptions
 
 
 def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command every engine option; it receives them as one `engine: EngineOptions`."""
-    owners = (config.ModelOptions, config.DeviceOptions, config.CacheOptions, config.SchedulerOptions)
     derived = [
-        _parameter(next(o for o in owners if f.name in o.__dataclass_fields__), f, positional_model)
+        _parameter(next(o for o in CONCERNS if f.name in o.__dataclass_fields__), f, positional_model)
         for f in flat_fields()
     ]
     return _with(derived, "engine", lambda options: EngineOptions.of(**options))

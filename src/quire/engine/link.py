@@ -60,7 +60,11 @@ LOOK = 0.25  # seconds between looks at whether the process is still there
 
 class Link(Protocol):
     info: EngineInfo
-    heard: float  # when the engine last gave a sign of life, on the monotonic clock
+
+    @property
+    def heard(self) -> float:
+        """When the engine last gave a sign of life, on the monotonic clock."""
+        ...
 
     def send(self, message: ToEngine) -> None: ...
 

@@ -76,7 +76,7 @@ class LLM:
     def self_consistency(self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER) -> Consensus:
         """The answer that most of `params.n` branches arrive at; the others stop once it is decided. `extract` finds
         the answer in a text: a function, or a regular expression whose last match counts."""
-        vote = Vote(params.n, extract)
+        vote = Vote(params.n, extract, params.max_tokens)
         for _, delta in self._run([self._prepare(prompt, params, 0)]):
             if vote.take(delta):
                 break

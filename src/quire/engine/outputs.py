@@ -92,6 +92,8 @@ class RequestText:
             cached_tokens=event.cached,
             forced_tokens=event.forced,
             score=event.score,
+            drafted_tokens=event.drafted,
+            accepted_tokens=event.accepted,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

@@ -26,6 +26,8 @@ class Collector:
         result, out, times = self.output, self.output.outputs[delta.branch], self.output.times
         out.token_ids += delta.token_ids
         out.forced_tokens += delta.forced_tokens
+        out.drafted_tokens += delta.drafted_tokens
+        out.accepted_tokens += delta.accepted_tokens
         self._texts[delta.branch].append(delta.text)
         if delta.logprobs:
             out.logprobs = (out.logprobs or []) + delta.logprobs

@@ -2,7 +2,8 @@
 
     admit ──► fork of the compiled grammar, moved along the tokens the answer has so far
     begin ──► masks of the step's draws, made in threads while the forward pass runs; `masks` waits for them
-    accept ──► the token drawn, and those the grammar forces after it: they need no step of their own
+              (along a draft: as if each of its tokens had been drawn, while the grammar allows them)
+    accept ──► the tokens drawn, and those the grammar forces after them: they need no step of their own
 
 Forced tokens are those the tokenizer itself would make of the forced text, as far as what follows cannot change them.
 
@@ -17,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +44,8 @@ class GrammarStore:
 
     def prepare(self, spec: GrammarSpec) -> Future[Grammar]:
         with self._lock:
-            if spec not in self._compiled:
+            known = self._compiled.get(spec)
+            if known is None or (known.done() and known.exception()):  # what failed may have lacked time only
                 self._compiled[spec] = self._thread.submit(self._compile, spec)
             self._compiled.move_to_end(spec)
             if len(self._compiled) > KEPT:
@@ -67,7 +70,8 @@ class _Live:
 
 @dataclass(frozen=True)
 class Accepted:
-    tokens: list[int]  # the drawn one and those forced after it
+    tokens: list[int]  # those drawn, up to where the grammar ends, and those forced after them
+    drawn: int = 1  # how many were drawn
     done: bool = False
     error: str = ""
 
@@ -95,16 +99,18 @@ class SlotGrammars:
                 # Where log-probabilities are wanted, every token has to come from the model.
                 self._live[admit.slot] = _Live(grammar, end, admit.params.logprobs is None)
 
-    def begin(self, slots: Sequence[int]) -> None:
-        """Start to fill the masks for a draw in each of these slots."""
-        grammars = [live.grammar for slot in slots if (live := self._live.get(slot))] if self._live else []
-        if not grammars:
-            self._begun = None
+    def begin(self, draws: Sequence[tuple[int, list[int]]]) -> None:
+        """Start to fill the masks for draws in slots: one after the tokens known, one after each token of a draft."""
+        self._begun = None
+        found = [(live.grammar, draft) for slot, draft in draws if (live := self._live.get(slot))] if self._live else []
+        if not found:
             return
-        masks = np.empty((len(grammars), self._bytes), np.uint8)
-        share = -(-len(grammars) // self._workers)
-        parts = [slice(at, at + share) for at in range(0, len(grammars), share)]
-        self._begun = masks, [self._pool.submit(_fill, grammars[part], masks[part]) for part in parts]
+        ends = list(accumulate(len(draft) + 1 for _, draft in found))
+        masks = np.empty((ends[-1], self._bytes), np.uint8)
+        work = [(*job, masks[end - len(job[1]) - 1 : end]) for job, end in zip(found, ends, strict=True)]
+        share = -(-len(work) // self._workers)
+        parts = [work[at : at + share] for at in range(0, len(work), share)]
+        self._begun = masks, [self._pool.submit(_fill, part) for part in parts]
 
     def masks(self) -> Masks | None:
         """The masks begun last, one row for each of the slots that has a grammar; waits for them."""
@@ -115,23 +121,36 @@ class SlotGrammars:
             part.result()
         return masks
 
-    def accept(self, slot: int, position: int, token: int) -> Accepted:
-        """The token at `position` of a slot was drawn."""
+    def accept(self, slot: int, position: int, tokens: list[int]) -> Accepted:
+        """These tokens were drawn for a slot from `position` on."""
         live = self._live.get(slot)
         if live is None:
-            return Accepted([token])
+            return Accepted(tokens, len(tokens))
         grammar = live.grammar
-        grammar.accept([token])
-        forced = grammar.forced()[: live.end - position - 1] if live.jumps else []
+        drawn = 0
+        while drawn < len(tokens) and not grammar.done:
+            grammar.accept(tokens[drawn : drawn + 1])
+            drawn += 1
+        forced = grammar.forced()[: live.end - position - drawn] if live.jumps else []
         if forced:
             grammar.accept(forced)
-        return Accepted([token, *forced], grammar.done, grammar.error)
+        return Accepted(tokens[:drawn] + forced, drawn, grammar.done, grammar.error)
 
     def close(self) -> None:
         self._pool.shutdown()
         self._store.close()
 
 
-def _fill(grammars: list[Grammar], masks: Masks) -> None:
-    for grammar, row in zip(grammars, masks, strict=True):
-        grammar.fill(row)
+def _fill(work: list[tuple[Grammar, list[int], Masks]]) -> None:
+    for grammar, draft, masks in work:
+        grammar.fill(masks[0])
+        taken = 0
+        while taken < len(draft) and not grammar.done and masks[taken, draft[taken] // 8] >> draft[taken] % 8 & 1:
+            grammar.accept(draft[taken : taken + 1])
+            taken += 1
+            if grammar.done:
+                break
+            grammar.fill(masks[taken])
+        masks[taken + 1 :] = masks[0]  # what follows a token that may not be: never looked at
+        if taken:
+            grammar.rollback(taken)

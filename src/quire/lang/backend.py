@@ -52,8 +52,6 @@ class Backend(Protocol):
         """The same piece by piece; closing it ends the work."""
         ...
 
-    async def encode(self, text: str, *, first: bool, special: bool) -> list[int]: ...
-
 
 class InProcess:
     """The backend over a Frontend: token ids in, token ids out."""

@@ -24,7 +24,8 @@ from quire.lang.prompt import Prompt
 from quire.lang.state import State
 from quire.types.errors import InputError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 WORKERS = 32
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -69,7 +69,7 @@ class Turn:
 
 
 Hole = Gen | Select
-Piece = Union[str, Hole, Turn, Join, Sequence["Piece"]]
+Piece: TypeAlias = "str | Hole | Turn | Join | Sequence[Piece]"
 Atom = str | Hole | Join | Begin | End
 
 
@@ -84,12 +84,12 @@ def gen(
 ) -> Gen:
     """A hole for the model to fill; its value is read as `prompt[name]`.
 
-    `where` holds it to a constraint (a text is a regular expression), `schema` to JSON: a schema, or a type that msgspec
-    or pydantic can describe, of which the value then is. Other words are those of SamplingParams (`temperature`, ...).
+    `where` holds it to a constraint (a text is a regular expression), `schema` to JSON: a schema, or a type that
+    msgspec or pydantic can describe, which the value then has. Other words are those of SamplingParams.
     """
     if where is not None and schema is not None:
         raise InputError("a hole takes `where` or `schema`, not both", param="where")
-    stops = [stop] if isinstance(stop, str) else list(stop)
+    stops = ([stop] if stop else []) if isinstance(stop, str) else list(stop)
     grammar, value, holds = None, str, None  # type: tuple[GrammarSpec | None, Callable[[str], Any], Any]
     if where is not None:
         constraint = where_of(where)
@@ -152,8 +152,18 @@ def _schema_of(given: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
     if isinstance(given, dict):
         return given, json.loads
     if hasattr(given, "model_json_schema"):  # pydantic's
-        return given.model_json_schema(), given.model_validate_json
+        return _closed(given.model_json_schema()), given.model_validate_json
     try:
-        return msgspec.json.schema(given), msgspec.json.Decoder(given).decode
+        return _closed(msgspec.json.schema(given)), msgspec.json.Decoder(given).decode
     except TypeError as error:
         raise InputError(f"{given!r} has no JSON schema: {error}", param="schema") from error
+
+
+def _closed(schema: Any) -> Any:
+    """The schema of a type without room for fields the type does not have, which a model may go on inventing."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: _closed(value) for key, value in schema.items()}
+    return {"additionalProperties": False, **inner} if isinstance(inner.get("properties"), dict) else inner

@@ -49,7 +49,7 @@ class Prompt:
     def __init__(
         self, home: Home, base: Future[State], tail: tuple[Atom, ...] = (), path: tuple[int, ...] = ()
     ):
-        self._home = home
+        self.home = home
         self._base = base  # up to the last hole
         self._tail = tail  # what follows it
         self._path = path  # which branch of which fork; seeds differ by it
@@ -62,17 +62,17 @@ class Prompt:
 
     def _with(self, atom: Atom) -> Prompt:
         if isinstance(atom, Gen | Select):
-            return self._after(self._home.start(self._fill(atom)))
-        return Prompt(self._home, self._base, (*self._tail, atom), self._path)
+            return self._after(self.home.start(self._fill(atom)))
+        return Prompt(self.home, self._base, (*self._tail, atom), self._path)
 
     def _after(self, base: Future[State]) -> Prompt:
-        return Prompt(self._home, base, (), self._path)
+        return Prompt(self.home, base, (), self._path)
 
     def fork(self, count: int) -> Forks:
         """So many branches of this prompt, to be added to one by one or all at once."""
         if count < 1:
             raise InputError(f"a fork has at least one branch, not {count}", param="count")
-        return Forks([Prompt(self._home, self._base, self._tail, (*self._path, i)) for i in range(count)], whole=self)
+        return Forks([Prompt(self.home, self._base, self._tail, (*self._path, i)) for i in range(count)], whole=self)
 
     # ---- reading -----------------------------------------------------------------------------------------------
 
@@ -106,6 +106,11 @@ class Prompt:
         """What the calls behind this prompt have cost, those of its forebears included."""
         return self._state().usage
 
+    @property
+    def last_usage(self) -> Usage:
+        """What filling the last hole has cost; what branches cost together is told by the first of them."""
+        return self._state().last_usage
+
     def __str__(self) -> str:
         said = self._said()
         return "\n".join(f"{m['role']}: {m['content']}" for m in said.messages) if said.chat else said.text
@@ -120,7 +125,7 @@ class Prompt:
         return self
 
     def _state(self) -> State:
-        return self._home.wait(self._base)
+        return self.home.wait(self._base)
 
     def _said(self) -> Transcript:
         said = self._state().transcript
@@ -134,18 +139,18 @@ class Prompt:
         """Where this prompt stands, ready to be gone on from: for whoever works on its loop, as backends do."""
         await self
         said = self._said()
-        return await self._home.backend.settle(replace(self._state(), transcript=said.say("")))
+        return await self.home.backend.settle(replace(self._state(), transcript=said.say("")))
 
     async def _fill(self, hole: Hole) -> State:
         state = await self.state()
         if isinstance(hole, Gen):
-            return await _generated(self._home.backend, state, hole, _seeded(hole.params, self._path))
-        return await _selected(self._home.backend, state, hole)
+            return await _generated(self.home.backend, state, hole, _seeded(hole.params, self._path))
+        return await _selected(self.home.backend, state, hole)
 
     async def _fill_twins(self, hole: Gen, count: int) -> list[State]:
         state = await self.state()
         params = changed(_seeded(hole.params, self._path), n=count)
-        answers = await self._home.backend.generate(state, params)
+        answers = await self.home.backend.generate(state, params)
         return [_held(state, hole, answer) for answer in answers]
 
 
@@ -166,7 +171,7 @@ class Forks(Sequence[Prompt]):
     def _with(self, atom: Atom) -> Forks:
         whole = self._whole
         if isinstance(atom, Gen) and whole is not None and 1 < len(self) <= MAX_N and atom.params.n == 1:
-            home = whole._home
+            home = whole.home
             group = home.start(whole._fill_twins(atom, len(self)))
             return Forks([prompt._after(home.start(_one_of(group, i))) for i, prompt in enumerate(self)])
         same = whole._with(atom) if whole is not None and not isinstance(atom, Gen | Select) else None
@@ -175,7 +180,7 @@ class Forks(Sequence[Prompt]):
     @overload
     def __getitem__(self, key: int) -> Prompt: ...
     @overload
-    def __getitem__(self, key: slice) -> Forks: ...  # type: ignore[overload-overlap]
+    def __getitem__(self, key: slice) -> Forks: ...
     @overload
     def __getitem__(self, key: str) -> list[Any]: ...
     def __getitem__(self, key: int | slice | str) -> Prompt | Forks | list[Any]:

@@ -90,10 +90,9 @@ class Server:
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         drawn = usage.get("completion_tokens", 0)
         prompt = Usage(1, usage.get("prompt_tokens", 0), cached)
-        return [
-            self._answer(choice, (Usage() if index else prompt) + Usage(output_tokens=_share(drawn, len(choices), index)))
-            for index, choice in enumerate(choices)
-        ]
+        shares = [Usage(output_tokens=_share(drawn, len(choices), index)) for index in range(len(choices))]
+        shares[0] += prompt
+        return [self._answer(choice, share) for choice, share in zip(choices, shares, strict=True)]
 
     async def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
         path, body = self._body(state, params)
@@ -160,9 +159,6 @@ class PlainServer(Server):
     async def settle(self, state: State) -> State:
         return state
 
-    async def encode(self, text: str, *, first: bool, special: bool) -> list[int]:
-        raise InputError("this server is not known to tokenise; use a Quire server, or a model in this process")
-
     def _body(self, state: State, params: SamplingParams) -> tuple[str, dict[str, Any]]:
         given = msgspec.to_builtins(params)
         given.pop("grammar", None)
@@ -175,7 +171,7 @@ class PlainServer(Server):
             refuse_grammar(params.grammar)
             return "/v1/completions", {**body, "prompt": said.text}
         if said.turns[-1] != ("assistant", ""):
-            raise InputError("OpenAI's API begins an answer itself: a hole must be the first piece of the assistant's turn")
+            raise InputError("OpenAI's API begins answers itself: a hole must be all there is of the assistant's turn")
         if params.grammar is not None and params.grammar.kind == "json_schema":
             schema = {"name": "answer", "schema": json.loads(params.grammar.source), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}

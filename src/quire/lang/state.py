@@ -21,6 +21,7 @@ class Transcript:
 
     turns: tuple[tuple[str, str], ...] = ()
     open: bool = False
+    implied: bool = False  # the open turn is the assistant's because nobody said otherwise
 
     @property
     def chat(self) -> bool:
@@ -36,20 +37,20 @@ class Transcript:
         return self.turns[-1][1] if self.turns else ""
 
     def begin(self, role: str) -> Transcript:
-        if self.open:
+        if self.open and not self.implied:
             what = f"a {self.turns[-1][0]} turn" if self.chat else "plain text"
             raise InputError(f"a {role} turn cannot begin inside {what}; start it on a prompt of its own")
         return Transcript((*self.turns, (role, "")), open=True)
 
     def end(self) -> Transcript:
-        return replace(self, open=False)
+        return Transcript(self.turns)
 
     def say(self, text: str) -> Transcript:
         """Text goes to the open turn; where a chat has none, to a new one of the assistant's."""
         if not self.open:
-            return Transcript((*self.turns, ("assistant" if self.chat else "", text)), open=True)
+            return Transcript((*self.turns, ("assistant" if self.chat else "", text)), open=True, implied=self.chat)
         *before, (role, said) = self.turns
-        return Transcript((*before, (role, said + text)), open=True)
+        return replace(self, turns=(*before, (role, said + text)))
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class State:
     values: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     usage: Usage = Usage()
+    last_usage: Usage = Usage()
 
     def said(self, text: str, tokens: Sequence[int], covered: str, usage: Usage) -> State:
         """After the model said `text`; `tokens` are exactly its beginning `covered`."""
@@ -87,6 +89,7 @@ class State:
             tokens=(*self.tokens, *tokens),
             text=self.text + covered,
             usage=self.usage + usage,
+            last_usage=usage,
         )
 
     def holding(self, name: str, value: Any, scores: Mapping[str, float] | None = None) -> State:
@@ -107,8 +110,8 @@ class Scribe(Protocol):
 
 
 async def settle(state: State, scribe: Scribe) -> State:
-    """The state with tokens for all that was said. Where the chat template keeps what it wrote before, tokens that stand
-    are kept; where it rewrites the past (drops a thought, trims), all is encoded anew."""
+    """The state with tokens for all that was said. Where the chat template keeps what it wrote before, tokens that
+    stand are kept; where it rewrites the past (drops a thought, trims), all is encoded anew."""
     full = await _written(state.transcript, scribe)
     if state.tokens and full.startswith(state.text):
         rest = full[len(state.text) :]

@@ -220,6 +220,15 @@ class KVManager:
         table.room = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
         return change
 
+    def trim(self, table: PageTable, tokens: int) -> None:
+        """Give back pages that were made writable for more than `tokens` tokens."""
+        for group, size in enumerate(self._sizes):
+            pages, kept = table.pages[group], -(-tokens // size)
+            if len(pages) > kept:
+                self.pool.release(pages[kept:])
+                del pages[kept:]
+        table.room = min(table.room, *(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True)))
+
     def _slide(self, table: PageTable, group: int, start: int) -> None:
         """Give back pages that no query from `start` on can see."""
         window = self.layout.groups[group].window

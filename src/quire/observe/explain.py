@@ -52,6 +52,8 @@ class Branch(msgspec.Struct, kw_only=True):
     state: str  # queued, prefill, decode, preempted, or how it finished
     output_tokens: int
     forced_tokens: int  # of them, forced by a grammar: steps saved
+    drafted_tokens: int  # guessed ahead
+    accepted_tokens: int  # ... of them, right: steps saved
     queue_s: float
     pending_s: float  # of queue_s, waiting for pages somebody else was computing or loading
     prefill_s: float
@@ -115,6 +117,8 @@ def _branch(timeline: Timeline, now: float) -> Branch:
         state=timeline.finish or _state(timeline),
         output_tokens=timeline.outputs,
         forced_tokens=timeline.forced,
+        drafted_tokens=timeline.drafted,
+        accepted_tokens=timeline.accepted,
         queue_s=lasted["queue"],
         pending_s=timeline.pending,
         prefill_s=lasted.get("prefill", 0.0) - stalled["prefill"],

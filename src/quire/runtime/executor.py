@@ -21,6 +21,7 @@ from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
 from quire.model import NativeModel, load_model
 from quire.model.fp8 import Fp8Scheme
+from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.runtime.tiers.opening import Tiers, fingerprint, open_tiers
@@ -79,8 +80,11 @@ class LocalExecutor:
             dtype=str(self.kv_dtype).removeprefix("torch."),
             itemsize=self.kv_dtype.itemsize,
         )
-        self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position)
+        drafter = load_drafter(options, resolved, self.model)
+        beside = drafter.layout.page_bytes if drafter is not None else 0
+        self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position, beside)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
+        self._speculation, self._drafter = options.speculation, drafter
         self.vocab_size = spec.vocab_size
         self._graphs = self.device.type == "cuda" and options.device.graphs
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
@@ -101,7 +105,10 @@ class LocalExecutor:
 
     def _awaken(self) -> ModelRunner:
         began = time.perf_counter()
-        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars)
+        speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
+        runner = ModelRunner(
+            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars, speculation
+        )
         self.took["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()
@@ -212,20 +219,23 @@ def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def kv_capacity(options: EngineOptions, hardware: Hardware, layout: KVLayout, *, taken: int = 0) -> tuple[int, str]:
-    """Pages (the null page included) and why so many; `taken` bytes of free memory are spoken for."""
+def kv_capacity(
+    options: EngineOptions, hardware: Hardware, layout: KVLayout, *, taken: int = 0, beside: int = 0
+) -> tuple[int, str]:
+    """Pages (the null page included) and why so many; `taken` bytes of free memory are spoken for, and `beside` each
+    page a draft model needs so many."""
     if options.cache.kv_pages:
         return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
     left = with_fields(hardware, memory=max(0, hardware.memory - taken))
     size, why = kv_budget(options, left)
-    return size // layout.page_bytes, why
+    return size // (layout.page_bytes + beside), why
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, trained_len: int
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, trained_len: int, beside: int = 0
 ) -> tuple[Capacity, str]:
     """How many pages and which longest context, now that the weights are in; says why."""
-    pages, why = kv_capacity(options, probe(resolved.device), layout)
+    pages, why = kv_capacity(options, probe(resolved.device), layout, beside=beside)
     longest = options.model.max_model_len or trained_len
     if longest < 2:
         raise ConfigError(f"max_model_len must be at least 2, got {longest}")
@@ -246,5 +256,6 @@ def capacity_for(
         max_model_len=longest,
         max_batch_tokens=resolved.max_batch_tokens,
         depth=resolved.depth,
+        drafts=draft_limit(options.speculation),
     )
     return capacity, why

@@ -6,6 +6,7 @@ Nothing here waits for the device; results are copied to the host in the backgro
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from quire.generation.grammars import Accepted, GrammarStore, SlotGrammars
 from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
+from quire.generation.speculation import Expanded, Speculation
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.sharing import SharedPrefixes
@@ -23,6 +25,7 @@ from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
+DRAFT_ROWS = 512  # rows up to which steps with drafts are captured
 SCORE_SLICE = 64  # rows of logits held at once for prompt log-probabilities
 
 
@@ -35,6 +38,7 @@ class ModelRunner:
         device: torch.device,
         kv_dtype: torch.dtype,
         grammars: GrammarStore,
+        speculation: Speculation | None = None,
     ):
         self.model = model
         self._device = device
@@ -50,10 +54,11 @@ class ModelRunner:
             device=device,
             draw=model.draw if isinstance(model, NativeModel) else None,
         )
+        self._speculation = speculation
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._captured = CapturedSteps(
             self._last_logits,
-            max_rows=capacity.slots,
+            max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
             max_kv=capacity.max_model_len,
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
@@ -85,27 +90,32 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> PendingStep:
         began = time.perf_counter()
         self._staging.turn()
+        asked = Expanded(plan, [[]] * len(plan.samples))
+        if self._speculation is not None:
+            asked = self._speculation.expand(plan)
+        plan = asked.plan
         for admit in plan.admits:
             self._sampler.admit(admit)
             self._tops[admit.slot] = admit.params.prompt_logprobs or 0
         self._grammars.apply(plan.frees, plan.admits)
-        self._grammars.begin([s.slot for s in plan.samples])
+        self._grammars.begin([(s.slot, draft) for s, draft in asked.samples()])
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
-        if not plan.rows:
-            return PendingStep(plan, None, {}, {}, began, self._device, self._grammars)
+        computed = self._forward(plan) if plan.rows else Computed(None)
+        return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
+
+    def _forward(self, plan: StepPlan) -> Computed:
+        """By a capture, if one fits."""
         counts = [row.count for row in plan.rows]
         looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
-        if size is not None:
-            return self._replay(plan, size, began)
-        return self._compute(plan, counts, looked_at, began)
+        return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
 
-    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool, began: float) -> PendingStep:
+    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
         table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
         kv_lens = [row.start + row.count for row in plan.rows]
@@ -121,9 +131,9 @@ class ModelRunner:
             if rows != list(range(len(hidden))):
                 hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
             sampled = self._sample(plan, self.model.logits(hidden))
-        return PendingStep(plan, sampled, scores, pooled, began, self._device, self._grammars)
+        return Computed(sampled, scores, pooled)
 
-    def _replay(self, plan: StepPlan, size: tuple[int, int], began: float) -> PendingStep:
+    def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
         greedy = self._sampler.all_greedy([s.slot for s in plan.samples])
         alone = len({s.row for s in plan.samples}) == len(plan.samples)
@@ -145,14 +155,13 @@ class ModelRunner:
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         computed = output.logits.shape[0] if size[0] == size[1] else size[0]
-        padding = computed - plan.tokens
-        return PendingStep(plan, sampled, {}, {}, began, self._device, self._grammars, padding)
+        return Computed(sampled, padding=computed - plan.tokens)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
         rows = self._captured.prefix_rows(len(plan.rows)) if size[0] == size[1] else None
-        if self._sharing is None or rows is None:
-            return None
+        if self._sharing is None or rows is None or any(row.drafts for row in plan.rows):
+            return None  # with drafts the rows differ from step to step: finding groups anew costs more than it saves
         lists = self._sharing.lists(plan, rows)
         return None if lists is None else self._captured.replay_shared(rows, table, lists, self._sharing, self._staging)
 
@@ -205,29 +214,39 @@ def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     return pooled
 
 
+@dataclass(frozen=True)
+class Computed:
+    """What a step came to, on the device."""
+
+    sampled: Sampled | None
+    scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
+    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    padding: int = 0
+
+
 class PendingStep:
     """A step whose results are on their way to the host; `result` waits for them."""
 
     def __init__(
         self,
-        plan: StepPlan,
-        sampled: Sampled | None,
-        scores: dict[int, list[LogprobTensors]],
-        pooled: dict[int, torch.Tensor],
+        asked: Expanded,
+        computed: Computed,
         began: float,
         device: torch.device,
         grammars: SlotGrammars,
-        padding: int = 0,
+        speculation: Speculation | None,
     ):
-        self._plan = plan
+        self._asked = asked
         self._grammars = grammars
-        self._padding = padding
+        self._speculation = speculation
+        self._padding = computed.padding
         self._began = began
+        sampled = computed.sampled
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
-        self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}
-        self._pooled = {row: begin_copy(vector) for row, vector in pooled.items()}
+        self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
+        self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -238,13 +257,18 @@ class PendingStep:
             self._event.synchronize()
         accepted = self._accept(self._tokens.tolist()) if self._tokens is not None else []
         return StepResult(
-            step=self._plan.step,
+            step=self._asked.plan.step,
             tokens=[a.tokens for a in accepted],
+            drafts={
+                i: (len(draft), a.drawn - 1)
+                for i, (draft, a) in enumerate(zip(self._asked.drafts, accepted, strict=True))
+                if draft
+            },
             ended=[i for i, a in enumerate(accepted) if a.done],
             errors={i: a.error for i, a in enumerate(accepted) if a.error},
-            logprobs=dict(_present(self._logprobs.to_host())) if self._logprobs is not None else {},
+            logprobs=self._drawn_logprobs(self._logprobs.to_host(), accepted) if self._logprobs is not None else {},
             scores={
-                row: [entry for part in parts for _, entry in _present(part.to_host())]
+                row: [entry for part in parts for entry in part.to_host() if entry is not None]
                 for row, parts in self._scores.items()
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
@@ -253,10 +277,27 @@ class PendingStep:
         )
 
     def _accept(self, drawn: list[int]) -> list[Accepted]:
-        """What each draw comes to under its grammar, if it has one."""
-        samples = zip(self._plan.samples, drawn, strict=True)
-        return [self._grammars.accept(sample.slot, sample.position, token) for sample, token in samples]
+        """What the draws of each sample come to: those that its draft led to, as its grammar allows."""
+        found, end = [], 0
+        for sample, draft in self._asked.samples():
+            begin, end = end, end + len(draft) + 1
+            tokens = drawn[begin:end]
+            if draft:
+                assert self._speculation is not None
+                tokens = self._speculation.settled(draft, tokens)
+            accepted = self._grammars.accept(sample.slot, sample.position, tokens)
+            if self._speculation is not None:
+                self._speculation.observe(sample.slot, sample.position, accepted.tokens)
+            found.append(accepted)
+        return found
 
-
-def _present(entries: list[TokenLogprobs | None]) -> list[tuple[int, TokenLogprobs]]:
-    return [(i, entry) for i, entry in enumerate(entries) if entry is not None]
+    def _drawn_logprobs(
+        self, entries: list[TokenLogprobs | None], accepted: list[Accepted]
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By sample, of the draws that count."""
+        found, begin = {}, 0
+        for i, (draft, taken) in enumerate(zip(self._asked.drafts, accepted, strict=True)):
+            if some := [entry for entry in entries[begin : begin + taken.drawn] if entry is not None]:
+                found[i] = some
+            begin += len(draft) + 1
+        return found

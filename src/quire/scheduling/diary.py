@@ -96,6 +96,14 @@ class Diary:
         self.stats.forced_tokens += tokens
         seq.log.forced += tokens
 
+    def guessed(self, seq: Sequence, offered: int, accepted: int) -> None:
+        """Tokens were guessed ahead for it, and so many of them were right."""
+        seq.rows += accepted
+        seq.log.drafted += offered
+        seq.log.accepted += accepted
+        self.stats.drafted_tokens += offered
+        self.stats.accepted_tokens += accepted
+
     def cut(self, rows: int) -> None:
         """Tokens beyond a stop string are dropped."""
         self.stats.waste["overrun"] += rows
@@ -125,8 +133,10 @@ class Diary:
         if not plan.rows:
             return  # it only waited for pages
         stats.steps += 1
-        stats.rows += tokens + result.padding
+        offered, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
+        stats.rows += tokens + offered + result.padding
         stats.waste["padding"] += result.padding
+        stats.waste["draft"] += offered - accepted
         stats.step_seconds += result.seconds
         stats.step_tokens.observe(tokens)
         self.steps.append((len(plan.rows), tokens))

@@ -38,6 +38,7 @@ class Flight:
                 seed=params.seed or 0,
                 branch=seq.branch,
                 stop_ids=stops,
+                salt=request.salt,
             )
         )
 
@@ -51,17 +52,18 @@ class Flight:
         """Tell the sequence's page tables whole."""
         self.plan.deltas += [PageDelta(seq.slot, g, 0, list(pages)) for g, pages in enumerate(seq.table.pages)]
 
-    def row(self, seq: Sequence, count: int) -> None:
-        """Let the sequence catch up by `count` tokens."""
+    def row(self, seq: Sequence, count: int, drafts: int = 0) -> None:
+        """Let the sequence catch up by `count` tokens, and by as many of `drafts` more as are guessed right."""
         request, start = seq.request, seq.computed
         if seq.unsent:
             at = len(seq.tokens) - seq.unsent
             self.plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
             seq.unsent = 0
         seq.computed = start + count
+        seq.drafts = drafts
         score = request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
         pool = request.pooling if request.pooling != "last" or seq.computed == seq.prompt_len else ""
-        self.plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool))
+        self.plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool, drafts=drafts))
         self.rows.append((seq, seq.epoch))
 
     def sample(self, seq: Sequence) -> None:

@@ -27,6 +27,7 @@ from quire.scheduling.pressure import Pressure
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sessions import Sessions
+from quire.scheduling.speculation import DraftPolicy
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
 from quire.types.errors import DeadlineError, InputError, OverloadedError
@@ -77,6 +78,7 @@ class Scheduler:
         self._searches: dict[str, Search] = {}
         self._forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
         self._deadlines = Deadlines()
+        self._drafts = DraftPolicy(capacity) if capacity.drafts else None
         self._order = 0
         self._step = 0
 
@@ -163,12 +165,20 @@ class Scheduler:
             seq.inflight += 1
         flight.alone = not self._flights
         self._flights.append(flight)
+        if self._drafts is not None:
+            self._drafts.planned(flight.plan, now)
         return flight.plan
 
     def _catch_up(self, flight: Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
-        behind = [s for s in self._running if s.computed < s.known < s.limit and not (s.stepwise and s.pending)]
+        drafts = self._drafts.budgets(list(self._running)) if self._drafts is not None else {}
+        together = bool(drafts)  # those who guess need to know all before, and others should not go without them
+        behind = [
+            s
+            for s in self._running
+            if s.computed < s.known < s.limit and not (s.pending and (s.stepwise or s.drafts or together))
+        ]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
         whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
         chosen: list[tuple[Sequence, int, Change]] = []
@@ -179,7 +189,7 @@ class Scheduler:
             count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
             if count <= 0:
                 break
-            change = self._extend_or_preempt(seq, count, now)
+            change = self._extend_for_drafts(seq, drafts) or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
                 budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
@@ -189,7 +199,7 @@ class Scheduler:
                 if seq.known - seq.computed > 1:
                     budget -= self._pace.cost(seq.computed, count)
                 flight.change(seq, change)
-                self._add_row(flight, seq, count)
+                self._add_row(flight, seq, count, drafts.get(seq, 0))
         return budget
 
     def _seat(self, flight: Flight) -> None:
@@ -232,6 +242,15 @@ class Scheduler:
             self.preempt(victim)
             if victim is seq:
                 return None
+        return change
+
+    def _extend_for_drafts(self, seq: Sequence, drafts: dict[Sequence, int]) -> Change | None:
+        """Pages for the next token and those guessed after it; nobody loses any for a guess."""
+        if seq not in drafts:
+            return None
+        change = self.memory.extend(seq.table, seq.computed, seq.known + drafts[seq])
+        if change is None:
+            del drafts[seq]
         return change
 
     def _pages_returning(self) -> bool:
@@ -316,9 +335,9 @@ class Scheduler:
         seq.slot = self._slots.pop()
         flight.admit(seq)
 
-    def _add_row(self, flight: Flight, seq: Sequence, count: int) -> None:
+    def _add_row(self, flight: Flight, seq: Sequence, count: int, drafts: int = 0) -> None:
         self.diary.row(seq, count)
-        flight.row(seq, count)
+        flight.row(seq, count, drafts)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and not seq.request.pooling:
             if seq.children and seq.known == seq.prompt_len:
@@ -352,6 +371,8 @@ class Scheduler:
         work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
         self._pace.ended(self.diary.now, work, idle=flight.alone or not plan.rows)
         self.diary.stepped(plan, result, flight.rows)
+        if self._drafts is not None:
+            self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
         self.paging.stepped(plan, result)
         for i, (seq, epoch) in enumerate(flight.rows):
@@ -364,7 +385,7 @@ class Scheduler:
         for i, (seq, epoch) in enumerate(flight.samples):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 if seq.request.beam is not None:
-                    events += self._branch(seq, result.logprobs[i])
+                    events += self._branch(seq, result.logprobs[i][0])
                 else:
                     events.append(self._advance(seq, result, i))
         for i, (seq, epoch) in enumerate(flight.rows):
@@ -372,7 +393,8 @@ class Scheduler:
                 events += self._pool(seq, plan.rows[i], result.pooled[i])
         for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
-                self.memory.publish(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
+                upto = seq.computed if row.drafts else row.start + row.count
+                self.memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
         return events
 
     def _land(self, flight: Flight) -> None:
@@ -384,6 +406,7 @@ class Scheduler:
 
     def _advance(self, seq: Sequence, result: StepResult, sample: int) -> TokenEvent:
         """Append what was drawn for one sample, up to a stop."""
+        offered, accepted = self._settle(seq, *result.drafts.get(sample, (0, 0))) if seq.drafts else (0, 0)
         index = seq.outputs
         request = seq.request
         drawn: list[int] = []
@@ -397,7 +420,7 @@ class Scheduler:
             self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
-        seq.unsent = len(drawn) - 1
+        seq.unsent = max(0, len(drawn) - 1 - accepted)
         self.stats.output_tokens += len(drawn)
         self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
@@ -408,12 +431,22 @@ class Scheduler:
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
-        event.forced = len(drawn) - 1
+        event.forced, event.drafted, event.accepted = seq.unsent, offered, accepted
         if sample in result.logprobs:
-            event.logprobs = [result.logprobs[sample]]
+            event.logprobs = result.logprobs[sample][: len(drawn)]
         if index == 0 and seq.scores:
             event.prompt_logprobs = seq.scores
         return event
+
+    def _settle(self, seq: Sequence, offered: int, accepted: int) -> tuple[int, int]:
+        """A step with guesses is over: KV is there as far as they were right, and pages beyond that go back."""
+        if seq.pace is not None:
+            seq.pace.learn(seq.drafts, offered, accepted)
+        self.diary.guessed(seq, offered, accepted)
+        seq.computed += accepted
+        if not self.policy.contiguous:
+            self.memory.trim(seq.table, seq.computed)
+        return offered, accepted
 
     def _branch(self, seq: Sequence, options: TokenLogprobs) -> list[TokenEvent]:
         """A beam's options are known; once all are, its search goes a step on, or is over."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quire.memory.manager import PageTable
 from quire.types.plan import TokenLogprobs
 from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
+
+if TYPE_CHECKING:
+    from quire.scheduling.speculation import Pace
 
 
 class Sequence:
@@ -16,8 +21,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "branch", "cached", "children", "computed", "epoch", "hit", "inflight", "key", "limit", "log",
-        "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request", "rows", "scores",
+        "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "hit", "inflight", "key", "limit",
+        "log", "lost", "order", "pace", "pending", "pooled", "preempted", "priority", "prompt_len", "request", "rows",
+        "scores",
         "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 
@@ -35,7 +41,8 @@ class Sequence:
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         # Whether what it computes next depends on the token drawn last.
         self.stepwise = request.params.grammar is not None or request.beam is not None
-        self.computed = 0  # as of the last plan
+        self.drafts = 0  # tokens that its latest row may guess
+        self.computed = 0  # as of the last plan, guesses left out
         self.hit = 0  # of them, found in the cache at its last start
         self.cached = -1  # prompt tokens found in the cache at first admission
         self.table = table
@@ -47,6 +54,7 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
+        self.pace: Pace | None = None  # how guesses of its tokens have done
         self.log: Timeline  # these four are the diary's
         self.rows = 0  # token rows computed for it that were not in vain
         self.lost = 0  # KV entries it had when it was preempted

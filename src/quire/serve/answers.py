@@ -16,6 +16,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # guessed ahead by the engine, and right
+    rejected_prediction_tokens: int = 0  # guessed ahead, and wrong: not part of the answer
 
 
 class Usage(msgspec.Struct):

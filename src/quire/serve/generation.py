@@ -123,6 +123,8 @@ class Generation:
     arrived: float
     deadline_ms: int | None = None  # None: the server's own
     completion_tokens: int = 0
+    drafted_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # ... of them, right
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
     @property
@@ -139,7 +141,9 @@ class Generation:
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
             PromptTokensDetails(self.cached_tokens),
-            CompletionTokensDetails(thought_tokens),
+            CompletionTokensDetails(
+                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
+            ),
         )
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
@@ -186,6 +190,8 @@ class Generation:
                     for delta in deltas:
                         _raise_failure(delta)
                         self.completion_tokens += len(delta.token_ids)
+                        self.drafted_tokens += delta.drafted_tokens
+                        self.accepted_tokens += delta.accepted_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches

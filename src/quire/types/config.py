@@ -72,6 +72,16 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True)
+class SpeculationOptions:
+    """Tokens guessed ahead."""
+
+    speculation: str = option(
+        "off", "who guesses: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)"
+    )
+    draft_tokens: int | None = option(None, "most tokens guessed at once (default: by who guesses)")
+
+
+@dataclass(frozen=True)
 class EngineOptions:
     """Everything one engine is told; a flat view over the concerns above."""
 
@@ -79,6 +89,7 @@ class EngineOptions:
     device: DeviceOptions = dataclasses.field(default_factory=DeviceOptions)
     cache: CacheOptions = dataclasses.field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
+    speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
 
     @classmethod
     def of(cls, **flat: Any) -> EngineOptions:
@@ -98,16 +109,18 @@ class EngineOptions:
         """The options that differ from their defaults, by flat name (plain values, fit for JSON)."""
         return {
             f.name: getattr(part, f.name)
-            for part in (self.model, self.device, self.cache, self.scheduler)
+            for part in (self.model, self.device, self.cache, self.scheduler, self.speculation)
             for f in dataclasses.fields(part)
             if getattr(part, f.name) != f.default
         }
 
 
+CONCERNS = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions, SpeculationOptions)
+
+
 def flat_fields() -> list[dataclasses.Field[Any]]:
     """All option fields, in order."""
-    kinds = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions)
-    return [f for kind in kinds for f in dataclasses.fields(kind)]
+    return [f for kind in CONCERNS for f in dataclasses.fields(kind)]
 
 
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

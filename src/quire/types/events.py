@@ -27,6 +27,8 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     embedding: list[float] | None = None  # of a request that asked for pooling
     forced: int = 0  # of these tokens, how many a grammar forced: they took no step
     score: float | None = None  # of an answer that beam search found
+    drafted: int = 0  # tokens guessed ahead for this event, and how many of them were right
+    accepted: int = 0
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their
@@ -67,6 +69,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
+    drafted_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # ... of them, right: steps saved
     preemptions: int = 0
     preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}
@@ -92,6 +96,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     @property
     def rows_wasted(self) -> int:
         return sum(self.waste.values())
+
+    @property
+    def acceptance(self) -> float:
+        """Of the tokens guessed ahead, how many were right."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def kv_waste(self) -> float:

@@ -23,6 +23,7 @@ from quire.types.fake_tiers import FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
+from quire.types.seams import DraftContext
 
 _MASK = (1 << 61) - 1
 
@@ -73,6 +74,25 @@ class _Slot:
         self.tokens.append(token)
 
 
+    def cut(self, count: int) -> None:
+        """Forget the last tokens."""
+        if count:
+            del self.tokens[-count:]
+            del self.digests[len(self.tokens) :]
+
+
+def fake_guess(slot: _Slot, most: int, vocab: int) -> list[int]:
+    """Up to `most` of the tokens that follow, one of them sometimes wrong."""
+    state = _mix(len(slot.tokens), most)
+    guess: list[int] = []
+    while len(guess) < min(most, state % (most + 2)):
+        guess.append(fake_token([*slot.tokens, *guess], slot.admit.seed, slot.admit.branch, vocab))
+    wrong = (state >> 8) % (most + 2)
+    if wrong < len(guess):
+        guess[wrong] = (guess[wrong] + 1) % vocab
+    return guess
+
+
 class FakeTicket:
     def __init__(self, result: StepResult):
         self._result = result
@@ -114,11 +134,15 @@ class FakeExecutor:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
         self._copy(plan.copies)
-        for row in plan.rows:
-            self._write(self._slots[row.slot], row.start, row.count)
-        for row in plan.rows:
-            self._read(self._slots[row.slot], row.start, row.count)
-        result = self._draw(plan)
+        guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
+        for row, guess in zip(plan.rows, guesses, strict=True):
+            self._slots[row.slot].tokens += guess
+            self._write(self._slots[row.slot], row.start, row.count + len(guess))
+        for row, guess in zip(plan.rows, guesses, strict=True):
+            self._read(self._slots[row.slot], row.start, row.count + len(guess))
+        for row, guess in zip(plan.rows, guesses, strict=True):
+            self._slots[row.slot].cut(len(guess))
+        result = self._draw(plan, guesses)
         if self.tiers is not None:
             result.transfers = self.tiers.poll(self._kv, some=not plan.rows)
         return FakeTicket(result)
@@ -149,29 +173,42 @@ class FakeExecutor:
                 found = self._kv.get((slot.tables[group][p // size], p % size))
                 assert found == slot.digest(p), f"{slot.admit.key}: position {p} holds another history"
 
-    def _draw(self, plan: StepPlan) -> StepResult:
-        drawn, logprobs = [], {}
+    def _draw(self, plan: StepPlan, guesses: list[list[int]]) -> StepResult:
+        drawn, logprobs, drafts = [], {}, {}
         ends = [row.start + row.count for row in plan.rows]
         for i, sample in enumerate(plan.samples):
             slot = self._slots[sample.slot]
             assert ends[sample.row] == sample.position == len(slot.tokens), "sample is not at the end of its row"
             admit = slot.admit
-            tokens = fake_draw(slot.tokens, admit, self.vocab)
-            token = tokens[0]
-            drawn.append((slot, sample.position, tokens))
+            right: list[int] = []
+            for token in guesses[sample.row]:
+                if token != fake_token([*slot.tokens, *right], admit.seed, admit.branch, self.vocab):
+                    break
+                right.append(token)
+            tokens = right + fake_draw([*slot.tokens, *right], admit, self.vocab)
+            drawn.append((slot, sample.position, tokens, len(right) + 1))
+            if guesses[sample.row]:
+                drafts[i] = len(guesses[sample.row]), len(right)
             if admit.params.logprobs is not None:
                 options = fake_options(slot.tokens, admit.params.logprobs, self.vocab)
-                logprobs[i] = TokenLogprobs(token, -0.5, 1, *options)
-        for slot, position, tokens in drawn:
-            slot.store(position, tokens[0])
+                logprobs[i] = [TokenLogprobs(token, -0.5, 1, *options) for token in tokens[: len(right) + 1]]
+        for slot, position, tokens, known in drawn:
+            for at, token in enumerate(tokens[:known], position):
+                slot.store(at, token)
         scores = {
             i: [TokenLogprobs(0, -1.0, 1, [], []) for _ in range(row.count)]
             for i, row in enumerate(plan.rows)
             if row.score
         }
         pooled = {i: self._pool(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.pool}
-        all_drawn = [tokens for _, _, tokens in drawn]
-        return StepResult(step=plan.step, tokens=all_drawn, logprobs=logprobs, scores=scores, pooled=pooled)
+        return StepResult(
+            step=plan.step,
+            tokens=[tokens for _, _, tokens, _ in drawn],
+            drafts=drafts,
+            logprobs=logprobs,
+            scores=scores,
+            pooled=pooled,
+        )
 
     def _pool(self, slot: _Slot, row: Row) -> list[float]:
         """A hidden state here is the token itself, and its position."""
@@ -256,3 +293,19 @@ class FakeGrammar:
 
     def fork(self) -> FakeGrammar:
         return FakeGrammar(self._choices, self._vocabulary, self._taken)
+
+
+class FakeProposer:
+    """A Proposer that always says the same."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens = list(tokens)
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
+        return [self._tokens[:budget] for budget in budgets]
+
+    def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
+        pass
+
+    def forget(self, context: DraftContext) -> None:
+        pass

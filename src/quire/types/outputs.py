@@ -21,6 +21,8 @@ class Delta(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     forced_tokens: int = 0  # of these tokens, how many a grammar forced
     score: float | None = None  # of an answer that beam search found
+    drafted_tokens: int = 0  # guessed ahead on the way to these tokens
+    accepted_tokens: int = 0  # ... of them, right
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -33,6 +35,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     forced_tokens: int = 0
     score: float | None = None  # beam search: log-probability, penalised by length
+    drafted_tokens: int = 0  # guessed ahead
+    accepted_tokens: int = 0  # ... of them, right: steps saved
 
 
 class RequestTimes(msgspec.Struct, kw_only=True):

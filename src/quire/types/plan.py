@@ -8,6 +8,10 @@ The worker keeps, per slot, all known tokens, the page table and the sampling st
 changed. Token values sampled by an earlier step are read from the slot on the device, so a plan never needs
 them: it can be made while that step still runs.
 
+A row may carry a draft budget: the worker then guesses up to so many tokens that follow, computes them too, and draws
+at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
+drawn; the rest is forgotten. What was guessed never leaves the worker.
+
 Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, forward over
 rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, but not for long.
 """
@@ -31,6 +35,7 @@ class Admit(msgspec.Struct):
     seed: int
     branch: int
     stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
+    salt: str = ""  # what is learnt from this sequence is used for none of another salt
 
 
 class Write(msgspec.Struct):
@@ -55,7 +60,8 @@ class Row(msgspec.Struct):
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
     token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
-    these positions, "last" for that of the last.
+    these positions, "last" for that of the last. `drafts`: how many tokens may be guessed after these; pages are there
+    for all of them, and the row has one sample.
     """
 
     slot: int
@@ -63,6 +69,7 @@ class Row(msgspec.Struct):
     count: int
     score: bool = False
     pool: str = ""
+    drafts: int = 0
 
 
 class Sample(msgspec.Struct):
@@ -101,12 +108,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct):
-    """`tokens[i]` belongs to `plan.samples[i]`: the token drawn there, and those that a grammar forces after it.
-    Only the first is in its slot; a later plan writes the others."""
+    """`tokens[i]` belongs to `plan.samples[i]`: the guesses that were right, the token drawn after them, and those that
+    a grammar forces after it. Those forced are not in the slot; a later plan writes them."""
 
     step: int
     tokens: list[list[int]]
-    logprobs: dict[int, TokenLogprobs] = {}  # by sample index
+    drafts: dict[int, tuple[int, int]] = {}  # by sample index: tokens guessed, and how many of them were right
+    logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
     ended: list[int] = []  # samples after which a grammar allows nothing more
@@ -124,5 +132,6 @@ class Capacity(msgspec.Struct, frozen=True):
     max_model_len: int
     max_batch_tokens: int
     depth: int  # steps in flight
+    drafts: int = 0  # tokens the worker can guess at once for a row
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names

@@ -15,7 +15,7 @@ from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
@@ -120,6 +120,35 @@ class Grammar(Protocol):
 class GrammarBackend(Protocol):
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> Grammar:
         """The grammar before any token; InputError with the reason if it makes no sense or is too large."""
+        ...
+
+
+class DraftContext:
+    """A sequence as a proposer sees it. It lives as long as its slot is filled; a proposer may keep what it likes in
+    `state`."""
+
+    __slots__ = ("admit", "slot", "state", "tokens")
+
+    def __init__(self, admit: Admit):
+        self.admit = admit
+        self.slot = admit.slot
+        self.tokens = list(admit.tokens)  # all that are known
+        self.state: Any = None
+
+
+class Proposer(Protocol):
+    """Guesses what comes next. A guess costs time when it is wrong, never correctness."""
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
+        """For each context up to so many tokens that may follow; none is fine."""
+        ...
+
+    def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
+        """These tokens were added to the context (guesses that were right among them)."""
+        ...
+
+    def forget(self, context: DraftContext) -> None:
+        """The sequence has left its slot."""
         ...
 
 

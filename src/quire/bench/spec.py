@@ -1,0 +1,144 @@
+"""What speculation brings: the same prompts with and without, turn by turn, and how many guesses were right.
+
+    edit   a text in the prompt, to be written again with a small change (as in code edits and answers from documents)
+    chat   short questions
+
+Every round asks about other texts, so that no proposer has seen an answer before. Speeds are those of single streams,
+from the first token to the last; answers are greedy and must be the same with speculation as without.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from quire.engine.link import Link
+from quire.engine.llm import LLM
+from quire.types.sampling import SamplingParams
+
+NAMES = ("Ada", "Ben", "Cleo", "Dana", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kofi", "Lena", "Milo", "Nora")
+PLACES = ("Oslo", "Lima", "Cairo", "Perth", "Quito", "Turin", "Busan", "Davos", "Kyoto", "Accra", "Nice", "Ghent")
+THINGS = ("maps", "boats", "lamps", "clocks", "pianos", "kites", "ropes", "tents", "drums", "bells", "coats", "desks")
+TOPICS = ("bread", "winter", "bees", "glass", "trains", "salt", "paper", "music", "rivers", "chess", "coffee", "stars")
+ASKS = ("Explain {} to a child.", "What is interesting about {}?", "Write a short story about {}.")
+
+
+@dataclass
+class Figures:
+    """What one way of running came to."""
+
+    speeds: list[float] = field(default_factory=list)  # tokens per second after the first token, by round
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+    @property
+    def acceptance(self) -> float:
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def length(self) -> float:
+        """Tokens per step: those guessed right, and the one every step draws."""
+        return self.tokens / (self.tokens - self.accepted) if self.tokens else 0.0
+
+
+def edit(rng: Random) -> str:
+    """A small table of facts, and a change to make in it."""
+    lines = [
+        f"{name} lives in {rng.choice(PLACES)} and sells {rng.choice(THINGS)} for {rng.randint(3, 99)} dollars each."
+        for name in rng.sample(NAMES, 6)
+    ]
+    text = "\n".join(lines)
+    return f"Here is a text:\n\n{text}\n\nWrite the same text again, every line, and change 'dollars' to 'euros'."
+
+
+def chat(rng: Random) -> str:
+    return rng.choice(ASKS).format(rng.choice(TOPICS))
+
+
+WORKLOADS = {"edit": edit, "chat": chat}
+
+
+def compare(
+    llms: dict[str, LLM], workload: str, *, rounds: int, num: int, max_tokens: int, seed: int
+) -> dict[str, Figures]:
+    """The same `num` prompts a round through every engine, one after the other; answers must agree."""
+    rng, found = Random(seed), {name: Figures() for name in llms}
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    for number in range(rounds + 1):
+        prompts = [WORKLOADS[workload](rng) for _ in range(num)]
+        answers: dict[str, list[list[int]]] = {}
+        for name, llm in llms.items():
+            encoded = [llm.text.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+            results = [llm.generate(tokens, params)[0] for tokens in encoded]
+            answers[name] = [result.outputs[0].token_ids for result in results]
+            if number == 0:
+                continue  # first-use costs, and time for budgets to settle
+            figures = found[name]
+            tokens = sum(len(answer) - 1 for answer in answers[name])
+            seconds = sum(r.times.finished - r.times.first_token for r in results)
+            figures.speeds.append(tokens / seconds)
+            figures.tokens += tokens
+            figures.drafted += sum(r.outputs[0].drafted_tokens for r in results)
+            figures.accepted += sum(r.outputs[0].accepted_tokens for r in results)
+        first = next(iter(answers.values()))
+        for name, answer in answers.items():
+            if answer != first:
+                raise AssertionError(f"{name} answers otherwise than {next(iter(answers))}")
+    return found
+
+
+def rows(workload: str, found: dict[str, Figures]) -> list[tuple[str, ...]]:
+    plain = next(iter(found.values())).speeds
+    return [
+        (
+            workload,
+            name,
+            f"{figures.speed:.1f} tok/s",
+            f"{statistics.median(a / b for a, b in zip(figures.speeds, plain, strict=True)):.2f}x",
+            f"{figures.acceptance:.0%} of {figures.drafted}" if figures.drafted else "-",
+            f"{figures.length:.2f}",
+        )
+        for name, figures in found.items()
+    ]
+
+
+HEADS = ("workload", "speculation", "speed", "to plain", "accepted", "tokens per step")
+
+
+def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
+    return {
+        name: {
+            "tok_s": f.speed,
+            "speeds": f.speeds,
+            "acceptance": f.acceptance,
+            "drafted": f.drafted,
+            "tokens_per_step": f.length,
+        }
+        for name, f in found.items()
+    }
+
+
+def batched(link: Link, batch: int, *, n_in: int, n_out: int, rounds: int, seed: int) -> Figures:
+    """Fixed lengths, `batch` at a time: for engines whose answers mean nothing."""
+    from quire.bench import workloads
+    from quire.bench.offline import run_workload
+
+    found, vocab = Figures(), min(128_000, link.info.vocab_size)
+    for number in range(rounds + 1):
+        run = run_workload(link, workloads.fixed(batch, n_in, n_out, seed=seed + number, vocab=vocab))
+        if number:
+            first, end = max(t.times[0] for t in run.traces), max(t.end for t in run.traces)
+            after = sum(sum(time > first for time in t.times) for t in run.traces)
+            found.speeds.append(after / (end - first))
+            found.tokens += run.stats.output_tokens - batch
+            found.drafted += run.stats.drafted_tokens
+            found.accepted += run.stats.accepted_tokens
+    return found
+

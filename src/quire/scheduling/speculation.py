@@ -1,0 +1,143 @@
+"""How many tokens to guess ahead, and whether to: from how often guesses were right, and what they cost.
+
+A guess of k tokens makes a step of B rows one of up to B (1 + k), and is worth a + a² + ... + aᵏ tokens where a is the
+share of guesses that were right. Both sides are measured: `a` for each sequence, the seconds of steps with and without
+guesses for each size of batch. Guessing stops where it loses, and is tried again now and then, ever more seldom.
+
+Refuses to know: what is guessed, or by whom.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median_low
+
+from quire.scheduling.sequence import Sequence
+from quire.types.plan import Capacity, StepPlan, StepResult
+
+DECAY = 0.9  # of what was seen of a sequence, with every guess
+PRIOR = (1.4, 0.6)  # right and wrong guesses before the first
+KEPT = 5  # latest measurements of a kind
+PLAIN_EVERY = 64  # steps with guesses before one without, to know what they replace
+TRIAL = 3  # steps of a trial
+FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
+
+
+class Pace:
+    """How guesses for one sequence have done, lately more than long ago."""
+
+    __slots__ = ("asked", "found", "right", "wrong")
+
+    def __init__(self) -> None:
+        self.right, self.wrong = PRIOR
+        self.asked = self.found = 1.0
+
+    def learn(self, budget: int, offered: int, accepted: int) -> None:
+        self.right = self.right * DECAY + accepted
+        self.wrong = self.wrong * DECAY + (accepted < offered)
+        self.asked = self.asked * DECAY + budget
+        self.found = self.found * DECAY + offered
+
+    @property
+    def rate(self) -> float:
+        """Chance that a guess is right, given that those before it were."""
+        return self.right / (self.right + self.wrong)
+
+
+class _Costs:
+    """Seconds of steps over about as many rows, without guesses and with them."""
+
+    __slots__ = ("extra", "guessing", "plain")
+
+    def __init__(self) -> None:
+        self.plain: deque[float] = deque(maxlen=KEPT)
+        self.guessing: deque[float] = deque(maxlen=KEPT)
+        self.extra: deque[float] = deque(maxlen=KEPT)  # tokens guessed in those
+
+    def slope(self) -> float:
+        """What a guessed token costs, in plain steps; nothing until it is known."""
+        if not self.plain or not self.guessing:
+            return 0.0
+        plain = median_low(self.plain)
+        more = (median_low(self.guessing) - plain) / max(0.1, sum(self.extra) / len(self.extra))
+        return max(0.0, more / plain)
+
+
+class DraftPolicy:
+    def __init__(self, capacity: Capacity):
+        self._most = capacity.drafts
+        self._tokens = capacity.max_batch_tokens
+        self._overlapped = capacity.depth > 1
+        self._costs: dict[int, _Costs] = {}
+        self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
+        self._last = 0.0
+        self._guessed = 0  # steps since the last without guesses
+        self._waited = 0  # steps since guesses last paid, or were last tried
+        self._wait = FIRST_WAIT
+        self._tried = 0  # steps of the trial under way
+        self._trying = False  # whether the latest budgets are a trial's
+
+    def budgets(self, running: list[Sequence]) -> dict[Sequence, int]:
+        """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
+        ready = [s for s in running if s.known - s.computed == 1]
+        room = min(self._most, (self._tokens - len(ready)) // max(1, len(ready)))
+        able = [s for s in ready if s.outputs and s.request.beam is None and not s.request.pooling]
+        if room <= 0 or not able:
+            return {}
+        costs = self._costs.setdefault(len(ready).bit_length(), _Costs())
+        if not costs.plain or self._guessed >= PLAIN_EVERY:
+            return {}
+        price = costs.slope() * len(ready)  # of a guessed token, in drawn ones
+        budgets, gain, cost = {}, 0.0, 0.0
+        for seq in able:
+            pace = seq.pace = seq.pace or Pace()
+            rate, share = pace.rate, pace.found / pace.asked
+            count, right = 0, rate
+            while count < room and right > price:
+                count, gain, right = count + 1, gain + right * share, right * rate
+            if count:
+                budgets[seq] = count
+                cost += count * share
+        self._trying = gain <= cost * price
+        if not self._trying:
+            return self._capped(budgets)
+        return self._capped({seq: min(2, room) for seq in able}) if self._waited >= self._wait else {}
+
+    def _capped(self, budgets: dict[Sequence, int]) -> dict[Sequence, int]:
+        """No sequence draws more tokens than it may have."""
+        capped = {seq: min(count, seq.limit - seq.known - 1) for seq, count in budgets.items()}
+        return {seq: count for seq, count in capped.items() if count > 0}
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        """A step is on its way, with the latest budgets or without any."""
+        guesses = any(row.drafts for row in plan.rows)
+        if all(row.count == 1 for row in plan.rows) and not plan.admits:
+            self._began[plan.step] = now, len(plan.rows), guesses
+        self._guessed = self._guessed + 1 if guesses else 0
+        if not guesses:
+            self._waited += 1
+        elif not self._trying:
+            self._waited = self._tried = 0
+            self._wait = FIRST_WAIT
+        else:
+            self._tried += 1
+            if self._tried == TRIAL:
+                self._waited = self._tried = 0
+                self._wait = min(2 * self._wait, LONGEST_WAIT)
+
+    def landed(self, plan: StepPlan, result: StepResult, now: float) -> None:
+        """What a step took: since it was planned, or since the one before it ended."""
+        before, self._last = self._last, now
+        if plan.step not in self._began:
+            return
+        planned, rows, guesses = self._began.pop(plan.step)
+        seconds = now - max(planned, before)
+        offered = sum(count for count, _ in result.drafts.values())
+        if seconds <= 0 or (guesses and not offered and not self._overlapped):
+            return  # no clock; or a step like any other, only that somebody was asked
+        costs = self._costs.setdefault(rows.bit_length(), _Costs())
+        if guesses:
+            costs.guessing.append(seconds)
+            costs.extra.append(offered)
+        else:
+            costs.plain.append(seconds)

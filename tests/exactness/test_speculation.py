@@ -1,0 +1,111 @@
+"""Output with speculation is output without it: greedy and seeded, with everything that shapes a draw, whoever guesses.
+
+The compiled decoder gives a row the same bits whatever runs beside it, so equality is exact: no ties are excused.
+"""
+
+import pytest
+from prompts import BEGINNINGS, LONG, QUESTIONS, forty
+
+from quire import LLM, SamplingParams
+from quire.types.grammar import GrammarSpec
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+WAYS = {
+    "seeded": SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=24),
+    "penalties": SamplingParams(
+        temperature=0.7, seed=3, max_tokens=24, frequency_penalty=0.4, presence_penalty=0.2, repetition_penalty=1.1
+    ),
+    "logprobs": SamplingParams(temperature=0, logprobs=3, max_tokens=24, min_tokens=10),
+    "branches": SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=16, min_p=0.05),
+    "stops": SamplingParams(temperature=0, max_tokens=40, stop=[".", "\n"], bad_words=[" the"]),
+    "grammar": SamplingParams(
+        temperature=0, max_tokens=48, grammar=GrammarSpec("regex", r"(red|green|blue)(, (red|green|blue)){4,12}\.")
+    ),
+    "json": SamplingParams(temperature=0.8, seed=2, max_tokens=40, grammar=GrammarSpec("json_object")),
+}
+EDIT = "Repeat this list: red, green, blue, red, green, blue, red, green, blue.\nred, green, blue, red,"
+
+
+def texts(result):
+    return [(o.token_ids, o.text, o.finish_reason, o.logprobs) for o in result.outputs]
+
+
+def engine(speculation, **options):
+    return LLM("smollm2-135m", **{"kv_memory": "256M", "speculation": speculation, **options})
+
+
+@pytest.fixture(scope="module")
+def plain(default_model):
+    with engine("off") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def few(plain):
+    prompts = forty(plain)
+    return [EDIT, *prompts[:3], *prompts[12:16], *prompts[36:38]]
+
+
+@pytest.fixture(scope="module")
+def expected(plain, few):
+    greedy = [texts(result) for result in plain.generate(few, SHORT)]
+    return greedy, {way: [texts(r) for r in plain.generate(few[:3], params)] for way, params in WAYS.items()}
+
+
+@pytest.mark.parametrize("speculation", ["ngram", "suffix", "draft:smollm2-135m"])
+def test_equals_plain(few, expected, speculation):
+    greedy, ways = expected
+    with engine(speculation) as llm:
+        alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few]
+        together = [texts(result) for result in llm.generate(few, SHORT)]
+        found = {way: [texts(r) for r in llm.generate(few[:3], params)] for way, params in WAYS.items()}
+        stats = llm.stats()
+    assert alone == greedy and together == greedy
+    assert found == ways
+    assert stats.accepted_tokens > 10 and stats.waste["draft"] == stats.drafted_tokens - stats.accepted_tokens
+    assert stats.running == stats.waiting == stats.pages_used == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"depth": 2}, {"kv_pages": 24, "max_model_len": 320}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
+    ids=["two steps in flight", "preemption", "small chunks and pages", "process"],
+)
+def test_other_ways_to_run(few, expected, options):
+    with engine("suffix", **options) as llm:
+        results = llm.generate(few, SHORT)
+        again = llm.generate(few, SHORT)
+        stats = llm.stats()
+    assert [texts(result) for result in results] == [texts(result) for result in again] == expected[0]
+    assert stats.accepted_tokens > 10
+    assert sum(r.outputs[0].accepted_tokens for r in (*results, *again)) == stats.accepted_tokens
+    assert stats.preemptions > 0 or "kv_pages" not in options
+
+
+def test_plain_torch_agrees_too(few, llm):
+    """There rows of another batch may round otherwise; where the oracle decides, they may not."""
+    with engine("ngram", dtype="float32") as other:
+        results = other.generate(few[:4], SHORT)
+        assert other.stats().accepted_tokens > 5
+    same = sum(texts(a) == texts(b) for a, b in zip(results, llm.generate(few[:4], SHORT), strict=True))
+    assert same >= 3
+
+
+def hundred(llm):
+    rest = [f"{b} {q}" for b, q in zip(BEGINNINGS * 3, QUESTIONS * 5, strict=False)]
+    prompts = [*forty(llm), *(llm.text.tokenizer.encode(text) for text in rest[:60])]
+    assert len(prompts) == 100 and LONG
+    return prompts
+
+
+@pytest.mark.slow
+def test_hundred_prompts_with_every_proposer(plain):
+    prompts = hundred(plain)
+    expected = [texts(result) for result in plain.generate(prompts, GREEDY)]
+    for speculation in ("ngram", "suffix", "draft:smollm2-135m"):
+        with engine(speculation) as llm:
+            assert [texts(result) for result in llm.generate(prompts, GREEDY)] == expected, speculation
+            alone = [texts(llm.generate(prompt, GREEDY)[0]) for prompt in prompts[::10]]
+            assert alone == expected[::10], speculation
+            assert llm.stats().accepted_tokens > 100

@@ -1,0 +1,121 @@
+"""Every proposer: bounded, never wrong in kind, blind to other salts; and the one verifier that judges them."""
+
+import random
+
+import pytest
+
+from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
+from quire.generation.speculation import Speculation, verify
+from quire.types.fakes import FakeProposer
+from quire.types.plan import Admit, Row, Sample, StepPlan, Write
+from quire.types.sampling import SamplingParams
+from quire.types.seams import DraftContext
+
+VOCAB = 50
+PROPOSERS = [
+    pytest.param(lambda: FakeProposer([7, 8, 9]), id="fake"),
+    pytest.param(NGramProposer, id="ngram"),
+    pytest.param(SuffixProposer, id="suffix"),
+    pytest.param(lambda: SyntheticProposer(0.5, VOCAB), id="synthetic"),
+]
+
+
+def admit(slot, tokens, salt=""):
+    return Admit(
+        slot=slot, key=f"r{slot}/0", tokens=list(tokens), prompt_len=len(tokens), params=SamplingParams(), seed=0,
+        branch=0, stop_ids=[], salt=salt,
+    )  # fmt: skip
+
+
+def grow(proposer, context, tokens):
+    context.tokens += tokens
+    proposer.observe(context, tokens)
+
+
+@pytest.mark.parametrize("make", PROPOSERS)
+def test_contract(make):
+    proposer, rng = make(), random.Random(3)
+    contexts = [DraftContext(admit(slot, [rng.randrange(6) for _ in range(slot * 5 + 1)])) for slot in range(6)]
+    for _ in range(60):
+        budgets = [rng.randint(1, 9) for _ in contexts]
+        before = [list(context.tokens) for context in contexts]
+        drafts = proposer.propose(contexts, budgets)
+        assert len(drafts) == len(contexts)
+        assert all(len(draft) <= budget for draft, budget in zip(drafts, budgets, strict=True))
+        assert all(0 <= token < VOCAB for draft in drafts for token in draft)
+        assert [context.tokens for context in contexts] == before
+        for context in contexts:
+            grow(proposer, context, [rng.randrange(6) for _ in range(rng.randint(1, 4))])
+        gone = rng.randrange(6)
+        proposer.forget(contexts[gone])
+        contexts[gone] = DraftContext(admit(gone, [rng.randrange(6)]))
+    assert proposer.propose([], []) == []
+
+
+def test_ngram_continues_what_stood_there_last_and_goes_round():
+    context = DraftContext(admit(0, [1, 2, 3, 4, 5, 9, 2, 3, 4]))
+    proposer = NGramProposer()
+    assert proposer.propose([context], [3]) == [[5, 9, 2]]
+    assert proposer.propose([context], [8]) == [[5, 9, 2, 3, 4, 5, 9, 2]]
+    grow(proposer, context, [7])
+    assert proposer.propose([context], [3]) == [[]]
+    grow(proposer, context, [2, 3, 4])
+    assert proposer.propose([context], [2]) == [[7, 2]]
+
+
+def test_suffix_learns_from_answers_of_its_own_salt_only():
+    proposer = SuffixProposer()
+    first = DraftContext(admit(0, [1, 2]))
+    grow(proposer, first, [3, 4, 5, 6])
+    same, other = DraftContext(admit(1, [9, 1, 2])), DraftContext(admit(2, [9, 1, 2], salt="tenant"))
+    assert proposer.propose([same, other], [4, 4]) == [[3, 4, 5, 6], []]
+
+
+def test_suffix_takes_the_likelier_and_stops_when_unsure():
+    proposer = SuffixProposer()
+    for token in (5, 5, 6):
+        grow(proposer, DraftContext(admit(0, [1, 2])), [token])
+    assert proposer.propose([DraftContext(admit(1, [1, 2]))], [4]) == [[5]]
+    for token in range(10, 14):
+        for _ in range(3):
+            grow(proposer, DraftContext(admit(0, [1, 2])), [token])
+    assert proposer.propose([DraftContext(admit(1, [1, 2]))], [4]) == [[]]
+
+
+def test_suffix_forgets_rather_than_grows():
+    proposer, rng = SuffixProposer(kept=100), random.Random(1)
+    context = DraftContext(admit(0, [1]))
+    grow(proposer, context, [rng.randrange(VOCAB) for _ in range(500)])
+    assert len(proposer._counts) == 100
+
+
+def test_synthetic_accepts_the_share_it_is_told():
+    proposer = SyntheticProposer(0.8, VOCAB)
+    counts = [proposer.verify([0] * 4, [0] * 5) for _ in range(20_000)]
+    assert sum(counts) / len(counts) == pytest.approx(0.8 + 0.8**2 + 0.8**3 + 0.8**4, abs=0.03)
+
+
+def test_verify_counts_the_guesses_before_the_first_wrong_one():
+    assert verify([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert verify([1, 2, 3], [1, 9, 3, 4]) == 1
+    assert verify([5], [1, 2]) == 0
+    assert verify([], [1]) == 0
+
+
+def test_a_plan_with_drafts_becomes_rows_of_one_token():
+    speculation = Speculation(FakeProposer([7, 8, 9]))
+    first = StepPlan(step=1, admits=[admit(3, [1, 2]), admit(5, [4])], rows=[Row(3, 0, 2), Row(5, 0, 1)])
+    assert speculation.expand(first).plan is first
+    speculation.observe(3, 2, [6])
+    plan = StepPlan(
+        step=2,
+        rows=[Row(3, 2, 1, drafts=2), Row(5, 0, 1)],
+        samples=[Sample(0, 3, 3), Sample(1, 5, 1)],
+        writes=[Write(3, 2, [6])],
+    )
+    expanded = speculation.expand(plan)
+    assert expanded.plan.rows == [Row(3, 2, 1, drafts=2), Row(3, 3, 1), Row(3, 4, 1), Row(5, 0, 1)]
+    assert expanded.plan.samples == [Sample(0, 3, 3), Sample(1, 3, 4), Sample(2, 3, 5), Sample(3, 5, 1)]
+    assert expanded.plan.writes == [Write(3, 2, [6]), Write(3, 3, [7, 8])]
+    assert list(expanded.samples()) == [(Sample(0, 3, 3), [7, 8]), (Sample(3, 5, 1), [])]
+    assert speculation.settled([7, 8], [7, 1, 2]) == [7, 1]

@@ -1,0 +1,107 @@
+"""Budgets follow what guesses bring and what they cost: full where they pay, none where they lose, with rare trials."""
+
+import pytest
+
+from quire.memory.manager import PageTable
+from quire.scheduling.sequence import Sequence
+from quire.scheduling.speculation import DraftPolicy, Pace
+from quire.types.plan import Capacity, Row, StepPlan, StepResult
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
+
+MOST = 4
+
+
+class World:
+    """Steps of `rows` sequences that take `seconds(tokens)`, guesses right with chance `rate`."""
+
+    def __init__(self, rows, rate, seconds, depth=1):
+        capacity = Capacity(pages=9, slots=rows, max_model_len=10**6, max_batch_tokens=4096, depth=depth, drafts=MOST)
+        self.policy = DraftPolicy(capacity)
+        self.seconds, self.rate, self.now, self.step = seconds, rate, 0.0, 0
+        self.seqs = []
+        for i in range(rows):
+            request = Request(id=str(i), prompt=[1], params=SamplingParams(max_tokens=None))
+            seq = Sequence(request, 0, order=i, limit=10**6, table=PageTable(1))
+            seq.tokens += [1, 2]
+            seq.computed = 2
+            self.seqs.append(seq)
+        self.owed = 0.0
+        self.tokens = 0
+
+    def run(self, steps):
+        """Tokens drawn per second, and guesses per row and step."""
+        began, drawn, guessed = self.now, 0, 0
+        for _ in range(steps):
+            self.step += 1
+            budgets = self.policy.budgets(self.seqs)
+            plan = StepPlan(
+                step=self.step, rows=[Row(i, 2, 1, drafts=budgets.get(s, 0)) for i, s in enumerate(self.seqs)]
+            )
+            self.policy.planned(plan, self.now)
+            drafts = {}
+            for i, seq in enumerate(self.seqs):
+                if budget := budgets.get(seq, 0):
+                    self.owed += sum(self.rate**j for j in range(1, budget + 1))
+                    right = min(budget, int(self.owed))
+                    self.owed -= right
+                    drafts[i] = (budget, right)
+                    (seq.pace or Pace()).learn(budget, budget, right)
+                    drawn, guessed = drawn + right, guessed + budget
+            self.now += self.seconds(len(self.seqs) + sum(b for b, _ in drafts.values()))
+            self.policy.landed(plan, StepResult(step=self.step, tokens=[], drafts=drafts), self.now)
+            drawn += len(self.seqs)
+        return drawn / (self.now - began), guessed / len(self.seqs) / steps
+
+
+def cheap(tokens):
+    return 1.0 + 0.01 * tokens
+
+
+def dear(tokens):
+    return 1.0 * tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_guesses_that_pay_are_made_in_full(depth):
+    world = World(1, 0.9, cheap, depth)
+    world.run(50)
+    speed, guessed = world.run(400)
+    assert guessed > 0.95 * MOST
+    assert speed > 3 / cheap(1)
+
+
+@pytest.mark.parametrize(("rate", "seconds"), [(0.9, dear), (0.0, cheap), (0.2, dear), (0.02, lambda n: 1 + 0.05 * n)])
+def test_where_guesses_lose_they_end_and_trials_are_rare(rate, seconds):
+    world = World(32, rate, seconds)
+    world.run(100)
+    speed, guessed = world.run(2000)
+    assert speed > 0.97 * 32 / seconds(32)
+    assert guessed < 0.1
+
+
+def test_a_dear_guess_is_a_short_one():
+    world = World(8, 0.6, lambda tokens: 8 + 0.35 * (tokens - 8))
+    world.run(50)
+    _, guessed = world.run(400)
+    assert 1 <= guessed < 3
+
+
+def test_guessing_begins_again_when_it_pays_again():
+    world = World(4, 0.0, cheap)
+    world.run(300)
+    world.rate = 0.9
+    world.run(1500)
+    _, guessed = world.run(200)
+    assert guessed > 2
+
+
+def test_no_guess_reaches_past_the_limit():
+    world = World(1, 0.9, cheap)
+    world.run(10)
+    seq = world.seqs[0]
+    for left, most in ((1, 0), (2, 1), (3, 2), (50, MOST)):
+        seq.limit = seq.known + left
+        assert world.policy.budgets([seq]).get(seq, 0) == most
+    seq.computed = 0
+    assert world.policy.budgets([seq]) == {}
