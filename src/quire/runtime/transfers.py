@@ -169,7 +169,8 @@ class Transfers:
         assert self._stream is not None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(free)
-            arrived = staged[places].pin_memory().to(self._pages.device, non_blocking=True)
+            whole = staged if len(places) == len(got.done) else staged[places].pin_memory()
+            arrived = whole.to(self._pages.device, non_blocking=True)
             index = torch.tensor([way.pages[i] for i in places], pin_memory=True)
             self._pages[index.to(self._pages.device, non_blocking=True)] = arrived
             copied = self._mark()
