@@ -32,7 +32,7 @@ chat: setup
 test: setup $(VENV)/.dev
 	$(BIN)/python -m pytest
 
-test-all: setup $(VENV)/.dev
+test-all: setup $(VENV)/.clients
 	$(BIN)/python -m pytest -m "slow or not slow"
 
 $(BIN)/pip:
@@ -45,4 +45,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 
 $(VENV)/.dev: $(VENV)/.installed
 	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.clients: $(VENV)/.dev
+	$(PIP) -e '.[clients]'
 	@touch $@

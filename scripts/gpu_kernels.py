@@ -29,13 +29,12 @@ import torch.nn.functional as F
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.reference import ops as plain
 from quire.kernels.reference.attention import ReferenceAttention
-from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, launch, norm, rope, sampling, twins
+from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, norm, rope, sampling, twins
 from quire.kernels.triton import attention as paged
 from quire.kernels.triton.configs import Matmul, Tile
 
 HEADS, KV, DIM, HIDDEN, FFN, VOCAB, PAGE = 32, 8, 128, 4096, 14336, 128256, 16
 QKV = (HEADS + 2 * KV) * DIM
-DEPTH = 32  # layers of a step; fewer where only compiling
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
@@ -188,12 +187,11 @@ SMALL = [
     Matmul(64, 256, 4, 3), Matmul(64, 128, 4, 6, splits=2), Matmul(64, 128, 4, 4, splits=4),
     Matmul(128, 128, 4, 4), Matmul(128, 128, 8, 4, splits=4), Matmul(128, 64, 4, 6, splits=2),
 ]  # fmt: skip
-LAYERS = {  # name: (outputs, reduction, options)
+LAYERS = {  # name: (outputs, reduction, what `row_matmul` does beside the product)
     "qkv": (QKV, HIDDEN, "norm"),
     "o": (HIDDEN, HIDDEN, "residual"),
     "gate_up": (2 * FFN, HIDDEN, "norm gated"),
     "down": (HIDDEN, FFN, "residual"),
-    "head": (VOCAB, HIDDEN, "norm"),
 }
 
 
@@ -203,79 +201,79 @@ def weights(outputs: int, width: int, dtype: torch.dtype = BF16) -> list[torch.T
     return [random(outputs, width, scale=width**-0.5).to(dtype) for _ in range(max(1, min(8, math.ceil(3e8 / size))))]
 
 
+def row_options(kind: str, width: int, residual: torch.Tensor) -> dict:
+    options: dict = {"norm": random(width), "eps": 1e-5} if "norm" in kind else {"residual": residual}
+    return options | {"gated": "gated" in kind}
+
+
 def small_products() -> Iterator[Trial]:
     for name, (outputs, width, kind) in LAYERS.items():
         copies = weights(outputs, width)
-        for rows in (1, 8, 16, 32, 64):
+        moved = outputs * width * 2
+        for rows in (1, 2, 8, 16, 32, 64):
             x, residual = random(rows, width), random(rows, outputs)
-            options: dict = {"norm": random(width), "eps": 1e-5} if "norm" in kind else {"residual": residual}
-            options["gated"] = "gated" in kind
-            moved = outputs * width * 2
-            yield Trial("small_matmul", f"{name} {rows}", "cublas", lambda i, x=x, w=copies: F.linear(x, w[i]),
+            yield Trial("few rows", f"{name} {rows}", "cublas", lambda i, x=x, w=copies: F.linear(x, w[i]),
                         len(copies), moved)  # fmt: skip
+            if rows <= 2:
+                options = row_options(kind, width, residual)
+                run = lambda i, x=x, w=copies, o=options: gemv.row_matmul(x, w[i], **o)  # noqa: E731
+                yield Trial("few rows", f"{name} {rows}", "row_matmul", run, len(copies), moved, 0,
+                            against(run, x, copies[0], options))  # fmt: skip
+            options = {"residual": residual}
             for config in SMALL:
                 if rows > 16 and config.block_n < 64:
                     continue
                 run = lambda i, x=x, w=copies, o=options, c=config: gemv.small_matmul(x, w[i], config=c, **o)  # noqa: E731
-                yield Trial("small_matmul", f"{name} {rows}", repr(config), run, len(copies), moved, 0,
+                yield Trial("few rows", f"{name} {rows}", repr(config), run, len(copies), moved, 0,
                             against(run, x, copies[0], options))  # fmt: skip
 
 
-def small_products_fp8() -> Iterator[Trial]:
+def products_fp8() -> Iterator[Trial]:
     for name, (outputs, width, kind) in LAYERS.items():
         eight = weights(outputs, width, FP8)
         scale = torch.full((outputs,), 0.01, device="cuda")
-        for rows in (1, 16, 64):
-            x = random(rows, width)
-            (xq, xs), moved = twins.quantise_fp8(x), outputs * width
-            options = {"weight_scale": scale, "gated": "gated" in kind, "out_dtype": BF16}
-            for config in (Matmul(32, 512, 4, 4), Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2),
-                           Matmul(128, 256, 4, 3), Matmul(128, 128, 4, 5, splits=2)):  # fmt: skip
-                for label, args in (("fp8 x fp8", (xq, {"x_scale": xs})), ("bf16 x fp8", (x, {}))):
-                    run = lambda i, a=args, w=eight, o=options, c=config: gemv.small_matmul(  # noqa: E731
-                        a[0], w[i], config=c, **o, **a[1]
-                    )
-                    yield Trial("small_matmul_fp8", f"{name} {rows}", f"{label} {config!r}", run, len(eight), moved, 0,
-                                against(run, args[0], eight[0], options | args[1]))  # fmt: skip
+        for rows in (1, 16, 64, 128, 256, 512, 1024):
+            x, moved, shape = random(rows, width), outputs * width, f"{name} {rows}"
+            xq, xs = twins.quantise_fp8(x)
+            options = {"x_scale": xs, "weight_scale": scale, "out_dtype": BF16}
+            for fast in (False, True):
+                run = lambda i, x=xq, s=xs, c=scale, f=fast, w=eight: torch._scaled_mm(  # noqa: E731
+                    x, w[i].T, scale_a=s[:, None], scale_b=c[None], out_dtype=BF16, use_fast_accum=f
+                )
+                yield Trial("fp8", shape, f"scaled_mm, fast {fast}", run, len(eight), moved)
+            if rows == 1:
+                options = row_options(kind, width, random(rows, outputs)) | {"weight_scale": scale}
+                run = lambda i, x=x, w=eight, o=options: gemv.row_matmul(x, w[i], **o)  # noqa: E731
+                yield Trial("fp8", shape, "row_matmul", run, len(eight), moved, 0, against(run, x, eight[0], options))
+                options = {"x_scale": xs, "weight_scale": scale, "out_dtype": BF16}
+            function, configs_tried = (gemv.small_matmul, SMALL_FP8) if rows <= 64 else (gemm.matmul, LARGE_FP8)
+            for config in configs_tried:
+                run = lambda i, x=xq, w=eight, o=options, c=config, f=function: f(x, w[i], config=c, **o)  # noqa: E731
+                yield Trial("fp8", shape, repr(config), run, len(eight), moved, 0, against(run, xq, eight[0], options))
 
 
-LARGE = [
-    Matmul(256, 64, 8, 4, rows=128), Matmul(256, 64, 8, 3, rows=128), Matmul(128, 64, 8, 4, rows=128),
-    Matmul(128, 64, 4, 4, rows=128), Matmul(128, 128, 8, 3, rows=128), Matmul(128, 128, 4, 4, rows=64),
+SMALL_FP8 = [
+    Matmul(32, 512, 4, 4), Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2), Matmul(128, 256, 4, 4),
+    Matmul(128, 128, 4, 5), Matmul(128, 128, 4, 5, splits=2),
 ]  # fmt: skip
-LARGE_FP8 = [Matmul(256, 128, 8, 3, rows=128), Matmul(128, 128, 8, 4, rows=128), Matmul(128, 128, 4, 4, rows=64)]
+LARGE_FP8 = [
+    Matmul(64, 128, 4, 5, rows=128), Matmul(256, 128, 8, 3, rows=128), Matmul(128, 128, 8, 4, rows=128),
+    Matmul(128, 128, 4, 4, rows=64),
+]  # fmt: skip
 
 
 def large_products() -> Iterator[Trial]:
-    for name in ("gate_up", "down", "qkv"):
-        outputs, width, kind = LAYERS[name]
+    """cuBLAS, with the residual inside and without, and the tiling that is the same for every batch."""
+    for name, (outputs, width, _) in LAYERS.items():
         copies = weights(outputs, width)
-        eight, scale = [w.to(FP8) for w in copies], torch.full((outputs,), 0.5, device="cuda")
-        gated = "gated" in kind
-        for rows in (128, 256, 512, 1024, 4096):
-            x = random(rows, width)
-            residual = random(rows, outputs)
-            options: dict = {"gated": True} if gated else {"residual": residual}
-            flops = 2.0 * rows * outputs * width
-            shape = f"{name} {rows}"
+        for rows in (64, 128, 256, 512, 1024, 8192):
+            x, stream = random(rows, width), random(rows, outputs)
+            flops, shape = 2.0 * rows * outputs * width, f"{name} {rows}"
             yield Trial("matmul", shape, "cublas", lambda i, x=x, w=copies: F.linear(x, w[i]), len(copies), 0, flops)
-            if gated:
-                run = lambda i, x=x, w=copies: activation.silu_and_mul(F.linear(x, w[i]))  # noqa: E731
-                yield Trial("matmul", shape, "cublas + silu", run, len(copies), 0, flops)
-            for config in LARGE:
-                run = lambda i, x=x, w=copies, o=options, c=config: gemm.matmul(x, w[i], config=c, **o)  # noqa: E731
-                yield Trial("matmul", shape, repr(config), run, len(copies), 0, flops,
-                            against(run, x, copies[0], options))  # fmt: skip
-            xq, xs = twins.quantise_fp8(x)
-            by_row, by_output = xs[:, None].contiguous(), scale[None, :].contiguous()
-            yield Trial("matmul_fp8", shape, "scaled_mm",
-                        lambda i, x=xq, w=eight, a=by_row, b=by_output: torch._scaled_mm(
-                            x, w[i].T, scale_a=a, scale_b=b, out_dtype=BF16), len(eight), 0, flops)  # fmt: skip
-            options = options | {"x_scale": xs, "weight_scale": scale, "out_dtype": BF16}
-            for config in LARGE_FP8:
-                run = lambda i, x=xq, w=eight, o=options, c=config: gemm.matmul(x, w[i], config=c, **o)  # noqa: E731
-                yield Trial("matmul_fp8", shape, repr(config), run, len(eight), 0, flops,
-                            against(run, xq, eight[0], options))  # fmt: skip
+            run = lambda i, x=x, w=copies, s=stream: s.addmm_(x, w[i].T)  # noqa: E731
+            yield Trial("matmul", shape, "cublas into the residual", run, len(copies), 0, flops)
+            run = lambda i, x=x, w=copies: gemm.matmul(x, w[i], configs.INVARIANT_MATMUL[2])  # noqa: E731
+            yield Trial("matmul", shape, "invariant", run, len(copies), 0, flops, against(run, x, copies[0], {}))
 
 
 # --- attention --------------------------------------------------------------------------------------------------
@@ -435,68 +433,13 @@ def shared_prefixes() -> Iterator[Trial]:
                         lambda c=case, p=joint: c.error(backend, p))  # fmt: skip
 
 
-# --- a whole decoding step --------------------------------------------------------------------------------------
-
-
-def steps() -> Iterator[Trial]:
-    layers, width = DEPTH, 0.02
-    stack = [{name: random(LAYERS[name][0], LAYERS[name][1], scale=width) for name in ("qkv", "o", "gate_up", "down")}
-             for _ in range(layers)]  # fmt: skip
-    head, weight = random(VOCAB, HIDDEN, scale=width), random(HIDDEN)
-    frequencies = 500000.0 ** -(torch.arange(DIM // 2, device="cuda") / (DIM // 2))
-    backend = paged.TritonAttention()
-    total = sum(w.numel() * 2 for layer in stack for w in layer.values()) + head.numel() * 2
-    for rows in (1, 8, 16, 32, 64):
-        case = Rows([(1, 1088)] * rows, layers)
-        cos, sin = plain.rope_tables(case.batch.positions, frequencies, 1.0, BF16)
-        slots = case.group.page_table[:, 67].long() * PAGE + 15
-        start = random(rows, HIDDEN)
-        plan = planned(case)
-
-        def attend(l: int, qkv: torch.Tensor, case=case, cos=cos, sin=sin, slots=slots, plan=plan) -> torch.Tensor:  # noqa: E741
-            k, v = case.pool[:, l, 0], case.pool[:, l, 1]
-            q = rope.rope_and_write(qkv, HEADS, cos, sin, k, v, slots)
-            return backend.forward(case.spec, q, k, v, case.batch, case.group, plan).flatten(1)
-
-        def fused(i: int, start=start, attend=attend) -> torch.Tensor:
-            stream = start.clone()
-            for l, w in enumerate(stack):  # noqa: E741
-                a = attend(l, gemv.small_matmul(stream, w["qkv"], norm=weight, eps=1e-5))
-                gemv.small_matmul(a, w["o"], residual=stream, out=stream)
-                a = gemv.small_matmul(stream, w["gate_up"], norm=weight, eps=1e-5, gated=True)
-                gemv.small_matmul(a, w["down"], residual=stream, out=stream)
-            return gemv.small_matmul(stream, head, norm=weight, eps=1e-5, out_dtype=torch.float32)
-
-        def library(i: int, start=start, attend=attend) -> torch.Tensor:
-            stream, x = start.clone(), torch.zeros_like(start)
-            for l, w in enumerate(stack):  # noqa: E741
-                a = attend(l, F.linear(norm.add_rms_norm(x, stream, weight, 1e-5), w["qkv"]))
-                x = norm.add_rms_norm(F.linear(a, w["o"]), stream, weight, 1e-5)
-                x = F.linear(activation.silu_and_mul(F.linear(x, w["gate_up"])), w["down"])
-            return F.linear(norm.add_rms_norm(x, stream, weight, 1e-5), head)
-
-        def apart(i: int, fused=fused) -> torch.Tensor:
-            saved, launch.overlaps = launch.overlaps, lambda device: False
-            try:
-                return fused(i)
-            finally:
-                launch.overlaps = saved
-
-        moved = total + case.read * layers
-        yield Trial("step", f"{rows} x 1088", "cublas + triton", library, 1, moved)
-        yield Trial("step", f"{rows} x 1088", "triton, launches apart", apart, 1, moved)
-        yield Trial("step", f"{rows} x 1088", "triton", fused, 1, moved, 0,
-                    lambda f=fused, g=library: distance(f(0), g(0)))  # fmt: skip
-
-
 SECTIONS: dict[str, Callable[[], Iterator[Trial]]] = {
     "gemv": small_products,
     "decode": decoding,
-    "step": steps,
     "prefix": shared_prefixes,
     "prefill": prefilling,
     "gemm": large_products,
-    "gemv_fp8": small_products_fp8,
+    "fp8": products_fp8,
     "elementwise": elementwise,
     "sampling": draws,
 }
@@ -548,8 +491,6 @@ def trials(name: str) -> Iterator[Trial]:
 
 def compile_share(names: list[str], share: int, jobs: int) -> None:
     """Run every `jobs`-th trial once, silently: what it compiles stays in the disk cache."""
-    global DEPTH
-    DEPTH = 1
     for name in names:
         for number, trial in enumerate(trials(name)):
             if number % jobs == share:

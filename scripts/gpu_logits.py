@@ -1,4 +1,5 @@
-"""How far bf16 logits on a GPU are from fp32: plain torch, fused kernels, and fused without overlapped launches."""
+"""How far logits on a GPU are from fp32: bf16 in plain torch, fused and without overlapped launches; 8-bit weights; and
+8-bit pages too."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from quire.bench.workloads import fixed
 from quire.kernels.triton import launch
 from quire.model import load_model
 from quire.model.decoder import Model
+from quire.model.fp8 import Fp8Scheme
 from quire.model.fused import choose_stages
 from quire.model.stages import Stages
 
@@ -29,7 +31,9 @@ def main() -> None:
     exact.finish()
     layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype="", itemsize=m.dtype.itemsize) for m in (model, exact)}
     overlaps = launch.overlaps
-    for count in (1, 7, 16, 32, 100, 700, 2000):
+    eight = load_model(source, device=device, dtype=torch.bfloat16, random_weights=True, scheme=Fp8Scheme())
+    assert isinstance(eight, Model)
+    for count in (1, 7, 32, 100, 700, 2000):
         tokens = list(fixed(1, count, 1, seed=count)[0].prompt)
         truth = sequence_logits(exact, layouts[torch.float32], tokens, 1)
         errors = {}
@@ -38,6 +42,10 @@ def main() -> None:
             plain = name == "plain"
             model.stages = Stages(model.spec, device, plain=True) if plain else choose_stages(model.spec, device)
             found = sequence_logits(model, layouts[torch.bfloat16], tokens, 1)
+            errors[name] = ((found - truth).norm() / truth.norm()).item()
+        for name, kv in (("fp8", torch.bfloat16), ("fp8, KV too", torch.float8_e4m3fn)):
+            layout = model.spec.kv_layout(page_size=16, dtype="", itemsize=kv.itemsize)
+            found = sequence_logits(eight, layout, tokens, 1, kv)
             errors[name] = ((found - truth).norm() / truth.norm()).item()
         print(count, {name: f"{error:.4f}" for name, error in errors.items()})
 

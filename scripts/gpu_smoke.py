@@ -1,6 +1,6 @@
 """One look at the engine on a GPU: exactness against the CPU on a tiny model, then speed on the 8B shape.
 
-    python scripts/gpu_smoke.py [tiny] [big]
+    python scripts/gpu_smoke.py [tiny] [big] [sleep]
 """
 
 from __future__ import annotations
@@ -72,6 +72,25 @@ def big() -> None:
     print(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB at most")
 
 
+def sleep() -> None:
+    """Memory of the GPU given back and taken again; the same answer before and after, its prefix still cached."""
+    flat = {"model": str(DATA / "llama-3.1-8b"), "random_weights": True, "device": "cuda", "max_model_len": 16384}
+    link = open_link(EngineOptions.of(**flat), process=False)
+    work = fixed(4, 256, 16, seed=5)
+    run_workload(link, work)
+    link.core.reset = lambda: None  # keep the cache
+    before = [t.tokens for t in run_workload(link, work).traces]
+    for asleep in (True, False):
+        began = time.perf_counter()
+        link.core.power(asleep=asleep)
+        free, total = torch.cuda.mem_get_info()
+        seconds = time.perf_counter() - began
+        print(f"{'asleep' if asleep else 'awake'} after {seconds:.1f} s, {(total - free) / 2**30:.1f} GiB in use")
+    after = run_workload(link, work)
+    cached = after.stats.cached_tokens
+    print(f"same answers: {[t.tokens for t in after.traces] == before}, {cached} prompt tokens from the cache")
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or ("tiny", "big"):
-        {"tiny": tiny, "big": big}[name]()
+        {"tiny": tiny, "big": big, "sleep": sleep}[name]()

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src"
 
-TORCH_FREE = {"types", "assets", "text", "memory", "scheduling", "observe", "serve"}
+TORCH_FREE = {"types", "assets", "text", "memory", "scheduling", "observe", "serve", "lang"}
 LOWER = {"types", "assets", "text", "memory", "scheduling", "kernels", "model", "generation", "runtime"}
 ALL = LOWER | {"engine", "observe", "cluster", "serve", "lang", "bench", "cli"}
 
@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"types"},
     "cluster": {"types", "engine"},
     "serve": {"types", "text", "observe", "engine.client", "engine.frontend"},
-    "lang": {"types", "engine.client", "engine.frontend"},
+    "lang": {"types", "text", "engine.client", "engine.frontend", "engine.consensus"},
     "bench": ALL - {"cli"},
     "cli": ALL,
     "": ALL,  # the package's own __init__ and __main__
@@ -182,7 +182,7 @@ def test_modules_introduce_themselves_and_run_no_strangers_code(name: str) -> No
 def test_public_names() -> None:
     import quire
 
-    assert set(quire.__all__) == {"LLM", "AsyncLLM", "SamplingParams", "__version__"}
+    assert set(quire.__all__) == {"LLM", "AsyncLLM", "GrammarSpec", "SamplingParams", "__version__"}
     for name in quire.__all__:
         assert getattr(quire, name) is not None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import pytest
 
@@ -9,8 +10,9 @@ from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError
+from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
+from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 from quire.types.request import FinishReason, Request
@@ -220,3 +222,60 @@ def test_deadlines_of_finished_requests_are_forgotten():
         engine.submit(request)
         run(engine)
     assert len(engine.scheduler._deadlines) < 100
+
+
+class Compiling(FakeExecutor):
+    """Hands out the futures it is given."""
+
+    futures: dict
+
+    def prepare(self, grammar):
+        return self.futures[grammar.source]
+
+
+def test_a_grammar_compiles_beside_the_steps_and_may_fail():
+    capacity = Capacity(pages=64, slots=4, max_model_len=60, max_batch_tokens=16, depth=1)
+    executor = Compiling(LAYOUT, capacity, vocab=VOCAB)
+    executor.futures = {name: Future() for name in ("slow", "wrong", "broken", "left")}
+    engine = EngineCore(EngineOptions.of(), executor)
+    for name in executor.futures:
+        engine.submit(ask(name, [1, 2], grammar=GrammarSpec("regex", name)))
+    with pytest.raises(InputError, match="in use"):
+        engine.submit(ask("slow", [1], grammar=GrammarSpec("regex", "slow")))
+    engine.submit(ask("plain", [3, 4]))
+    executor.futures["wrong"].set_exception(InputError("makes no sense"))
+    executor.futures["broken"].set_exception(RuntimeError("no memory"))
+    (left,) = engine.abort("left")
+    assert left.finish is FinishReason.ABORT
+    events = []
+    while not any(e.request == "plain" and e.finish for e in events):
+        events += engine.step()
+    ends = {e.request: (e.finish, e.error, e.message) for e in events if e.finish}
+    assert ends["wrong"] == (FinishReason.ERROR, "InputError", "makes no sense")
+    assert ends["broken"][:2] == (FinishReason.ERROR, "QuireError") and "no memory" in ends["broken"][2]
+    assert "slow" not in ends and engine.busy
+    executor.futures["slow"].set_result(None)
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [e.finish for e in events if e.finish] == [FinishReason.LENGTH]
+
+
+def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
+    engine = core()
+    prompt = list(range(13))
+    engine.submit(ask("a", prompt, max_tokens=2))
+    with pytest.raises(OverloadedError, match="under way"):
+        engine.power(asleep=True)
+    first = run(engine)
+    kept = len(engine.executor._kv)
+    engine.power(asleep=True)
+    assert 0 < len(engine.executor._kv) < kept, "only what may be read again is kept"
+    engine.submit(ask("b", prompt, max_tokens=2))
+    again = run(engine)
+    assert again["b"] == first["a"]
+    assert engine.stats().cached_tokens == 12
+    engine.power(asleep=True)
+    engine.power(asleep=False)
+    engine.power(asleep=False)
+    engine.scheduler.check()

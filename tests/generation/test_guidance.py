@@ -1,14 +1,15 @@
 """llguidance behind its seam: kinds of grammars, the model's own vocabulary, and grammars meant to do harm."""
 
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from quire.engine.inputs import check_grammar
-from quire.generation.guidance import Guidance
+from quire.generation.guidance import Guidance, _on_a_deep_stack
 from quire.text import TextModel, alphabet_of, load_tokenizer, vocabulary_of
-from quire.types.errors import InputError
+from quire.types.errors import InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 
@@ -141,3 +142,14 @@ def test_a_compiler_that_takes_too_long_is_given_up(tokenizer):
     slow = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1500)}})
     with pytest.raises(InputError, match="longer than"):
         Guidance(seconds=0.001).compile(slow, alphabet_of(tokenizer))
+
+
+def test_compilers_given_up_leave_room_for_others_when_they_end(tokenizer, monkeypatch):
+    monkeypatch.setattr("quire.generation.guidance._compiling", threading.Semaphore(1))
+    gate = threading.Event()
+    with pytest.raises(InputError, match="longer than"):
+        _on_a_deep_stack(lambda: gate.wait(60), 0.01)
+    with pytest.raises(OverloadedError, match="retry"):
+        _on_a_deep_stack(lambda: None, 0.01)
+    gate.set()
+    assert _on_a_deep_stack(lambda: 7, 60) == 7

@@ -1,5 +1,6 @@
 // Every kernel set of this host against the plain one, on random shapes; built alone, so that it also runs under an
 // emulator and under sanitizers. Prints the sets it tested; exits with 1 at the first difference.
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -169,6 +170,27 @@ void test_attend(const Kernels& fast, const Kernels& plain) {
   }
 }
 
+// Every way of drawing picks the token that the plain set picks; only a border of top-p may round elsewhere.
+void test_draw(const Kernels& fast, const Kernels& plain) {
+  int different = 0, rounds = 400;
+  for (int round = 0; round < rounds; round++) {
+    int vocab = 1 + below(round % 4 ? 300 : 5000);
+    Array<float> logits(vocab);
+    float spread = round % 3 ? 4.0f : 0.5f;
+    for (int i = 0; i < vocab; i++) logits.data[i] = spread * (uniform() + uniform());
+    Draw how{{uint32_t(random_bits()), uint32_t(random_bits())}, 0.2f + 0.5f * float(below(4)), -INFINITY, 2, vocab, false};
+    if (below(3) == 0) how.log_min_p = std::log(0.05f);
+    if (below(2)) how.top_p = 0.1 + 0.2 * below(5);
+    if (below(2)) how.top_k = 1 + below(vocab);
+    how.greedy = below(8) == 0;
+    Array<uint64_t> scratch(std::max(fast.draw_bytes(vocab), plain.draw_bytes(vocab)) / 8 + 1);
+    int got = fast.draw(logits.data, vocab, how, reinterpret_cast<uint8_t*>(scratch.data));
+    expect(got >= 0 && got < vocab, fast.name, "draw", vocab, round);
+    different += got != plain.draw(logits.data, vocab, how, reinterpret_cast<uint8_t*>(scratch.data));
+  }
+  expect(different <= rounds / 100, fast.name, "draw", different);
+}
+
 void test_pool() {
   for (int threads : {1, 2, 3}) {
     Pool pool(threads);
@@ -188,11 +210,13 @@ void test_pool() {
 
 int main() {
   const Kernels& plain = *kernels_base();
-  for (const Kernels* fast : {kernels_base(), kernels_avx2(), kernels_avx512(), kernels_amx(), kernels_neon()}) {
+  for (const Kernels* fast : {kernels_base(), kernels_avx2(), kernels_avx512(), kernels_amx(), kernels_neon(),
+                              kernels_i8mm()}) {
     if (!fast) continue;
     test_gemm(*fast, plain);
     test_rows(*fast, plain);
     test_attend(*fast, plain);
+    test_draw(*fast, plain);
     std::printf("%s ok\n", fast->name);
   }
   test_pool();

@@ -37,7 +37,7 @@ def test_python_tests_under_sanitizers(tmp_path):
         "LD_PRELOAD": runtime.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
     }
-    tests = [HERE / "test_native_linear.py", HERE / "test_native_program.py"]
+    tests = [HERE / f"test_native_{name}.py" for name in ("linear", "program", "draw")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--native-library={library}", *tests]
     subprocess.run(command, check=True, env=environment)
 
@@ -47,6 +47,7 @@ def test_neon_under_an_emulator(tmp_path):
     assert shutil.which("qemu-aarch64"), "qemu-aarch64 is needed for this test; on Debian, apt-get install qemu-user"
     done = subprocess.run(["qemu-aarch64", "-cpu", "max", program], check=True, capture_output=True, text=True)
     assert "neon ok" in done.stdout
+    assert "i8mm ok" in done.stdout
 
 
 def test_x86_kernels_compile_anywhere(tmp_path):

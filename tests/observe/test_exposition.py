@@ -94,8 +94,8 @@ def test_no_meter_no_number(tmp_path: Path) -> None:
 def test_window_is_a_fair_sample() -> None:
     window = Window()
     for i in range(10_000):
-        window.gap(float(i))
-        window.end(float(i), None)
+        window.gaps.add(float(i))
+        window.ended.add((float(i), None))
     glance = window.take()
     assert glance.finished == 10_000 and len(glance.ended) == len(glance.gaps) == KEPT
     assert 3500 < sum(glance.gaps) / KEPT < 6500

@@ -28,13 +28,16 @@ def layout(*groups: KVGroup) -> KVLayout:
 
 
 class World:
-    def __init__(self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, drafts=0):
+    def __init__(
+        self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, drafts=0, tiers=None, **options
+    ):
         self.rng = random.Random(seed)
         self.depth = depth
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
-        options = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
-        self.scheduler = Scheduler(options, layout(*groups), capacity, prefix_cache=prefix_cache)
-        self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB)
+        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else ())
+        chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
+        self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
+        self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB, tiers=tiers)
         self.tickets = []
         self.requests = {}
         self.outputs = {}
@@ -187,6 +190,10 @@ WORLDS = [
 @pytest.mark.parametrize(("groups", "policy", "depth", "cache", "operations"), WORLDS)
 def test_random_life(groups, policy, depth, cache, operations, drafts):
     world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache, drafts=drafts)
+    live(world, policy, cache, operations, drafts)
+
+
+def live(world, policy, cache, operations, drafts=0):
     actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]
     if policy == "static":
         actions.remove(world.preempt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fake_frontend import FakeFrontend
@@ -20,3 +20,14 @@ def fake_server(fake_frontend: FakeFrontend) -> Iterator[str]:
     with background_server(lambda: fake_frontend) as url:  # type: ignore[arg-type, return-value]
         yield url
     assert fake_frontend.client.closed.is_set()
+
+
+@pytest.fixture
+def says(fake_frontend: FakeFrontend) -> Iterator[Callable[..., None]]:
+    """What the fake is to say in this test, and whether its model counts as one that thinks."""
+
+    def say(text: str, reasons: bool = False) -> None:
+        fake_frontend.says, fake_frontend.text.reasons = text, reasons
+
+    yield say
+    fake_frontend.says, fake_frontend.text.reasons = None, False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -33,15 +32,6 @@ def fake(fake_server: str) -> anthropic.Anthropic:
 @pytest.fixture
 def live(live_server: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=live_server, api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture
-def says(fake_frontend: FakeFrontend) -> Iterator[Any]:
-    def say(text: str, reasons: bool = False) -> None:
-        fake_frontend.says, fake_frontend.text.reasons = text, reasons
-
-    yield say
-    fake_frontend.says, fake_frontend.text.reasons = None, False
 
 
 def test_message(fake: anthropic.Anthropic, says: Any, fake_frontend: FakeFrontend) -> None:

@@ -177,6 +177,8 @@ def test_the_file_store_is_bounded_and_owned(tmp_path: Path) -> None:
     assert [file.filename for file in FileStore(tmp_path).listing("me")] == [f.filename for f in store.listing("me")]
     store.delete(one.id, "me")
     store.room(6)
+    (tmp_path / "file-x.json").write_text("{")  # cut short: what else is there is still found
+    assert len(FileStore(tmp_path).listing("me")) == 1
 
 
 def test_the_response_store_is_bounded_and_owned() -> None:

@@ -69,7 +69,7 @@ def without_an_end(route: Route) -> None:
 
 @drives_a_browser
 def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_page: Any) -> None:
-    live = open_page(f"{live_server}/#live")
+    live = open_page(f"{live_server}/#/live")
     pages = live.locator("#tier-device canvas")
     expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)
     idle = pages.evaluate("canvas => canvas.toDataURL()")
@@ -140,7 +140,7 @@ def test_live_view_needs_the_admin_key(open_page: Any) -> None:
     )
     frontend = FakeFrontend()
     with background_server(lambda: frontend, ServeOptions(port=0, grace=1), keys=keys) as url:  # type: ignore[arg-type, return-value]
-        page = open_page(f"{url}/#live")
+        page = open_page(f"{url}/#/live")
         expect(page.locator("#notice")).to_contain_text("admin key")
         expect(page.locator("#status")).to_have_text("a key is needed")
         page.click("#keys-open")

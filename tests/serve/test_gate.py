@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,3 +235,25 @@ def test_streams_end_in_errors_their_clients_can_read(fake_server: str) -> None:
         events = [line for line in response.iter_lines() if line]
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert events[-1] == "data: [DONE]"
+
+
+def test_files_and_batches_belong_to_a_key_and_count_for_it(locked: ServerUrl, frontend: FakeFrontend) -> None:
+    other = {"headers": bearer(OTHER)}
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": CHAT, "body": chat(f"line {i}", max_tokens=2)} for i in range(5)
+    ]
+    upload = {"files": {"file": ("in.jsonl", "\n".join(map(json.dumps, lines)))}, "data": {"purpose": "batch"}}
+    with httpx.Client(base_url=locked, headers=bearer(USER)) as user:
+        file = user.post("/v1/files", **upload).json()["id"]
+        order = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
+        assert httpx.get(f"{locked}/v1/files/{file}", **other).status_code == 404
+        assert httpx.post(f"{locked}/v1/batches", json=order, **other).status_code == 404
+        batch = user.post("/v1/batches", json=order).json()["id"]
+        assert httpx.get(f"{locked}/v1/batches/{batch}", **other).status_code == 404
+        for _ in range(500):  # the key may have two requests under way: lines beyond wait their turn
+            state = user.get(f"/v1/batches/{batch}").json()
+            if state["status"] == "completed":
+                break
+            time.sleep(0.05)
+    assert state["request_counts"] == {"total": 5, "completed": 5, "failed": 0}, state
+    assert len({request.salt for request in frontend.requests[-5:]}) == 1 and frontend.requests[-1].salt

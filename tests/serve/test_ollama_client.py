@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -30,15 +29,6 @@ def fake(fake_server: str) -> ollama.Client:
 @pytest.fixture
 def live(live_server: str) -> ollama.Client:
     return ollama.Client(host=live_server, timeout=120)
-
-
-@pytest.fixture
-def says(fake_frontend: FakeFrontend) -> Iterator[Any]:
-    def say(text: str, reasons: bool = False) -> None:
-        fake_frontend.says, fake_frontend.text.reasons = text, reasons
-
-    yield say
-    fake_frontend.says, fake_frontend.text.reasons = None, False
 
 
 def test_chat(fake: ollama.Client, says: Any, fake_frontend: FakeFrontend) -> None:

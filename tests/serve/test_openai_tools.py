@@ -4,7 +4,6 @@ over the real model, whose calls are bound by a grammar."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
@@ -41,15 +40,6 @@ def fake(fake_server: str) -> openai.OpenAI:
 @pytest.fixture
 def live(live_server: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{live_server}/v1", api_key="none", max_retries=0, timeout=120)
-
-
-@pytest.fixture
-def says(fake_frontend: FakeFrontend) -> Iterator[Any]:
-    def say(text: str, reasons: bool = False) -> None:
-        fake_frontend.says, fake_frontend.text.reasons = text, reasons
-
-    yield say
-    fake_frontend.says, fake_frontend.text.reasons = None, False
 
 
 MODEL = FakeFrontend.model_name
@@ -335,6 +325,48 @@ def test_live_required_call_keeps_to_the_schema(live: openai.OpenAI) -> None:
         [call] = answer.choices[0].message.tool_calls
         assert call.function.name == "get_weather"
         jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+
+
+def test_live_strict_tools_leave_words_free(live: openai.OpenAI) -> None:
+    strict: Any = {**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": True}}
+    for format in ({"type": "text"}, {"type": "json_object"}):
+        answer = live.chat.completions.create(
+            model=name_of(live),
+            messages=QUESTION,
+            tools=[strict],
+            response_format=format,
+            temperature=0,
+            max_tokens=24,  # type: ignore[call-overload]
+        )
+        message = answer.choices[0].message
+        assert message.content or message.tool_calls
+        if format["type"] == "json_object" and not message.tool_calls:
+            assert message.content.lstrip().startswith("{")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"guided_regex": "(unclosed"}, "guided_regex"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no"}}}},
+        "response_format",
+    ),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_live_bad_grammars_name_their_field(live: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            live.chat.completions.create(model=name_of(live), messages=QUESTION, stream=stream, extra_body=fields)
+        assert (caught.value.param, caught.value.code) == (param, "invalid_grammar")
 
 
 class City(BaseModel):

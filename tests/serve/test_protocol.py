@@ -244,6 +244,12 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert response.headers["allow"] == "POST"
 
 
+def test_queries_are_refused_in_the_same_shape(http: httpx.Client) -> None:
+    assert error_of(http.get("/view", params={"stream": "perhaps"}))["param"] == "stream"
+    assert error_of(http.get("/v1/files", params={"limit": "-1"}))["param"] == "limit"
+    assert error_of(http.get("/v1/batches", params={"order": "up"}))["param"] == "order"
+
+
 def test_overload_says_when_to_retry(http: httpx.Client) -> None:
     for streaming in (False, True):
         response = http.post(CHAT, json=chat("overloaded", stream=streaming))

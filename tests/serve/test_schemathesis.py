@@ -81,6 +81,8 @@ def walk(url: str, examples: int) -> Counter[str]:
     seen: Counter[str] = Counter()
     for result in schema.get_all_operations():
         operation = result.ok()
+        if operation.path == "/view":
+            continue  # streamed, it has no end
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
             if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
                 continue  # without input, or with any text as input, there is no wrong one
@@ -91,7 +93,7 @@ def walk(url: str, examples: int) -> Counter[str]:
 
 
 def test_a_short_walk(fake_server: str) -> None:
-    seen = walk(fake_server, 6)
+    seen = walk(fake_server, 5)
     assert seen["cases"] >= 200 and seen["positive 2xx"] >= 50 and seen["negative 4xx"] >= 50
     assert not seen["positive 5xx"] and not seen["negative 5xx"]
 

@@ -100,8 +100,8 @@ class _Maker:
         rng = self._rng
         kind = rng.choice(("integer", "integer", "number"))
         bounds: Schema = {"minimum": rng.choice((-50, 0, 1)), "maximum": rng.choice((10, 150, 9999))}
-        if kind == "integer" and rng.random() < 0.2:
-            bounds["multipleOf"] = 5
+        if rng.random() < (0.2 if kind == "integer" else 0.7):  # a fraction may have any number of digits
+            bounds["multipleOf"] = 5 if kind == "integer" else 0.25
         return {"type": kind, **bounds}
 
     def _choice(self) -> Schema:
@@ -116,8 +116,9 @@ class _Maker:
 
     def _formatted(self) -> Schema:
         rng = self._rng
-        extra = {"pattern": rng.choice(PATTERNS)} if rng.random() < 0.5 else {"format": rng.choice(FORMATS)}
-        return {"type": "string", **extra}
+        if rng.random() < 0.5:
+            return {"type": "string", "pattern": rng.choice(PATTERNS)}
+        return {"type": "string", "format": rng.choice(FORMATS), "maxLength": 40}
 
     def _list(self) -> Schema:
         low = self._rng.choice((0, 0, 1, 2))

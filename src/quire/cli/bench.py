@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import asdict
 
+from quire.cli.bench_memory import register
 from quire.cli.bench_serve import serve
 from quire.cli.bench_spec import spec
 from quire.cli.options import with_engine_options
@@ -225,6 +226,51 @@ def structured(
 app.command()(with_engine_options(positional_model=False)(structured))
 
 
+def beams(
+    *,
+    engine: EngineOptions,
+    width: Annotated[int, typer.Option(help="beams")] = 8,
+    in_: Annotated[int, typer.Option("--in", help="prompt tokens")] = 1024,
+    out: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 3,
+    json_: JsonOption = None,
+) -> None:
+    """Search with beams over a long prompt; report pages and the time of a step beside plain sequences'."""
+    from quire.bench.branching import measure, rows
+    from quire.engine.llm import LLM
+
+    with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
+        summary, info = measure(llm, beams=width, prompt=in_, out=out, rounds=rounds), llm.info
+    _show(rows(summary), None)
+    if json_:
+        _keep(json_, {"engine": engine.flat()}, info, summary, None)
+
+
+app.command()(with_engine_options(positional_model=False)(beams))
+
+
+def lang(
+    *,
+    engine: EngineOptions,
+    branches: Annotated[int, typer.Option(help="thoughts at each level of the tree")] = 16,
+    levels: Annotated[int, typer.Option(help="levels of the tree")] = 2,
+    keep: Annotated[int, typer.Option(help="thoughts of a level to go on from")] = 4,
+    thought: Annotated[int, typer.Option(help="tokens of a thought")] = 32,
+    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 3,
+    json_: JsonOption = None,
+) -> None:
+    """Run a tree of thoughts as a quire.lang program and as the plain HTTP calls it is made of; report seconds."""
+    from quire.bench.lang import Shape, measure, rows
+
+    summary = measure(engine, Shape(branches=branches, depth=levels, keep=keep, thought=thought), rounds)
+    _show(rows(summary), None)
+    if json_:
+        json_.write_text(json.dumps({"engine": engine.flat(), **summary}, indent=1))
+
+
+app.command()(with_engine_options(positional_model=False)(lang))
+
+
 def suite(
     *,
     engine: EngineOptions,
@@ -243,3 +289,4 @@ def suite(
 app.command()(with_engine_options(positional_model=False)(suite))
 app.command()(serve)
 app.command()(spec)
+register(app)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from quire.assets import resolve
 from quire.engine.core import EngineCore
 from quire.runtime.executor import LocalExecutor
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
 
@@ -20,6 +24,8 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
     )
     core = EngineCore(options, executor)
     capacity = core.capacity
+    took = executor.took | {"first token": first_token(core)}
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
     info = EngineInfo(
         model=model.name,
         max_model_len=capacity.max_model_len,
@@ -30,7 +36,17 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         depth=capacity.depth,
         device=str(executor.device),
         dtype=str(executor.dtype).removeprefix("torch."),
-        reasons=executor.reasons,
+        reasons=[*executor.reasons, f"start-up: {stages}"],
         slots=capacity.slots,
     )
     return core, info
+
+
+def first_token(core: EngineCore) -> float:
+    """Seconds to draw one: what is loaded or compiled at first use is so now, not under the first request."""
+    began = time.perf_counter()
+    core.submit(Request(id="first", prompt=[0], params=SamplingParams(temperature=0.0, max_tokens=1)))
+    while core.busy:
+        core.step()
+    core.reset()
+    return time.perf_counter() - began

@@ -21,7 +21,7 @@ from typing import Any
 
 from quire.engine.link import Link, open_link
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, QuireError
+from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
 from quire.types.timeline import Timeline
@@ -33,6 +33,8 @@ from quire.types.wire import (
     GetStats,
     GetTimelines,
     GetView,
+    Power,
+    Powered,
     Reset,
     Stats,
     Submit,
@@ -169,7 +171,13 @@ class AsyncClient:
         reply: Timelines = await self._ask(GetTimelines(request_id))
         return reply.timelines
 
-    async def _ask(self, message: GetView | GetTimelines) -> Any:
+    async def power(self, *, asleep: bool) -> None:
+        """Free the device's memory until a request comes, or take it again now."""
+        reply: Powered = await self._ask(Power(asleep))
+        if reply.error or reply.message:
+            raise from_wire(reply.error, reply.message)
+
+    async def _ask(self, message: GetView | GetTimelines | Power) -> Any:
         self._require_alive()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._asked.append(future)
@@ -266,7 +274,7 @@ class AsyncClient:
                 future = self._stats.pop(0)
                 if not future.done():
                     future.set_result(message.stats)
-            elif isinstance(message, View | Timelines):
+            elif isinstance(message, View | Timelines | Powered):
                 asked = self._asked.pop(0)
                 if not asked.done():
                     asked.set_result(message)

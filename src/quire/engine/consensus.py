@@ -19,7 +19,7 @@ LAST_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
 class Consensus(msgspec.Struct, kw_only=True):
     """`answer` is None if no branch had one. `tokens_saved` is an estimate: what the branches that were cut short
-    had still to say, if they were as long as those that ended."""
+    had still to say, if branches go on ending as often as they did, and none is longer than it may be."""
 
     answer: str | None
     votes: dict[str, int]
@@ -31,7 +31,8 @@ class Consensus(msgspec.Struct, kw_only=True):
 
 
 class Vote:
-    def __init__(self, branches: int, extract: Extract):
+    def __init__(self, branches: int, extract: Extract, limit: int | None = None):
+        self._limit = limit  # tokens of one branch
         self._extract = _by_pattern(extract) if isinstance(extract, str) else extract
         self._texts = [""] * branches
         self._lengths = [0] * branches
@@ -58,7 +59,9 @@ class Vote:
         return not open_ or ranked[0] > ranked[1] + open_
 
     def result(self) -> Consensus:
-        usual = sum(self._lengths[b] for b in self._ended) / max(1, len(self._ended))
+        # Branches run in step, so those cut short are already the longer ones: what they had still to say is told by
+        # how many tokens of all of them there were to an end.
+        rest = sum(self._lengths) / max(1, len(self._ended))
         cut = [length for b, length in enumerate(self._lengths) if b not in self._ended]
         return Consensus(
             answer=self._votes.most_common(1)[0][0] if self._votes else None,
@@ -67,7 +70,7 @@ class Vote:
             asked=len(self._texts),
             ended=len(self._ended),
             tokens=sum(self._lengths),
-            tokens_saved=round(sum(max(0.0, usual - length) for length in cut)),
+            tokens_saved=round(sum(min(rest, self._limit - length if self._limit else rest) for length in cut)),
         )
 
 

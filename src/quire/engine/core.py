@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError
+from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.plan import StepPlan
 from quire.types.process import resident_bytes
@@ -33,13 +33,30 @@ class EngineCore:
         self.executor = executor
         self.capacity = executor.start()
         self.scheduler = Scheduler(
-            options.scheduler, executor.layout, self.capacity, prefix_cache=options.cache.prefix_cache
+            options.scheduler,
+            executor.layout,
+            self.capacity,
+            prefix_cache=options.cache.prefix_cache,
+            kv_policy=options.cache.kv_policy,
         )
         self._preparing = Preparing(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
+        self._asleep = False
+
+    def power(self, *, asleep: bool) -> None:
+        """Free the device's memory (weights and cached pages wait in the host's), or take it again."""
+        if asleep and self.busy:
+            raise OverloadedError("requests are under way; the engine can sleep when they are done")
+        if asleep and not self._asleep:
+            self.executor.sleep(self.scheduler.memory.pool.cached_pages())
+        elif self._asleep and not asleep:
+            self.executor.wake()
+        self._asleep = asleep
 
     def submit(self, request: Request) -> None:
+        if self._asleep:
+            self.power(asleep=False)
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:
@@ -99,4 +116,8 @@ class EngineCore:
 
     def close(self) -> None:
         self._tickets.clear()
+        last = StepPlan(step=0)  # pages that were about to go to a tier that outlives the engine still go there
+        self.scheduler.paging.directory.hand_over(last)
+        if last.transfers:
+            self.executor.submit(last)
         self.executor.close()

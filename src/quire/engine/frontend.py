@@ -78,7 +78,7 @@ class Frontend:
         self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER, **where: Any
     ) -> Consensus:
         """The answer that most of `params.n` branches arrive at; the others stop once it is decided."""
-        vote = Vote(params.n, extract)
+        vote = Vote(params.n, extract, params.max_tokens)
         async with aclosing(self.stream(self.prepare(prompt, params, **where))) as stream:
             async for deltas in stream:
                 if any(vote.take(delta) for delta in deltas):

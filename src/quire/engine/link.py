@@ -38,6 +38,8 @@ from quire.types.wire import (
     GetTimelines,
     GetView,
     Heartbeat,
+    Power,
+    Powered,
     Ready,
     Reset,
     Shutdown,
@@ -56,7 +58,11 @@ LOOK = 0.25  # seconds between looks at whether the process is still there
 
 class Link(Protocol):
     info: EngineInfo
-    heard: float  # when the engine last gave a sign of life, on the monotonic clock
+
+    @property
+    def heard(self) -> float:
+        """When the engine last gave a sign of life, on the monotonic clock."""
+        ...
 
     def send(self, message: ToEngine) -> None: ...
 
@@ -90,9 +96,31 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         return [View(core.view())]
     elif isinstance(message, GetTimelines):
         return [Timelines(message.request, core.timelines(message.request))]
+    elif isinstance(message, Power):
+        try:
+            core.power(asleep=message.asleep)
+        except QuireError as error:
+            return [Powered(type(error).__name__, str(error))]
+        return [Powered()]
     elif isinstance(message, Reset):
         core.reset()
     return []
+
+
+class LentLink:
+    """Another's link, for a while: whoever borrows it cannot close it."""
+
+    def __init__(self, link: Link):
+        self._link = link
+        self.info = link.info
+        self.send, self.receive, self.wake = link.send, link.receive, link.wake
+
+    @property
+    def heard(self) -> float:
+        return self._link.heard
+
+    def close(self, *, force: bool = False) -> None:
+        """Nothing: the engine stays its owner's."""
 
 
 class LocalLink:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import Any
 
 from quire.assets import resolve
+from quire.engine.client import AsyncClient
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
+from quire.engine.frontend import Frontend
 from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
-from quire.engine.link import open_link
+from quire.engine.link import LentLink, open_link
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
 from quire.text import TextModel
 from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, InputError, QuireError
+from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
-from quire.types.wire import Abort, Events, FinishAt, GetStats, Reset, Stats, Submit, ToClient
+from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
 
 
 class LLM:
@@ -74,7 +76,7 @@ class LLM:
     def self_consistency(self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER) -> Consensus:
         """The answer that most of `params.n` branches arrive at; the others stop once it is decided. `extract` finds
         the answer in a text: a function, or a regular expression whose last match counts."""
-        vote = Vote(params.n, extract)
+        vote = Vote(params.n, extract, params.max_tokens)
         for _, delta in self._run([self._prepare(prompt, params, 0)]):
             if vote.take(delta):
                 break
@@ -112,9 +114,37 @@ class LLM:
                 if isinstance(message, Stats):
                     return message.stats
 
+    def sleep(self) -> None:
+        """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""
+        self._power(asleep=True)
+
+    def wake(self) -> None:
+        self._power(asleep=False)
+
+    def _power(self, *, asleep: bool) -> None:
+        self._link.send(Power(asleep))
+        while True:
+            for message in self._link.receive(None):
+                if isinstance(message, Powered):
+                    if message.message:
+                        raise from_wire(message.error, message.message)
+                    return
+
     def reset(self) -> None:
         """Forget cached prefixes and counters."""
         self._link.send(Reset())
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[Frontend]:
+        """This engine for asyncio, where many callers may use it at once, while the block lasts. Until it ends, the
+        LLM's own methods must rest: one thread at a time makes the engine step."""
+        client = AsyncClient(LentLink(self._link))
+        try:
+            yield Frontend(client, self.text, self.info.model)
+        finally:
+            with contextlib.suppress(EngineDeadError):
+                await client.stats()  # what was sent before, aborts among it, has arrived
+            await client.close()
 
     def close(self) -> None:
         self._link.close()

@@ -5,6 +5,7 @@ Knows: futures. Refuses to know: what is prepared, and how.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from quire.types.errors import InputError, OverloadedError, QuireError
 from quire.types.events import TokenEvent
 from quire.types.request import FinishReason, Request
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 0.02  # seconds to wait for a compilation when there is nothing else to do
 
@@ -43,6 +46,10 @@ class Preparing:
                 submit(request)
             except QuireError as error:
                 events += endings(request, FinishReason.ERROR, error)
+            except Exception as error:
+                log.exception("a grammar could not be compiled")
+                reason = QuireError(f"the grammar could not be compiled: {type(error).__name__}: {error}")
+                events += endings(request, FinishReason.ERROR, reason)
         return events
 
     def abort(self, request_id: str) -> list[TokenEvent]:

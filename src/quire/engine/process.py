@@ -100,10 +100,15 @@ def main(address: str, parent: str, options: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(int(parent), Path(address.removeprefix("ipc://")).parent)
     process = EngineProcess(address)
+    began = time.perf_counter()
     try:
         from quire.engine.build import build_engine
 
+        imports = time.perf_counter() - began
         core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
+        info.reasons[-1] += f", imports {imports:.2f} s"
+        for reason in info.reasons:
+            log.info(reason)
         shed()  # the engine lives as long as the process
         process.send(Ready(info))
         process.serve(core)

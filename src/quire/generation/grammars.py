@@ -44,7 +44,8 @@ class GrammarStore:
 
     def prepare(self, spec: GrammarSpec) -> Future[Grammar]:
         with self._lock:
-            if spec not in self._compiled:
+            known = self._compiled.get(spec)
+            if known is None or (known.done() and known.exception()):  # what failed may have lacked time only
                 self._compiled[spec] = self._thread.submit(self._compile, spec)
             self._compiled.move_to_end(spec)
             if len(self._compiled) > KEPT:

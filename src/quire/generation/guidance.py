@@ -10,22 +10,28 @@ Knows: llguidance (imported when first used). Refuses to know: torch, slots, req
 from __future__ import annotations
 
 import json
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.errors import InputError
+from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-DOOR_SECONDS = 0.9  # a grammar that takes longer to compile is refused; an engine waits longer for one let in
+DOOR_SECONDS = 0.9  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
 ENGINE_SECONDS = 10.0
+PATIENCE = 10  # times these seconds are waited for them, on a machine that is busy otherwise
+POLL = 0.02
+COMPILERS = 4  # at once; one that was given up counts until it ends
 STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
 MAX_REASON = 400  # characters of a refusal
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
@@ -43,7 +49,10 @@ class Guidance:
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> GuidanceGrammar:
         tokenizer = self._tokenizers.get(vocabulary)
         if tokenizer is None:
-            tokenizer = self._tokenizers[vocabulary] = _tokenizer(vocabulary)
+            try:
+                tokenizer = self._tokenizers[vocabulary] = _tokenizer(vocabulary)
+            except ImportError as error:
+                raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
         return _on_a_deep_stack(lambda: _compile(spec, tokenizer), self._seconds)
 
 
@@ -154,6 +163,7 @@ def _refusal(spec: GrammarSpec, reason: str) -> InputError:
 
 
 _spawning = threading.Lock()  # the stack size of new threads is one setting for the whole process
+_compiling = threading.Semaphore(COMPILERS)
 
 
 def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
@@ -164,18 +174,36 @@ def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
             done.set_result(work())
         except BaseException as error:
             done.set_exception(error)
+        finally:
+            _compiling.release()
 
+    if not _compiling.acquire(timeout=seconds):
+        raise OverloadedError("too many large grammars are being compiled; retry shortly")
+    thread = threading.Thread(target=body, name="quire-grammar")
     with _spawning:
         usual = threading.stack_size(STACK)
         try:
-            threading.Thread(target=body, name="quire-grammar").start()
+            thread.start()
         finally:
             threading.stack_size(usual)
+    began = time.monotonic()
+    while True:
+        try:
+            return done.result(POLL)
+        except TimeoutError:
+            waited = time.monotonic() - began
+            if not done.done() and (_computed(thread, waited) > seconds or waited > PATIENCE * seconds):
+                raise InputError(
+                    f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
+                    param="grammar",
+                    code="invalid_grammar",
+                ) from None
+
+
+def _computed(thread: threading.Thread, waited: float) -> float:
+    """Seconds a thread has computed, where the system tells: on a busy machine, less than it was waited for."""
     try:
-        return done.result(seconds)
-    except TimeoutError:
-        raise InputError(
-            f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
-            param="grammar",
-            code="invalid_grammar",
-        ) from None
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return waited
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

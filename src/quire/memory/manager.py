@@ -11,12 +11,14 @@ A table maps KV positions to pages, one list per group:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
+
+Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
 
 
 class PageTable:
@@ -26,12 +28,13 @@ class PageTable:
     things are, and before `due` tokens are computed there is nothing new to publish.
     """
 
-    __slots__ = ("due", "hashes", "pages", "promises", "published", "room")
+    __slots__ = ("due", "hashes", "pages", "promises", "published", "room", "settled")
 
     def __init__(self, groups: int):
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
+        self.settled = [0] * groups  # ... and known to be computed
         self.promises: list[Key] = []
         self.room = 0
         self.due = 0
@@ -63,7 +66,15 @@ UNCHANGED = Change()
 
 
 class KVManager:
-    def __init__(self, layout: KVLayout, pages: int, *, prefix_cache: bool = True, contiguous: bool = False):
+    def __init__(
+        self,
+        layout: KVLayout,
+        pages: int,
+        *,
+        prefix_cache: bool = True,
+        contiguous: bool = False,
+        naming: bytes = b"",  # key of page names, where others must come to the same names
+    ):
         self.layout = layout
         self.prefix_cache = prefix_cache
         self.index = PrefixIndex()
@@ -71,7 +82,7 @@ class KVManager:
         self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled
         self.slots_filled = 0
         self._sizes = [g.tokens_per_page for g in layout.groups]
-        key = new_key()
+        key = naming or new_key()
         self._hashers = [PageHasher(key, size) for size in self._sizes]
 
     # ---- prefixes -------------------------------------------------------------------------------------------
@@ -90,39 +101,38 @@ class KVManager:
 
         A full group needs every page of it; a window group only those its window still reaches.
         """
-        miss = Hit(0, [[] for _ in self._sizes], 0, False)
-        if not self.prefix_cache:
-            return miss
+        tokens, pages = self.longest(table, limit, self.index.run) if self.prefix_cache else (0, [])
+        waits = self.prefix_cache and self._promised_after(table, tokens, limit)
+        if not tokens:
+            return Hit(0, [[] for _ in self._sizes], 0, waits)
+        return Hit(tokens, pages, sum(self.pool.idle(found) for found in pages), waits)
+
+    def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
+        """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
         step = self.layout.alignment
         tokens = (limit - 1) // step * step
         runs: dict[int, list[int]] = {}  # consecutive pages of full groups, from the start
         for group, spec in enumerate(self.layout.groups):
             if spec.window is None:
                 size = self._sizes[group]
-                runs[group] = self.index.run(group, table.hashes[group][: tokens // size])
+                runs[group] = run(group, table.hashes[group][: tokens // size])
                 tokens = min(tokens, len(runs[group]) * size // step * step)
         while tokens > 0:
             pages = [
-                runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens)
+                runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens, run)
                 for group, size in enumerate(self._sizes)
             ]
             if all(found is not None for found in pages):
-                break
+                return tokens, [found for found in pages if found is not None]
             tokens -= step
-        waits = self._promised_after(table, tokens, limit)
-        if tokens <= 0:
-            miss.waits = waits
-            return miss
-        found_pages = [p for p in pages if p is not None]
-        idle = sum(self.pool.idle(found) for found in found_pages)
-        return Hit(tokens, found_pages, idle, waits)
+        return 0, []
 
-    def _window_pages(self, group: int, table: PageTable, tokens: int) -> list[int] | None:
+    def _window_pages(self, group: int, table: PageTable, tokens: int, run: Run) -> list[int] | None:
         """Pages of the prefix as the next token sees them, or None if one it needs is missing."""
         size, window = self._sizes[group], self.layout.groups[group].window
         assert window is not None
         first = max(0, tokens - window + 1) // size
-        pages = self.index.run(group, table.hashes[group][first : tokens // size])
+        pages = run(group, table.hashes[group][first : tokens // size])
         return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
 
     def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
@@ -250,7 +260,7 @@ class KVManager:
             self._give_back(pages[filled // size :][::-1], size, size - filled % size)
             self._give_back(pages[: filled // size][::-1], size, 0)
             table.pages[group] = []
-            table.published[group] = 0
+            table.published[group] = table.settled[group] = 0
         table.room = table.due = 0
 
     def break_promises(self, table: PageTable) -> None:

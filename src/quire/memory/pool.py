@@ -13,9 +13,9 @@ engines without paging do (the measured baseline).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from quire.memory.prefix import PrefixIndex
+from quire.memory.prefix import Key, PrefixIndex
 from quire.types.kv import NULL_PAGE
 
 
@@ -25,6 +25,7 @@ class PagePool:
         self.total = pages - 1
         self.index = index
         self.peak = 0
+        self.leaving: Callable[[Key, int], None] | None = None  # told of content that is about to be lost
         self._refs = [0] * pages
         self._blank = list(range(pages - 1, NULL_PAGE, -1))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -40,6 +41,10 @@ class PagePool:
     @property
     def cached(self) -> int:
         return len(self._idle)
+
+    def cached_pages(self) -> list[int]:
+        """Unreferenced pages whose content is known."""
+        return list(self._idle)
 
     def refs(self, page: int) -> int:
         return self._refs[page]
@@ -92,6 +97,9 @@ class PagePool:
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)
+        key = self.index.key_of(page)
+        if self.leaving is not None and key is not None:
+            self.leaving(key, page)
         self.index.forget(page)
         return page
 

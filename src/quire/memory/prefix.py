@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
-Key = tuple[int, bytes]
+from quire.types.transfer import Key
 
 REMEMBERED = 16_384  # names of evicted pages kept, to tell a page that is gone from one that never was
 

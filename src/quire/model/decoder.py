@@ -109,6 +109,12 @@ class Model:
         """What was chosen to run it, and why."""
         return self.stages.reasons
 
+    def to(self, device: torch.device) -> None:
+        """Move all weights, each tensor staying the object it is (a head may be tied to the embeddings)."""
+        for module in self.modules().values():
+            for tensor in module.tensors().values():
+                tensor.data = tensor.data.to(device)
+
     def finish(self) -> None:
         """Compute what depends on weights or lives beside them, once they are in place."""
         if self.spec.rope is not None:

@@ -51,6 +51,7 @@ class Branch(msgspec.Struct, kw_only=True):
     index: int
     state: str  # queued, prefill, decode, preempted, or how it finished
     output_tokens: int
+    forced_tokens: int  # of them, forced by a grammar: steps saved
     drafted_tokens: int  # guessed ahead
     accepted_tokens: int  # ... of them, right: steps saved
     queue_s: float
@@ -115,6 +116,7 @@ def _branch(timeline: Timeline, now: float) -> Branch:
         index=timeline.branch,
         state=timeline.finish or _state(timeline),
         output_tokens=timeline.outputs,
+        forced_tokens=timeline.forced,
         drafted_tokens=timeline.drafted,
         accepted_tokens=timeline.accepted,
         queue_s=lasted["queue"],

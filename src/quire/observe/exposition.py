@@ -89,6 +89,8 @@ class _Exposition(Collector):
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.drafted_tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
         yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)
+        saved = "Tokens that a grammar forced: steps saved."
+        yield from self._counter("forced_tokens", saved, stats.forced_tokens, shared=False)
         yield from self._counter("step_seconds", "Time the device was busy.", stats.step_seconds, shared=False)
         yield from self._counter("token_rows", "Token rows computed, padding included.", stats.rows, shared=False)
         yield from self._by("quire_token_rows_wasted", "Token rows computed in vain, by cause.", "cause", stats.waste)

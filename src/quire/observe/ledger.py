@@ -6,6 +6,7 @@ Each leaves a line in the log when it ends. Refuses to know: HTTP, engines, what
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from quire.types.request import Request
 logger = logging.getLogger("quire.requests")
 
 KEPT = 2048  # requests remembered
+_PROMPT = re.compile(r"-\d{1,4}\Z")  # which prompt of several
 
 
 @dataclass(eq=False)
@@ -48,10 +50,10 @@ class Ledger:
         self._entries: OrderedDict[str, Entry] = OrderedDict()
 
     def find(self, id: str) -> list[Entry]:
-        """By the id of an answer, of an engine request, or of the call it came with."""
+        """By the id of an answer (all prompts of it), of an engine request, or of the call it came with."""
         if id in self._entries:
             return [self._entries[id]]
-        return [e for e in self._entries.values() if e.call == id or e.request.startswith(f"{id}-")]
+        return [e for e in self._entries.values() if e.call == id or _PROMPT.sub("", e.request) == id]
 
     @contextmanager
     def watch(

@@ -94,10 +94,11 @@ class RequestMeter:
             if delta.token_ids:
                 if branch.tokens:
                     metrics.gap.observe(now - branch.last)
-                    metrics.window.gap(now - branch.last)
+                    metrics.window.gaps.add(now - branch.last)
                 else:
                     branch.first = now
                     metrics.ttft.observe(now - self.started)
+                    metrics.window.firsts.add(now - self.started)
                     self.cached = max(self.cached, delta.cached_tokens)
                 branch.last = now
                 branch.tokens += len(delta.token_ids)
@@ -127,7 +128,7 @@ class RequestMeter:
         if tpot is not None:
             metrics.tpot.observe(tpot)
         if branch.tokens:
-            metrics.window.end(branch.first - self.started, tpot)
+            metrics.window.ended.add((branch.first - self.started, tpot))
 
 
 class _Branch:

@@ -6,8 +6,11 @@ Refuses to know: who looks.
 from __future__ import annotations
 
 from random import Random
+from typing import Generic, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 KEPT = 256  # latencies of each kind; beyond, a fair sample
 
@@ -17,8 +20,27 @@ class Glance(msgspec.Struct):
 
     tokens: int
     finished: int
+    firsts: list[float]  # times to first tokens that came
     ended: list[tuple[float, float | None]]
     gaps: list[float]
+
+
+class Sample(Generic[T]):
+    """At most KEPT of all values seen, each as likely as any other."""
+
+    __slots__ = ("_random", "kept", "seen")
+
+    def __init__(self, random: Random):
+        self._random = random
+        self.kept: list[T] = []
+        self.seen = 0
+
+    def add(self, value: T) -> None:
+        self.seen += 1
+        if len(self.kept) < KEPT:
+            self.kept.append(value)
+        elif (place := self._random.randrange(self.seen)) < KEPT:
+            self.kept[place] = value
 
 
 class Window:
@@ -27,26 +49,13 @@ class Window:
         self._begin()
 
     def _begin(self) -> None:
-        self.tokens = self._finished = self._gap_count = 0
-        self._ended: list[tuple[float, float | None]] = []
-        self._gaps: list[float] = []
-
-    def gap(self, seconds: float) -> None:
-        self._gap_count += 1
-        if len(self._gaps) < KEPT:
-            self._gaps.append(seconds)
-        elif (place := self._random.randrange(self._gap_count)) < KEPT:
-            self._gaps[place] = seconds
-
-    def end(self, ttft: float, tpot: float | None) -> None:
-        self._finished += 1
-        if len(self._ended) < KEPT:
-            self._ended.append((ttft, tpot))
-        elif (place := self._random.randrange(self._finished)) < KEPT:
-            self._ended[place] = (ttft, tpot)
+        self.tokens = 0
+        self.firsts: Sample[float] = Sample(self._random)
+        self.gaps: Sample[float] = Sample(self._random)
+        self.ended: Sample[tuple[float, float | None]] = Sample(self._random)
 
     def take(self) -> Glance:
         """Everything since the last take."""
-        glance = Glance(self.tokens, self._finished, self._ended, self._gaps)
+        glance = Glance(self.tokens, self.ended.seen, self.firsts.kept, self.ended.kept, self.gaps.kept)
         self._begin()
         return glance

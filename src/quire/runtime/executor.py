@@ -6,12 +6,15 @@ step is in flight, and in a thread of its own when several are.
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import replace as with_fields
 
 import torch
+from msgspec.structs import replace
 
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
@@ -21,12 +24,16 @@ from quire.model.fp8 import Fp8Scheme
 from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
+from quire.runtime.tiers.opening import Tiers, fingerprint, open_tiers
+from quire.runtime.transfers import Transfers
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import Grammar, Proposer, Ticket, WeightSource
+
+PATIENCE = 0.02  # seconds a plan without rows waits for a transfer
 
 
 class LocalExecutor:
@@ -44,6 +51,9 @@ class LocalExecutor:
             torch.set_num_threads(resolved.threads)
         self.device = torch.device(resolved.device)
         self.dtype = DTYPES[resolved.dtype]
+        self.took: dict[str, float] = {}  # seconds of each stage of starting
+        self._saved: tuple[list[int], torch.Tensor | None] = ([], None)  # pages, while asleep
+        began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_model(
                 source,
@@ -56,6 +66,7 @@ class LocalExecutor:
                 invariant=options.device.invariant,
                 progress=report,
             )
+        self.took["weights"] = time.perf_counter() - began
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
@@ -79,16 +90,60 @@ class LocalExecutor:
         self._threaded = self.device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._runner: ModelRunner | None = None
+        self._transfers: Transfers | None = None
+        self._tiers = self._open_tiers(options, source)
+        self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
+        self.reasons += self._tiers.reasons
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
     def start(self) -> Capacity:
+        self._runner = self._awaken()
+        return self._capacity
+
+    def _awaken(self) -> ModelRunner:
+        began = time.perf_counter()
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        self._runner = ModelRunner(
+        runner = ModelRunner(
             self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars, speculation
         )
+        self.took["KV pages"] = time.perf_counter() - began
         if self._graphs:
-            self._runner.capture()
-        return self._capacity
+            began = time.perf_counter()
+            runner.capture()
+            self.took["captured steps"] = time.perf_counter() - began
+        if self._tiers.stores:
+            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers.use(runner.pages)
+        return runner
+
+    def sleep(self, pages: list[int]) -> None:
+        if self.device.type == "cpu" or isinstance(self.model, NativeModel):
+            raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
+        assert self._runner is not None
+        if self._transfers is not None:
+            self._transfers.drain()
+        self._saved = (pages, self._runner.read_pages(pages))
+        self._runner.close()
+        self._runner = None
+        gc.collect()  # captured steps and the runner know each other
+        self.model.to(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        assert not isinstance(self.model, NativeModel)
+        self.model.to(self.device)
+        self._runner = self._awaken()
+        self._runner.write_pages(*self._saved)
+        self._saved = ([], None)
+
+    def _open_tiers(self, options: EngineOptions, source: WeightSource) -> Tiers:
+        cache = options.cache
+        if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
+            return Tiers()
+        model, device = options.model, options.device
+        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
+        kind = fingerprint(source, repr(how)) if cache.kv_disk or cache.kv_remote else b""
+        return open_tiers(cache, self.layout, kind, pinned=self.device.type == "cuda")
 
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)
@@ -100,25 +155,47 @@ class LocalExecutor:
         self._runner.speculate(Speculation(proposer, hidden=True))
 
     def submit(self, plan: StepPlan) -> Ticket:
-        assert self._runner is not None, "start() comes first"
         if self._thread is None:
-            return self._runner.run(plan)
-        return _ThreadTicket(self._thread.submit(self._runner.run, plan))
+            return _Ticket(plan, self._run(plan), self._transfers)
+        return _Ticket(plan, self._thread.submit(self._run, plan), self._transfers)
+
+    def _run(self, plan: StepPlan) -> PendingStep:
+        assert self._runner is not None, "start() comes first"
+        if self._transfers is not None:
+            self._transfers.start(plan)
+        return self._runner.run(plan)
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+        if self.device.type == "cuda":
+            gc.collect()  # captured steps and the runner know each other: their memory would wait for a later round
+            torch.cuda.empty_cache()
 
 
-class _ThreadTicket:
-    def __init__(self, future: Future[PendingStep]):
-        self._future = future
+class _Ticket:
+    """A step, and whichever transfers have ended by the time its result is asked for."""
+
+    def __init__(self, plan: StepPlan, step: PendingStep | Future[PendingStep], transfers: Transfers | None):
+        self._plan = plan
+        self._step = step
+        self._transfers = transfers
 
     def result(self) -> StepResult:
-        return self._future.result().result()
+        step = self._step.result() if isinstance(self._step, Future) else self._step
+        result = step.result()
+        if self._transfers is not None:
+            began = time.perf_counter()
+            result.transfers = self._transfers.poll(0.0 if self._plan.rows else PATIENCE)
+            if not self._plan.rows:
+                result.seconds = time.perf_counter() - began
+        return result
 
 
 @contextmanager
@@ -143,7 +220,7 @@ def kv_capacity(
     page a draft model needs so many."""
     if options.cache.kv_pages:
         return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
-    left = replace(hardware, memory=max(0, hardware.memory - taken))
+    left = with_fields(hardware, memory=max(0, hardware.memory - taken))
     size, why = kv_budget(options, left)
     return size // (layout.page_bytes + beside), why
 

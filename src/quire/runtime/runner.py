@@ -44,7 +44,7 @@ class ModelRunner:
         self._device = device
         pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
         self._kv = KVViews(pool, layout)
-        self._pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
+        self.pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -77,6 +77,14 @@ class ModelRunner:
     def close(self) -> None:
         self._grammars.close()
 
+    def read_pages(self, pages: list[int]) -> torch.Tensor:
+        """Their bytes, in host memory."""
+        return self.pages[torch.tensor(pages, device=self._device)].cpu()
+
+    def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
+        if pages and content is not None:
+            self.pages[torch.tensor(pages, device=self._device)] = content.to(self._device)
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
@@ -100,12 +108,16 @@ class ModelRunner:
             self._sharing.apply(plan)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
-            self._pages[pairs[1]] = self._pages[pairs[0]]  # reads all sources before it writes
+            self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
+        computed = self._forward(plan) if plan.rows else Computed(None)
+        return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
+
+    def _forward(self, plan: StepPlan) -> Computed:
+        """By a capture, if one fits."""
         counts = [row.count for row in plan.rows]
         looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
-        computed = self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
-        return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
+        return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""

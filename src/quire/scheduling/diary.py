@@ -91,6 +91,11 @@ class Diary:
         log.first_token = self.now
         self.stats.prefill_time.observe(max(0.0, self.now - log.admitted))
 
+    def forced(self, seq: Sequence, tokens: int) -> None:
+        """By a grammar, after the token drawn."""
+        self.stats.forced_tokens += tokens
+        seq.log.forced += tokens
+
     def guessed(self, seq: Sequence, offered: int, accepted: int) -> None:
         """Tokens were guessed ahead for it, and so many of them were right."""
         seq.rows += accepted
@@ -125,6 +130,8 @@ class Diary:
     def stepped(self, plan: StepPlan, result: StepResult, rows: list[tuple[Sequence, int]]) -> None:
         """A step is done; rows of sequences that had stopped before it were for nothing."""
         stats, tokens = self.stats, plan.tokens
+        if not plan.rows:
+            return  # it only waited for pages
         stats.steps += 1
         offered, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
         stats.rows += tokens + offered + result.padding

@@ -42,6 +42,9 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []
 
+    def __len__(self) -> int:
+        return len(self._heap)
+
     def add(self, request: Request, live: Iterable[Request], count: int) -> None:
         """`live`: all `count` requests that are not over."""
         heapq.heappush(self._heap, (request.deadline, request.id))

@@ -11,12 +11,13 @@ from quire.types.plan import Admit, PageDelta, Row, Sample, StepPlan, Write
 
 
 class Flight:
-    __slots__ = ("plan", "rows", "samples")
+    __slots__ = ("alone", "plan", "rows", "samples")
 
     def __init__(self, step: int):
         self.plan = StepPlan(step=step)
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
+        self.alone = False  # whether nothing else was in flight when it was planned
 
     def members(self) -> dict[Sequence, None]:
         """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""

@@ -16,10 +16,14 @@ from collections import deque
 import msgspec
 
 from quire.memory.manager import Change, Hit, KVManager, PageTable
+from quire.memory.tiers import Directory
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
+from quire.scheduling.pace import Pace
+from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
+from quire.scheduling.pressure import Pressure
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.speculation import DraftPolicy
@@ -35,16 +39,33 @@ from quire.types.view import EngineView
 
 
 class Scheduler:
-    def __init__(self, options: SchedulerOptions, layout: KVLayout, capacity: Capacity, *, prefix_cache: bool = True):
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        layout: KVLayout,
+        capacity: Capacity,
+        *,
+        prefix_cache: bool = True,
+        kv_policy: str = "lru",
+    ):
         self.capacity = capacity
         self.policy = make_policy(options)
         shared = prefix_cache and not self.policy.contiguous
-        self.memory = KVManager(layout, capacity.pages, prefix_cache=shared, contiguous=self.policy.contiguous)
+        self.memory = KVManager(
+            layout,
+            capacity.pages,
+            prefix_cache=shared,
+            contiguous=self.policy.contiguous,
+            naming=capacity.naming,
+        )
         self.stats = EngineStats(pages_total=self.memory.pool.total)
+        directory = Directory(capacity.tiers, self.memory.index, layout.page_bytes, kv_policy)
+        self.paging = Paging(self.memory, directory, self.stats, options.preempt)
         self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
-        self._watermark = max(1, capacity.pages // 100)
+        self._pace = Pace(options.step_target, capacity.max_batch_tokens)
+        self._pressure = Pressure(self.memory)
         self._requests: dict[str, list[Sequence]] = {}
         self._waiting: deque[Sequence] = deque()
         self._running: dict[Sequence, None] = {}  # insertion-ordered set
@@ -114,7 +135,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self.paging.busy)
 
     # ---- plan -----------------------------------------------------------------------------------------------
 
@@ -125,14 +146,20 @@ class Scheduler:
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
+        self.paging.prefetch(self._waiting, self._pressure.spare)
         self._admit(flight, budget, now)
         if not flight.rows and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
-        if not flight.rows:
+        if not flight.rows and not self._flights and self.paging.let_go():
+            self._admit(flight, budget, now)
+        self.paging.directory.hand_over(flight.plan)
+        moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
+        if not (flight.rows or moves):
             return None
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
             seq.inflight += 1
+        flight.alone = not self._flights
         self._flights.append(flight)
         if self._drafts is not None:
             self._drafts.planned(flight.plan, now)
@@ -141,7 +168,6 @@ class Scheduler:
     def _catch_up(self, flight: Flight, now: float) -> int:
         """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
         at most as many as slots, and a prompt need not be cut in two because others are being answered."""
-        budget = self.capacity.max_batch_tokens
         drafts = self._drafts.budgets(list(self._running)) if self._drafts is not None else {}
         together = bool(drafts)  # those who guess need to know all before, and others should not go without them
         behind = [
@@ -150,22 +176,24 @@ class Scheduler:
             if s.computed < s.known < s.limit and not (s.pending and (s.stepwise or s.drafts or together))
         ]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
+        whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
             missing = seq.known - seq.computed
-            count = missing if missing == 1 else min(missing, self._chunk, budget)
+            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
             if count <= 0:
                 break
             change = self._extend_for_drafts(seq, drafts) or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= count if missing > 1 else 0
-        budget = self.capacity.max_batch_tokens
+                budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
+        budget = whole
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
-                budget -= count if seq.known - seq.computed > 1 else 0
+                if seq.known - seq.computed > 1:
+                    budget -= self._pace.cost(seq.computed, count)
                 flight.change(seq, change)
                 self._add_row(flight, seq, count, drafts.get(seq, 0))
         return budget
@@ -202,9 +230,11 @@ class Scheduler:
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
+            if self.paging.let_go():
+                continue
             if self._pages_returning():
                 return None
-            victim = self.policy.victim(list(self._running), now)
+            victim = self.policy.victim(self._pressure.victims(list(self._running)), now)
             self.preempt(victim)
             if victim is seq:
                 return None
@@ -234,6 +264,9 @@ class Scheduler:
         if not seq.outputs:
             seq.scores, seq.pooled = [], []
         self.diary.preempted(seq)
+        self.paging.preempted(seq)
+        self._pressure.preempted(seq)
+        self.stats.preempted_most = max(self.stats.preempted_most, seq.preempted)
         self._waiting.appendleft(seq)
         if not seq.inflight:
             self._release(seq)
@@ -248,21 +281,20 @@ class Scheduler:
         for seq in order:
             if not self._slots or (budget <= 0 and not reserve):
                 break
-            if seq.inflight:
-                continue  # preempted; its old pages are still in use
+            if seq.inflight or not (only or self._pressure.admits(seq)):
+                continue  # preempted; its old pages are still in use, or it would only be so again
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            every = seq.request.params.prompt_logprobs is not None or seq.request.pooling == "mean"
-            hit = self.memory.lookup(seq.table, 1 if every else seq.known)  # 1: every position must be computed
-            if hit.waits:
+            hit = self.memory.lookup(seq.table, reusable(seq))
+            if hit.waits or self.paging.fetch(seq):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
-            count = min(seq.known - hit.tokens, self._chunk, budget)
-            spare = self._watermark if self._running and not only else 0
+            count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
+            spare = self._pressure.spare if self._running and not only else 0
             if not self._start(flight, seq, hit, count, reserve, spare):
                 break
             admitted.add(seq)
-            budget -= count
+            budget -= self._pace.cost(hit.tokens, count)
         if admitted:
             self._waiting = deque(s for s in self._waiting if s not in admitted)
 
@@ -280,6 +312,8 @@ class Scheduler:
             seq.cached = hit.tokens
             self.stats.cached_tokens += hit.tokens
         self.diary.started(seq, hit)
+        self.paging.started(seq)
+        self._pressure.started(seq)
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
@@ -328,11 +362,16 @@ class Scheduler:
         self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
+        work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
+        self._pace.ended(self.diary.now, work, idle=flight.alone or not plan.rows)
         self.diary.stepped(plan, result, flight.rows)
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
+        self.paging.stepped(plan, result)
         for i, (seq, epoch) in enumerate(flight.rows):
+            if seq.epoch == epoch:
+                self.paging.settle(seq.table, plan.rows[i].start + plan.rows[i].count)
             if seq.epoch == epoch and i in result.scores:
                 wanted = seq.prompt_len - 1 - len(seq.scores)
                 seq.scores += result.scores[i][:wanted]
@@ -377,7 +416,7 @@ class Scheduler:
         seq.pending -= 1
         seq.unsent = max(0, len(drawn) - 1 - accepted)
         self.stats.output_tokens += len(drawn)
-        self.stats.forced_tokens += seq.unsent
+        self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
             event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
             event.error = InputError.__name__
@@ -477,6 +516,8 @@ class Scheduler:
             self._waiting.remove(seq)
         self._running.pop(seq, None)
         self._forks.pop(seq, None)
+        self.paging.gone(seq)
+        self._pressure.ended(seq)
         seq.move(Status.FINISHED)
         if not seq.inflight:
             self._release(seq)
@@ -497,6 +538,7 @@ class Scheduler:
         while self._flights:
             self._land(self._flights.popleft())
         self.memory.pool.forget_idle()
+        self.paging.directory.forget()
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
@@ -507,6 +549,7 @@ class Scheduler:
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
         self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.paging.reset(self.stats)
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
@@ -523,6 +566,7 @@ class Scheduler:
             kv_slots_allocated=memory.slots_allocated,
             kv_slots_filled=memory.slots_filled,
             kv_bytes=self.capacity.pages * memory.layout.page_bytes,
+            tiers=self.paging.directory.stats(),
         )
 
     def view(self) -> EngineView:
@@ -545,7 +589,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([s.table for s in holders])
+        self.memory.check([*(s.table for s in holders), *self.paging.tables()])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
@@ -554,5 +598,5 @@ class Scheduler:
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
-        if not self._requests and not self._flights:
+        if not self._requests and not self._flights and not self.paging.tables():
             assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

@@ -22,7 +22,8 @@ class Sequence:
 
     __slots__ = (
         "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "hit", "inflight", "key", "limit",
-        "log", "lost", "order", "pace", "pending", "pooled", "priority", "prompt_len", "request", "rows", "scores",
+        "log", "lost", "order", "pace", "pending", "pooled", "preempted", "priority", "prompt_len", "request", "rows",
+        "scores",
         "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 
@@ -47,6 +48,7 @@ class Sequence:
         self.table = table
         self.slot = -1
         self.epoch = 0  # grows when in-flight results become void
+        self.preempted = 0  # how often it lost its pages
         self.inflight = 0  # steps submitted that still use its slot and pages
         self.status = Status.WAITING
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed

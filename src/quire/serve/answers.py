@@ -90,12 +90,21 @@ class CompletionLogprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None]
 
 
+class Covered(msgspec.Struct):
+    """The first so many token ids are exactly the first so many characters of the answer."""
+
+    tokens: int
+    characters: int
+
+
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    covered: Covered | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):

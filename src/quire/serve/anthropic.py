@@ -83,6 +83,7 @@ def turn_of(body: CountTokensRequest, params: SamplingParams) -> Turn:
         choice=choice_of(body),
         variables=variables,
         prefix=prefix,
+        constraint="output_config.format",
     )
 
 

@@ -185,9 +185,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     top_k: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
     top_p: TopP | None = None
     metadata: Annotated[UserMetadata, unused()] | None = None
-    service_tier: (
-        Annotated[Literal["auto", "standard_only"], unused("there is one tier; see the extension priority")] | None
-    ) = None
+    service_tier: Annotated[Literal["auto", "standard_only"], unused("there is one tier")] | None = None
     container: Annotated[Any, refused()] = None
     diagnostics: Annotated[Any, refused()] = None
     inference_geo: Annotated[Any, refused()] = None

@@ -8,11 +8,13 @@ Refuses to know: sockets, signals, where the engine runs.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from quire.observe.energy import Energy
@@ -31,6 +33,7 @@ from quire.serve import (
     models,
     ollama,
     ollama_models,
+    power,
     responses,
     tokens,
 )
@@ -48,6 +51,8 @@ from quire.types.serving import ServeOptions
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
+
+logger = logging.getLogger("quire.serve")
 
 Router = Callable[[Serving], APIRouter]
 
@@ -73,6 +78,7 @@ ADMIN_ONLY: list[Router] = [
     health.metrics_router,
     explain.router,
     live.router,
+    power.router,
 ]
 
 
@@ -80,7 +86,10 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
-    metrics = Metrics(frontend.model_name, Energy())
+    energy = Energy()
+    if not energy.available:
+        logger.info("no energy metrics: %s", "; ".join(energy.reasons))
+    metrics = Metrics(frontend.model_name, energy)
     return Serving(
         frontend=frontend,
         metrics=metrics,
@@ -119,7 +128,7 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
         title=title,
         description=description,
         redirect_slashes=False,
-        exception_handlers={QuireError: on_error, HTTPException: on_error},
+        exception_handlers={QuireError: on_error, HTTPException: on_error, RequestValidationError: on_error},
     )
     app.add_middleware(Gate, serving=serving, scope=scope)
     app.add_middleware(Guard)  # added last, so outermost

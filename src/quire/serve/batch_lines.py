@@ -16,12 +16,13 @@ from msgspec import Meta
 from quire.serve import chat, completions, embeddings, responses
 from quire.serve.errors import describe
 from quire.serve.events import json
+from quire.serve.gate import own_place
 from quire.serve.generation import Serving
 from quire.serve.wire import decode
-from quire.types.errors import InputError, OverloadedError
+from quire.types.errors import EngineDeadError, InputError, OverloadedError
 
 AT_ONCE = 64  # lines in the engine together
-RETRIES = 20  # of a line that finds the queue full
+MAX_DEATHS = 10  # engines a line may lose before it is given up
 
 ENDPOINTS: dict[str, Callable[[Serving, bytes], Awaitable[bytes]]] = {
     "/v1/chat/completions": chat.whole,
@@ -80,14 +81,18 @@ async def _answer(serving: Serving, line: BatchLine) -> bytes:
     raw = bytes(line.body)
     if decode(_STREAMS, raw).stream:
         raise InputError("a batch is not streamed; leave stream out", param="stream")
-    for attempt in range(RETRIES):
+    deaths = 0
+    while True:  # a batch waits for its turn as long as it may; what bounds it is its window
         try:
-            return await ENDPOINTS[line.url](serving, raw)
+            with own_place(serving):
+                return await ENDPOINTS[line.url](serving, raw)
         except OverloadedError as error:
-            if attempt == RETRIES - 1:
+            await asyncio.sleep(error.retry_after)
+        except EngineDeadError as error:
+            deaths += 1
+            if deaths > MAX_DEATHS:
                 raise
             await asyncio.sleep(error.retry_after)
-    raise AssertionError("not reached")
 
 
 class _Streams(msgspec.Struct):

@@ -26,7 +26,7 @@ from quire.serve import files
 from quire.serve.batch_lines import ENDPOINTS, answer_lines, read_line
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported, refused
-from quire.serve.files import PAGE, FileStore, lines_of, page_of
+from quire.serve.files import PAGE, FileStore, lines_of, page_of, remembered
 from quire.serve.generation import Serving
 from quire.serve.openapi import answers, queried
 from quire.serve.wire import NotFoundError, decode, owner_of, read_body
@@ -126,10 +126,10 @@ class Batches:
         self._turn = asyncio.Lock()
         self._closing = False
         for path in sorted(store.folder.glob("batch-*.json")):
-            owned = msgspec.json.decode(path.read_bytes(), type=OwnedBatch)
-            self._batches[owned.batch.id] = owned
-            if not owned.batch.over:
-                self._fail(owned, STOPPED)
+            if (owned := remembered(path, OwnedBatch)) is not None:
+                self._batches[owned.batch.id] = owned
+                if not owned.batch.over:
+                    self._fail(owned, STOPPED)
 
     def create(self, body: BatchRequest, owner: str) -> Batch:
         self._store.get(body.input_file_id, owner)

@@ -47,7 +47,7 @@ def chat_params(body: ChatRequest) -> SamplingParams:
     if top is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    grammar = grammar_of(body, body.response_format)
+    _, grammar = grammar_of(body, body.response_format)
     return sampling_params(body, max_tokens=limit, logprobs=(top or 0) if body.logprobs else None, grammar=grammar)
 
 
@@ -82,6 +82,7 @@ def turn_of(body: ChatRequest) -> Turn:
         priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
         salt=body.cache_salt or "",
         deadline_ms=body.deadline_ms,
+        constraint=grammar_of(body, body.response_format)[0],
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import cast
@@ -16,9 +17,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
+from quire.serve.answers import Completion, CompletionChoice, CompletionLogprobs, Covered, PromptLogprobs
 from quire.serve.events import Chunks, json, worth_sending
-from quire.serve.generation import Collected, Generation, Serving, check, collect, off_loop, sampling_params
+from quire.serve.generation import (
+    Collected,
+    Generation,
+    Serving,
+    check,
+    collect,
+    naming,
+    off_loop,
+    preparing,
+    sampling_params,
+)
 from quire.serve.logprobs import CompletionLogprobsBuilder, prompt_logprobs, scored_prompt
 from quire.serve.openapi import generates
 from quire.serve.schema import CompletionRequest
@@ -39,7 +50,7 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
     if body.best_of not in (None, n):
         raise InputError(f"best_of is supported only when equal to n ({n})", param="best_of")
-    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body))
+    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body)[1])
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
@@ -79,7 +90,8 @@ async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[En
             for index, prompt in enumerate(prompts)
         ]
 
-    return await off_loop(sum(map(len, prompts)), work)
+    with naming(constraint=grammar_of(body)[0]):
+        return await off_loop(preparing(sum(map(len, prompts)), params), work)
 
 
 class Writer:
@@ -136,6 +148,9 @@ def completion(
         out.append(CompletionChoice(index, text, logprobs, choice.finish_reason.value))
         if body.prompt_logprobs is not None:
             out[-1].prompt_logprobs = writer.prompt_logprobs(index)
+        if body.return_token_ids:
+            out[-1].token_ids = choice.token_ids
+            out[-1].covered = Covered(*writer.tokenizer.covered(choice.token_ids, choice.text))
     return json(
         Completion(
             id=id,
@@ -154,17 +169,21 @@ async def stream(
     writer = Writer(serving, body, generation.requests)
     chunks = Chunks(serving, id, "text_completion", body.stream_options)
 
+    held: defaultdict[int, list[int]] = defaultdict(list)  # ids whose text is not sent yet, by choice
+
     def event(delta: Delta) -> bytes:
         text, logprobs = writer.piece(delta.branch, delta.text, delta.logprobs or [])
+        ids = b',"token_ids":%b' % json(held.pop(delta.branch)) if body.return_token_ids else b""
         return chunks.event(
-            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}'
-            % (delta.branch, json(text), json(logprobs), json(delta.finish_reason))
+            b'{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b%b}'
+            % (delta.branch, json(text), json(logprobs), json(delta.finish_reason), ids)
         )
 
     async with aclosing(generation.deltas()) as batches:
         async for deltas in batches:
             for delta in deltas:
                 writer.note(delta.branch, delta.prompt_logprobs)
+                held[delta.branch] += delta.token_ids
             if events := [event(delta) for delta in deltas if worth_sending(delta)]:
                 yield b"".join(events)
     if chunks.with_usage:

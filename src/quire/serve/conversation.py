@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.serve.generation import Generation, Serving, off_loop
+from quire.serve.generation import Generation, Serving, naming, off_loop, preparing
 from quire.text import TextModel, Tool, ToolFormat, ToolReader
 from quire.text.reasoning import ReasoningReader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.tools import FORCED, forced_grammar, strict_grammar
-from quire.types.errors import ContextLengthError, InputError
+from quire.types.errors import InputError
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
@@ -54,6 +54,7 @@ class Turn:
     prefix: str = ""  # the beginning of the answer, which the model goes on from
     raw: bool = False  # the last message is the prompt, as it is
     messages_param: str = "messages"  # what the API calls them
+    constraint: str = ""  # what it calls the field that holds the grammar
 
     def offered(self) -> list[Tool]:
         """The tools the model may call."""
@@ -116,6 +117,7 @@ class Reply:
     def push(self, delta: Delta) -> list[Segment]:
         """What a delta says; keeps the rest of it too."""
         segments = self._read(delta.text, delta.finish_reason is not None)
+        self.tokens += len(delta.token_ids)
         for segment in segments:
             if isinstance(segment, Said):
                 self._said.append(segment.text)
@@ -125,7 +127,6 @@ class Reply:
                 self.calls.append(Call(self._format.call_id(), segment.name, []))
             else:
                 self.calls[segment.index].arguments.append(segment.text)
-        self.tokens += len(delta.token_ids)
         if self._thought and not self._said and not self.calls:
             self.thought_tokens += len(delta.token_ids)
         self.logprobs += delta.logprobs or ()
@@ -208,11 +209,13 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     tools = turn.offered()
     params, format = _bound(turn, tools, frontend.text)
     tokens = await render(serving, turn)
-    try:
-        request = frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt)
-    except ContextLengthError as error:
-        error.param = turn.messages_param
-        raise
+    constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
+
+    def work() -> EngineRequest:
+        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt)
+
+    with naming(prompt=turn.messages_param, constraint=constraint):
+        request = await off_loop(preparing(len(tokens), params), work)
     names = {tool.name for tool in tools}
 
     def reply() -> Reply:
@@ -229,9 +232,7 @@ def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingPara
     params, format = turn.params, text.tool_format
     if not tools:
         return params, format
-    if turn.choice.required:
-        if params.grammar is not None:
-            raise InputError("a required tool call leaves no room for another constraint", param="tool_choice")
+    if turn.choice.required:  # a constraint on words has nothing to hold on to then
         parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
         return msgspec.structs.replace(params, grammar=forced_grammar(tools, format, parallel=parallel)), FORCED
     marker = text.special_id(format.marker)

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.types.errors import ModelNotFoundError, QuireError
+from quire.types.errors import InputError, ModelNotFoundError, QuireError
 
 logger = logging.getLogger("quire.serve")
 
@@ -117,6 +118,10 @@ async def on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException) and error.status_code == 405:
         message = f"{request.method} is not allowed on {request.url.path}; use {(error.headers or {}).get('Allow')}"
         error = HTTPException(405, message, error.headers)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        error = InputError(f"{name}: {first['msg']}", param=name)
     return describe(error).response(request.url.path)
 
 

@@ -6,6 +6,7 @@ Refuses to know: what is in them.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter
@@ -27,6 +28,10 @@ from quire.serve.generation import Serving
 from quire.serve.openapi import answers, queried
 from quire.serve.wire import BodyTooLargeError, NotFoundError, owner_of
 from quire.types.errors import InputError, OverloadedError
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+logger = logging.getLogger("quire.serve")
 
 MAX_FILE = 200 << 20  # bytes of one file, as with OpenAI's batches
 MAX_STORE = 2 << 30  # bytes of all of them
@@ -67,6 +72,15 @@ class Owned(msgspec.Struct):
     owner: str
 
 
+def remembered(path: Path, kind: type[S]) -> S | None:
+    """What was written down before the server last ended; None, and a word in the log, if that was cut short."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except msgspec.DecodeError:
+        logger.warning("%s is damaged and left alone", path)
+        return None
+
+
 class FileStore:
     """Files in a folder that nobody else may read, each beside what is known of it. What lies there when the store
     is opened is found again. Only the key that made a file finds it."""
@@ -78,8 +92,8 @@ class FileStore:
         self._max_files = max_files
         self._files: dict[str, Owned] = {}
         for path in folder.glob("file-*.json"):
-            owned = msgspec.json.decode(path.read_bytes(), type=Owned)
-            if _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
+            owned = remembered(path, Owned)
+            if owned and _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
                 self._files[owned.file.id] = owned
 
     def path(self, id: str) -> Path:

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -16,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.serve import workshop
 from quire.serve.auth import ADMIN, INFERENCE, Key
-from quire.serve.context import Context, enter
+from quire.serve.context import Context, current, enter
 from quire.serve.errors import describe
 from quire.types.errors import EngineDeadError, ForbiddenError, QuireError
 
@@ -85,6 +88,19 @@ def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes,
             raise EngineDeadError(trouble)
         context.permit = serving.admission.enter(key)
     return context
+
+
+@contextmanager
+def own_place(serving: Serving) -> Iterator[None]:
+    """For work that goes on after the request that ordered it (a line of a batch): a place of its own under the same
+    key's limits. To be entered in a task of its own, whose context it changes."""
+    context = replace(current(), permit=serving.admission.enter(current().key))
+    enter(context)
+    try:
+        yield
+    finally:
+        assert context.permit is not None
+        serving.admission.leave(context.permit)
 
 
 def presented(headers: dict[bytes, bytes]) -> str | None:

@@ -10,8 +10,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,15 @@ from quire.serve.context import Context, current
 from quire.serve.fields import refuse_unsupported
 from quire.serve.lag import LagMonitor
 from quire.serve.schema import GenerationRequest
-from quire.serve.workshop import Workshop, off_loop
-from quire.types.errors import DeadlineError, EngineDeadError, InputError, ModelNotFoundError, QuireError
+from quire.serve.workshop import INLINE_SIZE, Workshop, off_loop
+from quire.types.errors import (
+    ContextLengthError,
+    DeadlineError,
+    EngineDeadError,
+    InputError,
+    ModelNotFoundError,
+    QuireError,
+)
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
@@ -84,6 +91,25 @@ def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
     return SamplingParams(**(given | changes))
+
+
+def preparing(size: int, params: SamplingParams) -> int:
+    """The size of a request to prepare, for `off_loop`: grammars are compiled on trial, which is never small."""
+    return size + (INLINE_SIZE + 1 if params.grammar is not None else 0)
+
+
+@contextmanager
+def naming(*, prompt: str = "prompt", constraint: str = "") -> Iterator[None]:
+    """Errors name fields as this API does: the prompt, and the field that holds the grammar."""
+    try:
+        yield
+    except ContextLengthError as error:
+        error.param = prompt
+        raise
+    except InputError as error:
+        if error.param == "grammar" and constraint:
+            error.param = constraint
+        raise
 
 
 @dataclass
@@ -247,6 +273,7 @@ class Collected:
     """One choice, complete."""
 
     text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason = FinishReason.LENGTH
@@ -261,6 +288,7 @@ async def collect(generation: Generation) -> list[Collected]:
             for delta in deltas:
                 choice = choices[delta.branch]
                 parts[delta.branch].append(delta.text)
+                choice.token_ids += delta.token_ids
                 choice.logprobs += delta.logprobs or ()
                 choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
                 choice.finish_reason = delta.finish_reason or choice.finish_reason

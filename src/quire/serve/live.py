@@ -8,6 +8,7 @@ Refuses to know: how it is drawn.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
@@ -22,6 +23,8 @@ from quire.serve.openapi import answers
 from quire.serve.wire import EventStream
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.view import EngineView
+
+logger = logging.getLogger("quire.serve")
 
 INTERVAL = 0.5  # seconds between pictures
 MAX_VIEWERS = 16
@@ -72,15 +75,16 @@ class Feed:
 
     async def _run(self) -> None:
         self._serving.metrics.window.take()  # what piled up while nobody looked
-        try:
-            while self._viewers:
+        while self._viewers:
+            try:
                 picture = await self.picture()
                 for queue in self._viewers:
                     if not queue.full():
                         queue.put_nowait(picture)
-                await asyncio.sleep(INTERVAL)
-        finally:
-            self._task = None
+            except Exception:
+                logger.exception("no picture of the engine could be made")  # the viewers wait for the next
+            await asyncio.sleep(INTERVAL)
+        self._task = None
 
 
 def router(serving: Serving) -> APIRouter:

@@ -194,6 +194,7 @@ def chat_turn(body: OllamaChatRequest) -> Turn:
         params=params_of(body),
         tools=[tool.tool() for tool in body.tools or ()],
         variables=variables_of(body),
+        constraint="format",
     )
 
 
@@ -204,6 +205,7 @@ def generate_turn(body: OllamaGenerateRequest) -> Turn:
         messages=messages,
         params=params_of(body),
         variables=variables_of(body),
+        constraint="format",
         messages_param="prompt",
         raw=body.raw is True,
     )

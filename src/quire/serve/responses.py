@@ -169,6 +169,7 @@ class Work:
             salt=body.cache_salt or "",
             deadline_ms=body.deadline_ms,
             messages_param="input",
+            constraint="text.format",
         )
         return await start(self.serving, turn, self.response.id, arrived)
 

@@ -158,9 +158,11 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: Annotated[str, unused()] | None = None
     prompt_cache_key: Annotated[str, unused("equal prefixes are found without it")] | None = None
 
+    access_programs: Annotated[Any, refused([])] = None
     background: Annotated[Any, refused(False)] = None
     context_management: Annotated[Any, refused([])] = None
     conversation: Annotated[Any, refused(why="use previous_response_id")] = None
+    image: Annotated[Any, refused()] = None
     max_tool_calls: Annotated[Any, refused(why="there are no built-in tools")] = None
     moderation: Annotated[Any, refused()] = None
     prompt: Annotated[Any, refused()] = None

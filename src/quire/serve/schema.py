@@ -280,3 +280,4 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     echo: bool | None = None
     best_of: Annotated[Int, noted("only equal to n")] | None = None
     suffix: Annotated[Any, refused("")] = None
+    return_token_ids: Annotated[bool, extension("token ids beside the text, to go on from them")] | None = None

@@ -32,8 +32,8 @@ def choice(options: list[str], param: str) -> GrammarSpec:
 
 def grammar_of(
     body: GenerationRequest, format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-) -> GrammarSpec | None:
-    """The one constraint among all fields that may hold one."""
+) -> tuple[str, GrammarSpec | None]:
+    """The one constraint among all fields that may hold one, and the field that holds it."""
     found: dict[str, GrammarSpec] = {}
     if isinstance(format, JsonObjectFormat):
         found["response_format"] = ANY_JSON
@@ -52,7 +52,7 @@ def grammar_of(
     if len(found) > 1:
         names = " and ".join(found)
         raise InputError(f"an answer takes one constraint, not {names}; leave the others out", param=[*found][-1])
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), ("", None))
 
 
 def _structured(outputs: StructuredOutputs) -> dict[str, GrammarSpec]:

@@ -10,13 +10,15 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.conversation import Turn, render
 from quire.serve.events import json
-from quire.serve.fields import Int, Name
+from quire.serve.fields import Int, Name, extension
 from quire.serve.generation import Serving, off_loop
 from quire.serve.openapi import answers
 from quire.serve.schema import MAX_TOOLS, FunctionTool, Message
 from quire.serve.wire import decode, read_body
 from quire.types.errors import InputError
+from quire.types.sampling import SamplingParams
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -27,6 +29,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool = True
+    continues: Annotated[bool, extension("the prompt goes on from another text")] = False
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -60,22 +63,28 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
         serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InputError("send either prompt or messages", param="prompt")
-    text = serving.frontend.text
+    tokenizer = serving.frontend.text.tokenizer
+    if body.messages is None:
+        prompt = body.prompt or ""
 
-    def work() -> list[int]:
-        if body.messages is None:
-            return text.tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens)
-        return text.encode_chat(
-            [message.plain() for message in body.messages],
-            tools=[tool.function.tool().described() for tool in body.tools or ()],
-            add_generation_prompt=body.add_generation_prompt,
-            **(body.chat_template_kwargs or {}),
+        def encode() -> list[int]:
+            if body.continues:
+                return tokenizer.encode_on(prompt)
+            return tokenizer.encode(prompt, add_special=body.add_special_tokens)
+
+        tokens = await off_loop(len(prompt), encode)
+    else:
+        turn = Turn(
+            messages=[message.plain() for message in body.messages],
+            params=SamplingParams(),
+            tools=[tool.function.tool() for tool in body.tools or ()],
+            variables=body.chat_template_kwargs or {},
+            begin=body.add_generation_prompt,
         )
-
-    tokens = await off_loop(len(raw), work)
+        tokens = await render(serving, turn)
     answer = TokenizeResponse(len(tokens), serving.frontend.client.info.max_model_len, tokens)
     if body.return_token_strs:
-        answer.token_strs = [text.tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+        answer.token_strs = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
     return answer
 
 

@@ -33,5 +33,7 @@ Segment = Said | Thought | CallBegun | CallArguments
 
 def overlap(text: str, marker: str) -> int:
     """How many characters at the end of `text` may be the beginning of `marker`."""
-    longest = min(len(text), len(marker) - 1)
-    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1)) if marker else -1
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0

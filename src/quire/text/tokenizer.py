@@ -33,6 +33,7 @@ END_NAMES = frozenset(
 )
 
 
+_MARK = "\x02"  # stands for what came before; no tokenizer joins it with text
 LONG = 2048  # characters; the library lets other threads run only while it encodes a batch
 
 
@@ -75,6 +76,27 @@ class Tokenizer:
             return list(backend.encode(text, add_special_tokens=add_special).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error
+
+    def encode_on(self, text: str, parse_special: bool = True) -> list[int]:
+        """Token ids of a text that goes on from another."""
+        if not self.leading:
+            return self.encode(text, add_special=False, parse_special=parse_special)
+        # Where a text begins, a space is put before it: encode it after a mark instead, and take the mark off.
+        mark = self.encode(_MARK, add_special=False)
+        return self.encode(_MARK + text, add_special=False, parse_special=parse_special)[len(mark) :]
+
+    def covered(self, ids: Sequence[int], text: str) -> tuple[int, int]:
+        """How many of the first ids are exactly how many of the text's first characters. An answer's text leaves out
+        its end token, and a stop string may have cut it in the middle of a token."""
+        raw, said, found = text.encode("utf-8", "replace"), 0, (0, 0)
+        for count, token in enumerate(ids, 1):
+            piece = self.token_bytes(token)
+            if token in self.special_ids or not piece or not raw.startswith(piece, said):
+                break
+            said += len(piece)
+            if said == len(raw) or raw[said] & 0xC0 != 0x80:  # not in the middle of a character
+                found = count, len(raw[:said].decode())
+        return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary say nothing."""

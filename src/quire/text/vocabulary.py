@@ -8,8 +8,6 @@ from __future__ import annotations
 from quire.text.tokenizer import Tokenizer
 from quire.types.grammar import Vocabulary
 
-_MARK = "\x02"  # stands for what came before; no tokenizer joins it with text
-
 
 def vocabulary_of(tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
     """`size`: ids the model knows, if more than the tokenizer has; those beyond stand for nothing."""
@@ -19,7 +17,7 @@ def vocabulary_of(tokenizer: Tokenizer, size: int | None = None) -> Vocabulary:
         tokens=[*map(tokenizer.token_bytes, range(count)), *[b""] * padding],
         special=tokenizer.special_ids,
         ends=sorted(tokenizer.eos_ids),
-        encode=lambda text: _encode_on(tokenizer, text),
+        encode=lambda text: tokenizer.encode_on(text, parse_special=False),
     )
 
 
@@ -38,11 +36,3 @@ def alphabet_of(tokenizer: Tokenizer) -> Vocabulary:
         ends=sorted(tokenizer.eos_ids),
         encode=lambda text: [free[byte] for byte in text.encode()],
     )
-
-
-def _encode_on(tokenizer: Tokenizer, text: str) -> list[int]:
-    if not tokenizer.leading:
-        return tokenizer.encode(text, add_special=False, parse_special=False)
-    # Where a text begins, a space is put before it: encode it after a mark instead, and take the mark off.
-    mark = tokenizer.encode(_MARK, add_special=False, parse_special=False)
-    return tokenizer.encode(_MARK + text, add_special=False, parse_special=False)[len(mark) :]

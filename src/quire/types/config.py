@@ -47,6 +47,11 @@ class CacheOptions:
     kv_dtype: str = option("auto", "KV pages: auto (8 bits with --dtype fp8, else as the model computes) or fp8 (GPU)")
     kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)")
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
+    kv_host: str | None = option(None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)")
+    kv_disk: str | None = option(None, "directory of KV pages that outlive the engine: DIR or DIR:SIZE, such as kv:50G")
+    kv_remote: str | None = option(None, "Redis or Valkey server through which engines share pages: redis://host:port/0")
+    kv_policy: str = option("lru", "which page leaves a full tier: lru, lfu or cost (recompute seconds saved per byte)")
+    kv_fsync: bool = option(False, "have the disk tier survive power loss too, not only a crash (slower writes)")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,11 @@ class SchedulerOptions:
     max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)")
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
+    step_target: float | None = option(
+        None, "seconds a step may take while answers are streamed: prompts are cut to fit (default: no limit)"
+    )
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
+    preempt: str = option("auto", "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)")
     ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level")
 
 

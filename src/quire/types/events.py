@@ -40,6 +40,24 @@ def _latency() -> Histogram:
     return Histogram(LATENCY)
 
 
+class TierStats(msgspec.Struct):
+    """One tier below the device: what it holds now, and what it did since start."""
+
+    name: str
+    capacity: int = 0  # pages; 0: it looks after that itself
+    pages: int = 0
+    bytes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    pages_out: int = 0
+    save_seconds: float = 0.0
+    load_seconds: float = 0.0
+    hit_tokens: int = 0  # prompt tokens that needed no computing because the tier delivered them
+    missed: int = 0  # pages that were gone, damaged or foreign when asked for
+    skipped: int = 0  # pages not saved because too many were on their way
+    failed: int = 0  # pages that could not be stored
+
+
 class EngineStats(msgspec.Struct, kw_only=True):
     """Counters since start and gauges of now."""
 
@@ -54,6 +72,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right: steps saved
     preemptions: int = 0
+    preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}
     waiting: int = 0
     running: int = 0
@@ -65,6 +84,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_slots_filled: int = 0  # ... of them, filled
     kv_bytes: int = 0  # bytes of the whole page pool
     memory: int = 0  # bytes resident in the engine's process
+    tiers: list[TierStats] = []
+    tier_waits: float = 0.0  # seconds in which nothing could be computed because pages were being loaded
+    tier_saved: float = 0.0  # estimated seconds of computing that pages from tiers saved, loading them subtracted
+    swaps: int = 0  # preemptions whose pages were kept in a tier rather than computed again
     queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission
     prefill_time: Histogram = msgspec.field(default_factory=_latency)  # admission to first token
     decode_time: Histogram = msgspec.field(default_factory=_latency)  # first token to last

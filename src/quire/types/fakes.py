@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.errors import InputError
+from quire.types.fake_tiers import FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
@@ -101,9 +102,10 @@ class FakeTicket:
 
 
 class FakeExecutor:
-    def __init__(self, layout: KVLayout, capacity: Capacity, *, vocab: int = 97):
+    def __init__(self, layout: KVLayout, capacity: Capacity, *, vocab: int = 97, tiers: FakeTiers | None = None):
         self.layout = layout
         self.capacity = capacity
+        self.tiers = tiers
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: dict[tuple[int, int], int] = {}  # (page, offset) → digest
@@ -117,6 +119,8 @@ class FakeExecutor:
         return ready
 
     def submit(self, plan: StepPlan) -> FakeTicket:
+        if self.tiers is not None:
+            self.tiers.start(plan, self._kv)
         for slot in plan.frees:
             self._slots.pop(slot, None)
         for admit in plan.admits:
@@ -137,7 +141,10 @@ class FakeExecutor:
             self._read(self._slots[row.slot], row.start, row.count + len(guess))
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].cut(len(guess))
-        return FakeTicket(self._draw(plan, guesses))
+        result = self._draw(plan, guesses)
+        if self.tiers is not None:
+            result.transfers = self.tiers.poll(self._kv, some=not plan.rows)
+        return FakeTicket(result)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         size = max(g.tokens_per_page for g in self.layout.groups)
@@ -206,6 +213,12 @@ class FakeExecutor:
         """A hidden state here is the token itself, and its position."""
         states = [(float(slot.tokens[p]), float(p)) for p in range(row.start, row.start + row.count)]
         return [sum(column) for column in zip(*states, strict=True)] if row.pool == "mean" else list(states[-1])
+
+    def sleep(self, pages: list[int]) -> None:
+        self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}
+
+    def wake(self) -> None:
+        pass
 
     def close(self) -> None:
         self._slots.clear()

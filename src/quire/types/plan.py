@@ -12,8 +12,8 @@ A row may carry a draft budget: the worker then guesses up to so many tokens tha
 at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
 drawn; the rest is forgotten. What was guessed never leaves the worker.
 
-Order inside a step: frees, admits, writes, page deltas, page copies, forward over rows, samples (drawn tokens are
-stored into their slots).
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, forward over
+rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, but not for long.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.types.sampling import SamplingParams
+from quire.types.transfer import Drop, TierSpec, Transfer, TransferDone
 
 
 class Admit(msgspec.Struct):
@@ -88,6 +89,8 @@ class StepPlan(msgspec.Struct):
     writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
+    transfers: list[Transfer] = []
+    drops: list[Drop] = []
 
     @property
     def tokens(self) -> int:
@@ -118,6 +121,7 @@ class StepResult(msgspec.Struct):
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
     padding: int = 0  # token rows computed only to fill a captured size
+    transfers: list[TransferDone] = []  # that ended lately, whichever plan began them
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -129,3 +133,5 @@ class Capacity(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     depth: int  # steps in flight
     drafts: int = 0  # tokens the worker can guess at once for a row
+    tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
+    naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names

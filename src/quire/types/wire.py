@@ -1,8 +1,8 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Failed (the engine died),
-Heartbeat (when there was nothing else to say for a while).
+Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Power, Reset, Shutdown.
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Powered, Failed (the engine
+died), Heartbeat (when there was nothing else to say for a while).
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class GetTimelines(msgspec.Struct, tag=True):
     request: str
 
 
+class Power(msgspec.Struct, tag=True):
+    """Free the device's memory, or take it again; answered by Powered."""
+
+    asleep: bool
+
+
 class Reset(msgspec.Struct, tag=True):
     """Forget all cached prefixes and start counters anew (benchmarks)."""
 
@@ -76,6 +82,13 @@ class Timelines(msgspec.Struct, tag=True):
     timelines: list[Timeline]
 
 
+class Powered(msgspec.Struct, tag=True):
+    """`error`: the class in types.errors of a refusal, or nothing."""
+
+    error: str = ""
+    message: str = ""
+
+
 class Heartbeat(msgspec.Struct, tag=True):
     """Sent by the loop that steps, so that it proves progress and not mere existence."""
 
@@ -101,5 +114,5 @@ class EngineInfo(msgspec.Struct):
     slots: int = 0  # sequences that run at once; 0: not known
 
 
-ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Reset | Shutdown
-ToClient = Ready | Events | Stats | View | Timelines | Heartbeat | Failed
+ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Power | Reset | Shutdown
+ToClient = Ready | Events | Stats | View | Timelines | Powered | Heartbeat | Failed

@@ -11,7 +11,7 @@ import json
 import resource
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -36,7 +36,6 @@ class Target:
     ignore_eos: bool = True
     timeout: float = 600.0
     connections: int = 1000
-    extra: dict[str, Any] = field(default_factory=dict)  # more fields for every body
 
 
 @dataclass
@@ -160,7 +159,6 @@ class Load:
             "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if target.ignore_eos else {}),
-            **target.extra,
         }
         if target.endpoint == "chat":
             text = " ".join(WORDS[token % len(WORDS)] for token in job.prompt)

@@ -181,7 +181,8 @@ def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec) -> Launch:
     rows = batch.query_start.shape[0] - 1
     list_blocks_kernel[(rows,)](
         batch.query_start, items, rows, launch.blocks, launch.shortest, launch.longest,
-        ROWS=power_of_two(rows), BLOCK_Q=launch.tile.block_m // (spec.heads // spec.kv_heads), **overlap(items.device),
+        ROWS=max(power_of_two(rows), 2048), BLOCK_Q=launch.tile.block_m // (spec.heads // spec.kv_heads),
+        **overlap(items.device),
     )  # fmt: skip
     return replace(launch, items=items)
 

@@ -58,6 +58,6 @@ def assemble(
     short = [torch.empty(shape, dtype=torch.int32, device=device) for shape in ((size + 1,), (size,), (size, width))]
     assemble_kernel[(size,)](
         rows, tokens, pages, *long, *short, size, rows.stride(0), tokens.stride(0), pages.stride(0), width,
-        PAGE=page_size, ROWS=power_of_two(size), BLOCK=128, num_warps=4, **overlap(device),
+        PAGE=page_size, ROWS=max(power_of_two(size), 2048), BLOCK=128, num_warps=4, **overlap(device),
     )  # fmt: skip
     return Assembled(*long, *short)

@@ -3,7 +3,7 @@
 
     out [rows, n] = x [rows, k] · weight [n, k]ᵀ
 
-`row_matmul`, for a row or two: a program reads a few whole rows of the weight, the first of them before it waits for
+`row_matmul`, for a single row: a program reads a few whole rows of the weight, the first of them before it waits for
 x, norms x on the way in, and gates or adds the residual on the way out: three launches saved and more bytes a second
 than the library reaches. `small_matmul`, up to 64 rows: weights are the tall side of the tensor cores' tile; several
 programs may share a tile's reduction, and the last one adds up in a fixed order.
@@ -22,7 +22,7 @@ from quire.kernels.triton.activation import silu
 from quire.kernels.triton.configs import Matmul
 from quire.kernels.triton.launch import counters, overlap, power_of_two
 
-ROW_MATMUL = 2  # rows up to which `row_matmul` is the faster one
+ROW_MATMUL = 1  # rows up to which `row_matmul` is the faster one
 
 
 @triton.jit

@@ -15,7 +15,7 @@ function show(name, focus) {
     if (chosen && focus) $(`tab-${tab}`).focus();
   }
   showLive(name === "live");
-  history.replaceState(null, "", `#${name}`);
+  history.replaceState(null, "", `#/${name}`); // the slash keeps it from being a place to scroll to
 }
 
 for (const tab of tabs) {
@@ -77,5 +77,5 @@ async function heartbeat() {
 }
 
 startChat(() => model);
-show(location.hash === "#live" ? "live" : "chat");
+show(location.hash === "#/live" ? "live" : "chat");
 identify().then(heartbeat);

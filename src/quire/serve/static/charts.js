@@ -53,7 +53,7 @@ export function lines(canvas, series, { limit = null, span = 120, seconds = 60 }
     pen.fillText(text, at + 13, 13);
     at += pen.measureText(text).width + 30;
     pen.lineWidth = 1.8;
-    pen.lineJoin = "round";
+    pen.lineJoin = pen.lineCap = "round";
     pen.beginPath();
     let drawing = false;
     values.forEach((value, i) => {

@@ -4,11 +4,13 @@ import { $, call, el, events } from "./api.js";
 import { bars, cells, colour, hue, lines } from "./charts.js";
 
 const SPAN = 120; // pictures kept
-const SHOWN = 24; // requests shown in a lane
+const SHOWN = 18; // requests shown in a lane
 const past = { ttft50: [], ttft99: [], itl50: [], itl99: [], good: [], ended: [], refused: [] };
 let watching = null;
 let latest = null;
 let before = null;
+let due = false; // a drawing is on its way
+const drawn = new Map(); // what each part was last drawn from
 
 export function showLive(on) {
   watching?.abort();
@@ -24,7 +26,27 @@ for (const button of document.querySelectorAll("#slo button")) {
     if (latest) draw();
   });
 }
-for (const name of ["resize", "themechange"]) addEventListener(name, () => latest && draw());
+for (const name of ["resize", "themechange", "visibilitychange"]) {
+  (name === "visibilitychange" ? document : window).addEventListener(name, () => {
+    drawn.clear();
+    if (latest) draw();
+  });
+}
+
+// Pictures may come faster than a busy machine can draw them: then only the latest is drawn, and none nobody sees.
+function drawSoon() {
+  if (due || document.hidden) return;
+  due = true;
+  setTimeout(() => { due = false; draw(); }, 0);
+}
+
+// Do `work` unless it was last done with the same `facts`.
+function changed(name, facts, work) {
+  const key = JSON.stringify(facts);
+  if (drawn.get(name) === key) return;
+  drawn.set(name, key);
+  work();
+}
 
 async function watch() {
   const mine = (watching = new AbortController());
@@ -75,21 +97,21 @@ function take(picture) {
   const now = performance.now();
   picture.at = now;
   const seconds = before ? Math.max(0.1, (now - before.at) / 1000) : 0.5;
-  const { ended, gaps, finished, tokens } = picture.since_last;
+  const { firsts, ended, gaps, finished, tokens } = picture.since_last;
   const refused = before ? picture.refused - before.refused : 0;
   const { ttft, tpot } = slo();
   const met = ended.filter(([a, b]) => (ttft === null || a <= ttft) && (tpot === null || b === null || b <= tpot));
   const share = ended.length ? met.length / ended.length : 0;
   const ms = (value) => (value === null ? null : value * 1000);
-  push("ttft50", ms(quantile(ended.map(([a]) => a), 0.5)));
-  push("ttft99", ms(quantile(ended.map(([a]) => a), 0.99)));
+  push("ttft50", ms(quantile(firsts, 0.5)));
+  push("ttft99", ms(quantile(firsts, 0.99)));
   push("itl50", ms(quantile(gaps, 0.5)));
   push("itl99", ms(quantile(gaps, 0.99)));
   push("good", (share * finished) / seconds);
   push("ended", finished / seconds);
   push("refused", refused / seconds);
   picture.rate = tokens / seconds;
-  draw();
+  drawSoon();
 }
 
 function draw() {
@@ -112,7 +134,7 @@ function draw() {
   flow(engine);
   bars($("c-batch"), engine.steps, engine.max_batch_tokens, engine.slots);
   pages(engine);
-  tree(engine.prefixes);
+  changed("tree", engine.prefixes, () => tree(engine.prefixes));
 }
 
 function tiles(engine) {
@@ -181,7 +203,7 @@ function pages(engine) {
     const each = tier.pages_per_cell > 1 ? `, ${tier.pages_per_cell} pages a cell` : "";
     box.children[0].textContent = `${tier.name}: ${tier.used} in use, ${tier.cached} cached, of ${tier.total}${each}`;
     const canvas = box.children[1];
-    box.find = cells(canvas, tier.cells, engine.owners);
+    changed(tier.name, [tier.cells, engine.owners], () => { box.find = cells(canvas, tier.cells, engine.owners); });
     box.tier = tier;
     Object.assign(canvas.dataset, { used: tier.used, cached: tier.cached, total: tier.total });
     canvas.setAttribute("aria-label", box.children[0].textContent);

@@ -141,6 +141,7 @@ const Kernels* kernels_avx2();    // null where the build or the host lacks it
 const Kernels* kernels_avx512();
 const Kernels* kernels_amx();
 const Kernels* kernels_neon();
+const Kernels* kernels_i8mm();
 
 void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
 void unpack_row(const Matrix& m, int32_t row, float* out);

@@ -1,4 +1,4 @@
-// NEON with dot products (ARMv8.2): a group of 16 outputs is four vectors of 4. One or two rows take all four at once
+// NEON with dot products (ARMv8.2), and with 8-bit matrix products (i8mm) where the host has them: a group of 16 outputs is four vectors of 4. One or two rows take all four at once
 // and stream the weights; more rows take one vector at a time, so that up to 8 rows stay in registers.
 #include <algorithm>
 #include <cmath>
@@ -74,6 +74,20 @@ inline int32x4_t block_dot(const uint8_t* p, const int8_t* x) {
   return quads<Bits, 3>(dot, p, x0, x1);
 }
 
+// The one way an integer dot product enters a sum: scale, add, then the minimum.
+template <int Bits>
+inline float32x4_t accumulate(float32x4_t acc, int32x4_t dot, vf d, vf minimum, const float* factors) {
+  acc = vfmaq_f32(acc, vcvtq_f32_s32(dot), vmulq_n_f32(d, factors[0]));
+  return Bits == 4 ? vfmaq_f32(acc, minimum, vdupq_n_f32(factors[16])) : acc;
+}
+
+inline void finish(Out out, int m, int g, int v, float32x4_t acc) {
+  float* to = out.at(m, g) + 4 * v;
+  if (out.bias) acc = vaddq_f32(acc, vld1q_f32(out.bias + g * kLanes + 4 * v));
+  if (out.add) acc = vaddq_f32(vld1q_f32(to), acc);
+  vst1q_f32(to, acc);
+}
+
 // R rows from m on, within one tile of 16; V vectors of 4 outputs from vector v on.
 template <int Bits, int R, int V>
 void tile(const Matrix& w, int g, int v, Rows x, int m, Out out) {
@@ -93,20 +107,14 @@ void tile(const Matrix& w, int g, int v, Rows x, int m, Out out) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         int32x4_t dot = block_dot<Bits>(p + 16 * i, xq + r * kBlock);
-        acc[r][i] = vfmaq_f32(acc[r][i], vcvtq_f32_s32(dot), vmulq_n_f32(d, factors[r]));
-        if (Bits == 4) acc[r][i] = vfmaq_f32(acc[r][i], minimum, vdupq_n_f32(factors[16 + r]));
+        acc[r][i] = accumulate<Bits>(acc[r][i], dot, d, minimum, factors + r);
       }
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-    for (int i = 0; i < V; i++) {
-      float* to = out.at(m + r, g) + 4 * (v + i);
-      if (out.bias) acc[r][i] = vaddq_f32(acc[r][i], vld1q_f32(out.bias + g * kLanes + 4 * (v + i)));
-      if (out.add) acc[r][i] = vaddq_f32(vld1q_f32(to), acc[r][i]);
-      vst1q_f32(to, acc[r][i]);
-    }
+    for (int i = 0; i < V; i++) finish(out, m + r, g, v + i, acc[r][i]);
 }
 
 template <int Bits, int R>
@@ -136,11 +144,29 @@ void end() {}
 
 const Kernels kTable = QUIRE_KERNELS("neon", gemm);
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("dotprod,i8mm"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod+i8mm")
+#endif
+#include "i8mm.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
 }  // namespace
 
 const Kernels* kernels_neon() {
   constexpr unsigned long kDotProduct = 1 << 20;  // HWCAP_ASIMDDP
   return getauxval(AT_HWCAP) & kDotProduct ? &kTable : nullptr;
+}
+
+const Kernels* kernels_i8mm() {
+  constexpr unsigned long kMatrix = 1 << 13;  // HWCAP2_I8MM
+  return kernels_neon() && getauxval(AT_HWCAP2) & kMatrix ? &i8mm::kTable : nullptr;
 }
 
 }  // namespace quire
@@ -151,5 +177,6 @@ const Kernels* kernels_neon() {
 #else
 namespace quire {
 const Kernels* kernels_neon() { return nullptr; }
+const Kernels* kernels_i8mm() { return nullptr; }
 }  // namespace quire
 #endif

@@ -10,6 +10,7 @@ namespace {
 constexpr int kStages = 8;         // of a layer
 constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: a multiple of 16
 constexpr int kQueryTile = 16;     // query tokens attended together
+constexpr int kAlone = 2;          // rows that every worker norms for itself
 constexpr int kSharedLeast = 32;   // KV positions worth reading together
 constexpr size_t kAhead = 1 << 16; // bytes of the next weights to ask for while waiting
 
@@ -36,6 +37,8 @@ Program::Program(const Decoder& decoder, const Kernels& kernels, Pool& pool)
   size_t widest = std::max({d_.hidden, d_.intermediate, d_.heads * d_.head_dim});
   scratch_stride_ = (scratch_bytes(widest) + 63) / 64 * 64;
   scratch_.need(scratch_stride_ * pool.size());
+  own_store_ = std::vector<RowBuffers>(pool.size());
+  for (RowBuffers& store : own_store_) own_.push_back(store.reserve(kAlone, d_.hidden));
   gates_.need(size_t(pool.size()) * 2 * kRowChunk * kBlock);
 }
 
@@ -201,12 +204,11 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   float* qkv = qkv_buffer_.data();
 
   Ahead next = ahead(layer.q, worker);
-  normalise(stage, layer.input_norm, step.tokens, worker);
-  pool_.barrier(next);
+  Rows x = normalise(stage, layer.input_norm, step.tokens, worker, next);
   const Piece parts[] = {whole(layer.q, {qkv, size_t(qkv_), layer.q_bias, false, 0, 0}),
                          whole(layer.k, {qkv + q, size_t(qkv_), layer.k_bias, false, 0, 0}),
                          whole(layer.v, {qkv + q + k, size_t(qkv_), layer.v_bias, false, 0, 0})};
-  multiply(stage + 1, parts, 3, normed_, step.tokens, worker);
+  multiply(stage + 1, parts, 3, x, step.tokens, worker);
   next = ahead(layer.o, worker);
   pool_.barrier(next);
   rotate(step, layer, kv, stage + 2, worker);
@@ -217,9 +219,8 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
   next = ahead(layer.gate, worker);
   pool_.barrier(next);
-  normalise(stage + 5, layer.post_norm, step.tokens, worker);
-  pool_.barrier(next);
-  gate_up(layer, step.tokens, stage + 6, worker);
+  x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
+  gate_up(layer, x, step.tokens, stage + 6, worker);
   next = ahead(layer.down, worker);
   pool_.barrier(next);
   const Piece down = whole(layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0});
@@ -240,10 +241,18 @@ void Program::each_token(int stage, int worker, int tokens, Visit visit) {
     for (int t = item * chunk; t < std::min((item + 1) * chunk, tokens); t++) visit(t);
 }
 
-void Program::normalise(int stage, const float* weight, int tokens, int worker) {
-  each_token(stage, worker, tokens, [&](int t) {
-    k_.norm_quantise(x_.data() + size_t(t) * d_.hidden, weight, d_.eps, normed_, t);
-  });
+// The residual normed and quantised: shared out, or where that is sooner done than meeting, by every worker for itself.
+Rows Program::normalise(int stage, const float* weight, int tokens, int worker, Ahead& next) {
+  const bool alone = tokens <= kAlone;
+  Rows out = alone ? own_[worker] : normed_;
+  auto one = [&](int t) { k_.norm_quantise(x_.data() + size_t(t) * d_.hidden, weight, d_.eps, out, t); };
+  if (alone) {
+    for (int t = 0; t < tokens; t++) one(t);
+  } else {
+    each_token(stage, worker, tokens, one);
+    pool_.barrier(next);
+  }
+  return out;
 }
 
 // Work is numbered (matrix, run of groups, row chunk), row chunks innermost: they find the weights in the cache.
@@ -301,7 +310,7 @@ void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker)
   }
 }
 
-void Program::gate_up(const Layer& layer, int tokens, int stage, int worker) {
+void Program::gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker) {
   float* gates = gates_.data() + size_t(worker) * 2 * kRowChunk * kBlock;
   float* ups = gates + kRowChunk * kBlock;
   int row_chunks = pieces(tokens, kRowChunk), total = d_.intermediate / kBlock * row_chunks;
@@ -309,7 +318,7 @@ void Program::gate_up(const Layer& layer, int tokens, int stage, int worker) {
     int m0 = item % row_chunks * kRowChunk, m1 = std::min(m0 + kRowChunk, tokens), b = item / row_chunks;
     const Piece parts[] = {{&layer.gate, 2 * b, 2 * b + 2, {gates, kBlock, nullptr, false, m0, 2 * b}},
                            {&layer.up, 2 * b, 2 * b + 2, {ups, kBlock, nullptr, false, m0, 2 * b}}};
-    k_.gemm(parts, 2, normed_, m0, m1, scratch(worker));
+    k_.gemm(parts, 2, x, m0, m1, scratch(worker));
     for (int m = m0; m < m1; m++) k_.gate(gates + (m - m0) * kBlock, ups + (m - m0) * kBlock, gated_, m, b);
   }
 }

@@ -71,10 +71,10 @@ class Program {
   void embed(const Step& step, int stage, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
   void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
-  void normalise(int stage, const float* weight, int tokens, int worker);
+  Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);
   void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
   void attend(const Layer& layer, const Paged& kv, int stage, int worker);
-  void gate_up(const Layer& layer, int tokens, int stage, int worker);
+  void gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker);
   Ahead ahead(const Matrix& w, int worker) const;
   template <typename Visit>
   void each_token(int stage, int worker, int tokens, Visit visit);
@@ -110,6 +110,8 @@ class Program {
   Buffer<uint8_t> scratch_;
   RowBuffers normed_store_, attended_store_, gated_store_, head_store_;
   Rows normed_{}, attended_{}, gated_{};
+  std::vector<RowBuffers> own_store_;  // a few normed rows of each worker
+  std::vector<Rows> own_;
   std::vector<Plan> plans_;
   size_t attend_stride_ = 0;
 };

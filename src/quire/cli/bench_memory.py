@@ -1,0 +1,71 @@
+"""bench multi-turn, bench oversubscribed: KV memory that is too small, with and without what helps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from quire.cli.options import with_engine_options
+from quire.types.config import EngineOptions
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
+
+
+def multi_turn(
+    *,
+    engine: EngineOptions,
+    clients: Annotated[int, typer.Option(help="conversations at once")] = 64,
+    rounds: Annotated[int, typer.Option(help="turns of each")] = 5,
+    in_: Annotated[int, typer.Option("--in", help="fresh input tokens a turn")] = 512,
+    out: Annotated[int, typer.Option(help="output tokens a turn")] = 64,
+    share: Annotated[float, typer.Option(help="part of all pages that the device holds")] = 0.1,
+    tiers: Annotated[
+        list[str] | None, typer.Option(help="off, host, host+disk or remote; may be repeated (default: all there are)")
+    ] = None,
+    json_: JsonOption = None,
+) -> None:
+    """Hold conversations over a device cache that is too small; report hit rate and time with each set of tiers."""
+    from quire.bench.memory import TIERS, conversation_rows, conversations
+
+    chosen = tiers or [name for name in TIERS if name != "remote" or engine.cache.kv_remote]
+    found = conversations(engine, chosen, clients=clients, rounds=rounds, n_in=in_, n_out=out, share=share)
+    _show(found, conversation_rows(found), json_)
+
+
+def oversubscribed(
+    *,
+    engine: EngineOptions,
+    num: Annotated[int, typer.Option(help="requests, all at once")] = 500,
+    in_: Annotated[int, typer.Option("--in", help="input tokens")] = 64,
+    out: Annotated[int, typer.Option(help="output tokens")] = 64,
+    over: Annotated[float, typer.Option(help="how many times the pages there are the requests need")] = 8.0,
+    json_: JsonOption = None,
+) -> None:
+    """Submit far more than fits; report time and preemptions for recompute, swap and the measured choice."""
+    from quire.bench.memory import oversubscribed as measure
+    from quire.bench.memory import oversubscribed_rows
+
+    found = measure(engine, num=num, n_in=in_, n_out=out, over=over)
+    _show(found, oversubscribed_rows(found), json_)
+
+
+def _show(found: dict[str, Any], lines: list[tuple[str, ...]], path: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{found['pages']} pages on the device, {found['pages_needed']} needed")
+    for title in lines[0]:
+        table.add_column(title)
+    for line in lines[1:]:
+        table.add_row(*line)
+    Console().print(table)
+    if path:
+        path.write_text(json.dumps(found, indent=1))
+
+
+def register(app: typer.Typer) -> None:
+    for command in (multi_turn, oversubscribed):
+        app.command()(with_engine_options(positional_model=False)(command))

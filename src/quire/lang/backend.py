@@ -1,0 +1,107 @@
+"""Who fills the holes: the seam between prompts and whatever runs the model, and the engine in this process behind it.
+
+Knows: states of prompts, the text side of the engine. Refuses to know: holes, threads, HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from quire.engine.frontend import Frontend
+from quire.lang.state import State, Usage, settle
+from quire.types.errors import EngineDeadError, InputError
+from quire.types.grammar import GrammarSpec
+from quire.types.outputs import CompletionOutput, Delta
+from quire.types.request import FinishReason, Request
+from quire.types.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One way on from a state. `tokens` are exactly the text's beginning `covered`: all of it but for a token that a
+    stop string cut in two."""
+
+    text: str
+    tokens: tuple[int, ...]
+    covered: str
+    finish: FinishReason
+    logprobs: tuple[float, ...]  # of the tokens drawn, if asked for
+    usage: Usage
+
+    @property
+    def cut(self) -> bool:
+        """Whether it ended for want of room, not because it was complete."""
+        return self.finish is FinishReason.LENGTH
+
+
+class Backend(Protocol):
+    """Calls may run at the same time."""
+
+    async def settle(self, state: State) -> State:
+        """The state as `generate` is to go on from: with its tokens, where this backend deals in tokens."""
+        ...
+
+    async def generate(self, state: State, params: SamplingParams) -> list[Answer]:
+        """`params.n` ways on from a settled state; the first one's usage holds the prompt's."""
+        ...
+
+    def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
+        """The same piece by piece; closing it ends the work."""
+        ...
+
+
+class InProcess:
+    """The backend over a Frontend: token ids in, token ids out."""
+
+    def __init__(self, frontend: Frontend):
+        self._frontend = frontend
+
+    async def settle(self, state: State) -> State:
+        return await settle(state, self)
+
+    async def render(self, messages: list[dict[str, str]], generation: bool) -> str:
+        return self._frontend.text.render_chat(messages, add_generation_prompt=generation)
+
+    async def encode(self, text: str, *, first: bool, special: bool) -> list[int]:
+        tokenizer = self._frontend.text.tokenizer
+        return tokenizer.encode(text, add_special=special) if first else tokenizer.encode_on(text)
+
+    async def generate(self, state: State, params: SamplingParams) -> list[Answer]:
+        output = await self._frontend.collect(await self._request(state, params))
+        prompt = Usage(1, len(output.prompt_token_ids), output.cached_tokens)
+        return [self._answer(out, Usage() if index else prompt) for index, out in enumerate(output.outputs)]
+
+    async def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
+        async for deltas in self._frontend.stream(await self._request(state, params)):
+            yield deltas
+
+    async def _request(self, state: State, params: SamplingParams) -> Request:
+        prepare = self._frontend.prepare
+        if params.grammar is None:
+            return prepare(state.tokens, params)
+        return await asyncio.to_thread(prepare, state.tokens, params)  # a grammar is compiled on trial
+
+    def _answer(self, out: CompletionOutput, usage: Usage) -> Answer:
+        count, characters = self._frontend.text.tokenizer.covered(out.token_ids, out.text)
+        if out.finish_reason is None or out.finish_reason is FinishReason.ABORT:
+            raise EngineDeadError("the call was cancelled before it finished")
+        return Answer(
+            text=out.text,
+            tokens=tuple(out.token_ids[:count]),
+            covered=out.text[:characters],
+            finish=out.finish_reason,
+            logprobs=tuple(entry.logprob for entry in out.logprobs or ()),
+            usage=usage + Usage(output_tokens=len(out.token_ids)),
+        )
+
+
+def refuse_grammar(grammar: GrammarSpec | None) -> None:
+    if grammar is not None:
+        raise InputError(
+            f"this server is not known to hold answers to a {grammar.kind} grammar; use a Quire server, or leave the "
+            "constraint out",
+            param="where",
+        )

@@ -1,0 +1,1 @@
+"""Stores of pages below the device, one file each. They move bytes; `memory/` decides which, and where to."""

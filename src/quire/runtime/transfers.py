@@ -1,0 +1,176 @@
+"""Transfers between device pages and the stores below: begun in step order, done beside the steps.
+
+    save   device ─(read at once)─► buffer ─► put        load   get ─► buffer ─► device        demote   get ─► put
+
+On a CPU a store reads straight into the device pages. On a GPU bytes go through pinned buffers, on a stream of their
+own that first waits for what the steps before have read. Refuses to know: why a page moves.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.types.plan import StepPlan
+from quire.types.transfer import DEVICE, KVTier, TierDone, TierJob, Transfer, TransferDone
+
+LOOK = 0.001  # seconds between looks at whether a GPU has copied
+
+
+class Transfers:
+    def __init__(self, stores: Mapping[str, KVTier], signal: threading.Event):
+        """`signal` is set by the stores when a job ends."""
+        self._stores = stores
+        self._signal = signal
+        self._lock = threading.Lock()
+        self._ids = count(1)
+        self._legs: dict[tuple[str, int], Callable[[TierDone], None]] = {}  # jobs under way, and what follows them
+        self._copies: list[tuple[Any, Callable[[], None]]] = []  # (event on the GPU, what follows it)
+        self._done: list[TransferDone] = []
+
+    def use(self, pages: torch.Tensor) -> None:
+        """These are the device pages, uint8 [pages, page_bytes]."""
+        self._pages = pages
+        self._gpu = pages.device.type == "cuda"
+        self._rows = None if self._gpu else pages.numpy()
+        self._stream = torch.cuda.Stream(pages.device) if self._gpu else None
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin a plan's transfers; nothing of the step itself may have begun."""
+        if not (plan.transfers or plan.drops):
+            return
+        with self._lock, torch.inference_mode() if self._gpu else nullcontext():
+            saves = [(way, self._take(way.pages)) for way in plan.transfers if way.source == DEVICE]
+            for way in plan.transfers:
+                if way.source != DEVICE:
+                    self._fetch(way)
+            for drop in plan.drops:  # after what is read from there, before what is put there
+                self._stores[drop.tier].submit(TierJob(next(self._ids), "drop", drop.keys))
+            for way, (buffers, copied) in saves:
+                if copied is None:
+                    self._put(way, buffers)
+                else:
+                    self._copies.append((copied, partial(self._put, way, buffers)))
+
+    def poll(self, wait: float = 0.0) -> list[TransferDone]:
+        """Transfers that have ended; waits so many seconds for the first."""
+        deadline = time.monotonic() + wait
+        while True:
+            with self._lock:
+                self._signal.clear()
+                self._advance()
+                done, self._done = self._done, []
+                left = deadline - time.monotonic()
+                if done or left <= 0 or not (self._legs or self._copies):
+                    return done
+                pause = min(left, LOOK) if self._copies else left
+            self._signal.wait(pause)
+
+    def drain(self) -> None:
+        """Finish what is under way; poll() tells of it later."""
+        ended: list[TransferDone] = []
+        while self._legs or self._copies:
+            ended += self.poll(1.0)
+        self._done += ended
+
+    def close(self) -> None:
+        self.drain()
+        for store in self._stores.values():
+            store.close()
+
+    def _advance(self) -> None:
+        for name, store in self._stores.items():
+            for done in store.poll():
+                follow = self._legs.pop((name, done.id), None)
+                if follow is not None:  # drops have no more to say
+                    follow(done)
+        waiting, self._copies = self._copies, []
+        for event, after in waiting:
+            if event.query():
+                after()
+            else:
+                self._copies.append((event, after))
+
+    def _submit(self, tier: str, kind: str, way: Transfer, buffers: Any, after: Callable[[TierDone], None]) -> None:
+        job = TierJob(next(self._ids), kind, way.keys, buffers)
+        self._legs[tier, job.id] = after
+        self._stores[tier].submit(job)
+
+    def _end(self, way: Transfer, moved: list[bool], seconds: float) -> None:
+        self._done.append(TransferDone(way.id, moved, seconds))
+
+    def _put(self, way: Transfer, buffers: list[np.ndarray]) -> None:
+        self._submit(way.target, "put", way, buffers, lambda done: self._end(way, done.done, done.seconds))
+
+    def _fetch(self, way: Transfer) -> None:
+        """Begin to read pages from a store, for the device or for another store."""
+        if not way.target:
+            self._submit(way.source, "find", way, None, lambda done: self._end(way, done.done, done.seconds))
+        elif way.target == DEVICE and self._rows is not None:
+            buffers = [self._rows[page] for page in way.pages]
+            self._submit(way.source, "get", way, buffers, lambda done: self._end(way, done.done, done.seconds))
+        else:
+            staged = self._buffer(len(way.keys))
+            free = self._mark() if self._gpu else None
+            follow = self._fill if way.target == DEVICE else self._pass_on
+            arrays = list(staged.numpy())
+            self._submit(way.source, "get", way, arrays, lambda done: follow(way, staged, free, done))
+
+    def _pass_on(self, way: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+        """From one store into the next."""
+        found = got.done
+        some = Transfer(way.id, way.source, way.target, [k for k, ok in zip(way.keys, found, strict=True) if ok])
+        pages = [page for page, ok in zip(staged.numpy(), found, strict=True) if ok]
+
+        def end(done: TierDone) -> None:
+            stored = iter(done.done)
+            self._end(way, [ok and next(stored) for ok in found], got.seconds + done.seconds)
+
+        self._submit(way.target, "put", some, pages, end)
+
+    # ---- on a GPU -------------------------------------------------------------------------------------------
+
+    def _buffer(self, pages: int) -> torch.Tensor:
+        return torch.empty(pages, self._pages.shape[1], dtype=torch.uint8, pin_memory=self._gpu)
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _take(self, pages: list[int]) -> tuple[list[np.ndarray], Any]:
+        """Read device pages as they are now, into buffers; and the event after which these hold them."""
+        if self._rows is not None:
+            return list(self._rows[pages]), None
+        index = torch.tensor(pages, pin_memory=True).to(self._pages.device, non_blocking=True)
+        taken = self._pages[index]
+        buffer = self._buffer(len(pages))
+        assert self._stream is not None
+        self._stream.wait_event(self._mark())
+        with torch.cuda.stream(self._stream):
+            buffer.copy_(taken, non_blocking=True)
+            taken.record_stream(self._stream)
+            return list(buffer.numpy()), self._mark()
+
+    def _fill(self, way: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+        """Copy what a store delivered into device pages, once the steps that used them are over."""
+        places = [i for i, ok in enumerate(got.done) if ok]
+        if not places:
+            return self._end(way, got.done, got.seconds)
+        began = time.monotonic()
+        assert self._stream is not None
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(free)
+            arrived = staged[places].pin_memory().to(self._pages.device, non_blocking=True)
+            index = torch.tensor([way.pages[i] for i in places], pin_memory=True)
+            self._pages[index.to(self._pages.device, non_blocking=True)] = arrived
+            copied = self._mark()
+        self._copies.append((copied, lambda: self._end(way, got.done, got.seconds + time.monotonic() - began)))

@@ -1,0 +1,34 @@
+"""POST /v1/engine/sleep and /v1/engine/wake: lend the GPU's memory to others while nobody asks anything.
+
+A request that arrives meanwhile wakes the engine. Refuses to know: what is moved where.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from quire.serve.events import json
+from quire.serve.generation import Serving
+from quire.serve.openapi import answers
+
+
+class Power(msgspec.Struct):
+    asleep: bool
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.post("/v1/engine/sleep", summary="Free the GPU's memory until woken", openapi_extra=answers(Power))
+    async def sleep() -> Response:
+        await serving.frontend.client.power(asleep=True)
+        return Response(json(Power(True)), media_type="application/json")
+
+    @routes.post("/v1/engine/wake", summary="Take the GPU's memory again", openapi_extra=answers(Power))
+    async def wake() -> Response:
+        await serving.frontend.client.power(asleep=False)
+        return Response(json(Power(False)), media_type="application/json")
+
+    return routes

@@ -1,0 +1,93 @@
+"""Moving pages between tiers, as data: what a plan asks for, what came of it, and the seam behind which bytes move.
+
+    device ──► host memory ──► local disk ──► remote        a page is named by its key (group, hash), wherever it is
+
+A plan starts transfers; they end when they end, and a later result says so. Device pages a transfer reads are read
+before the step writes anything; device pages it fills belong to it until it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"
+
+Key = tuple[int, bytes]  # (group, page hash)
+Bytes = npt.NDArray[np.uint8]
+
+
+class Transfer(msgspec.Struct):
+    """Copy pages from one tier to another. `pages` are the device's, where it is one of the two. Without a target,
+    nothing moves: it is only asked which of the keys the source has."""
+
+    id: int
+    source: str
+    target: str
+    keys: list[Key]
+    pages: list[int] = []
+
+
+class Drop(msgspec.Struct):
+    """Forget pages of a tier."""
+
+    tier: str
+    keys: list[Key]
+
+
+class TransferDone(msgspec.Struct):
+    id: int
+    moved: list[bool]  # by key
+    seconds: float
+
+
+class TierSpec(msgspec.Struct, frozen=True):
+    """A tier below the device, as its store found it at start."""
+
+    name: str
+    pages: int  # most pages it may hold; 0: it looks after that itself
+    keys: list[Key] = []  # what it holds already, least recently used first
+    kept: bool = False  # outlives the engine, or is shared: pages go there as soon as they are computed
+
+
+class TierJob(msgspec.Struct):
+    """What a store is asked to do with some keys: put `buffers` (a page each), get into them, find, or drop."""
+
+    id: int
+    kind: str  # put, get, find or drop
+    keys: list[Key]
+    buffers: Any = None  # a sequence of Bytes, one a key
+
+
+class TierDone(msgspec.Struct):
+    id: int
+    done: list[bool]  # by key: stored, delivered, there, gone
+    seconds: float
+
+
+class KVTier(Protocol):
+    """A store of pages. It moves bytes and checks them; where which page is, and which goes, others decide."""
+
+    def submit(self, job: TierJob) -> None:
+        """Queue a job; gets and finds overtake puts. Buffers are the store's until the job is done."""
+        ...
+
+    def poll(self) -> Sequence[TierDone]:
+        """Jobs that ended since it was last asked. A failed one ends too, with nothing done."""
+        ...
+
+    def cancel(self, job_id: int) -> None:
+        """Do not begin the job if it has not begun; it ends either way, and poll() tells."""
+        ...
+
+    def scan(self) -> list[Key]:
+        """What is there, least recently used first; after a restart."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is queued, then stop."""
+        ...

@@ -1,0 +1,42 @@
+"""Memory at its end: many more requests than fit all finish, as if alone, and none starts over and over."""
+
+import random
+
+import pytest
+from test_scheduler_property import FULL, VOCAB, World, alone
+
+from quire.types.config import SchedulerOptions
+from quire.types.fake_tiers import FakeTiers
+from quire.types.request import Request
+from quire.types.sampling import SamplingParams
+from quire.types.transfer import TierSpec
+
+
+@pytest.mark.parametrize("mode", ["auto", "recompute", "swap"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_eight_times_too_much_work(mode, depth, monkeypatch):
+    tiers = FakeTiers((TierSpec("host", 200),), 4, seed=1)
+    monkeypatch.setattr("test_scheduler_property.SchedulerOptions", lambda **o: SchedulerOptions(**o, preempt=mode))
+    world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers)
+    rng = random.Random(4)
+    counts = {}
+    note = world.scheduler._pressure.preempted
+
+    def preempted(seq):
+        counts[seq.key] = counts.get(seq.key, 0) + 1
+        note(seq)
+
+    world.scheduler._pressure.preempted = preempted
+    for i in range(500):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(4, 12))]
+        params = SamplingParams(max_tokens=rng.randint(10, 60), seed=i, stop_token_ids=[])
+        world.requests[f"r{i}"] = request = Request(id=f"r{i}", prompt=prompt, params=params, arrival=float(i))
+        world.scheduler.submit(request)
+    world.drain()
+    world.scheduler.check()
+    assert len(world.ended) == 500
+    for name, request in world.requests.items():
+        assert (world.outputs[name, 0], world.ended[name, 0]) == alone(request, 0)
+    assert counts and max(counts.values()) <= 4
+    swaps, preemptions = world.scheduler.stats.swaps, world.scheduler.stats.preemptions
+    assert swaps == {"recompute": 0, "swap": preemptions}.get(mode, swaps)

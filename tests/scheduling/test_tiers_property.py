@@ -1,0 +1,31 @@
+"""Random life over tiers that are slow, small and lose pages: nobody's tokens change, and nothing leaks."""
+
+import pytest
+from test_scheduler_property import FULL, WINDOW, World, live
+
+from quire.types.fake_tiers import FakeTiers
+from quire.types.transfer import TierSpec
+
+HOST = TierSpec("host", 40)
+DISK = TierSpec("disk", 120, kept=True)
+REMOTE = TierSpec("remote", 0, kept=True)
+
+WORLDS = [
+    pytest.param((FULL,), (HOST,), 1, "lru", 0.0, id="host"),
+    pytest.param((FULL,), (HOST, DISK), 2, "cost", 0.1, id="host-disk-lossy"),
+    pytest.param((FULL, WINDOW), (HOST, DISK, REMOTE), 2, "lfu", 0.1, id="all-two-groups-lossy"),
+    pytest.param((FULL,), (REMOTE,), 1, "lru", 0.9, id="remote-mostly-lost"),
+]
+
+
+@pytest.mark.parametrize(("groups", "tiers", "depth", "policy", "losses"), WORLDS)
+def test_random_life_over_tiers(groups, tiers, depth, policy, losses):
+    fakes = FakeTiers(tiers, max(g.tokens_per_page for g in groups), seed=3, losses=losses)
+    pages = 60 if len(groups) > 1 else 40
+    world = World(groups, policy="fcfs", depth=depth, seed=11, pages=pages, tiers=fakes, kv_policy=policy)
+    live(world, "fcfs", True, 6_000)
+    found = {tier.name: tier for tier in world.scheduler.snapshot().tiers}
+    first = found[tiers[0].name]
+    assert first.pages_out > (5 if losses > 0.5 else 100) and sum(tier.hit_tokens for tier in found.values()) > 20
+    assert (sum(tier.missed for tier in found.values()) > 0) == (losses > 0)
+    assert not world.scheduler.paging.moving
