@@ -159,7 +159,8 @@ def train(heads: Heads, answers: list[Answer], *, epochs: int, rate: float, posi
                 schedule.step()
             losses.append(loss.item())
             batch = []
-        print(f"epoch {epoch + 1}: loss {sum(losses) / len(losses):.3f}, {time.perf_counter() - began:.0f} s", flush=True)
+        mean, seconds = sum(losses) / len(losses), time.perf_counter() - began
+        print(f"epoch {epoch + 1}: loss {mean:.3f}, {seconds:.0f} s", flush=True)
 
 
 def main() -> None:
