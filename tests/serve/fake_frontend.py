@@ -207,6 +207,7 @@ def _branch(request: Request, branch: int, says: str | None) -> list[Delta]:
         delta = Delta(branch=branch, token_ids=[token], text="" if token == EOS else decoder.decode(bytes([token])))
         if params.logprobs is not None:
             delta.logprobs = [_scores(token, params.logprobs)]
+        delta.drafted_tokens, delta.accepted_tokens = index % 3, index % 3 and 1
         if index == 0:
             delta.cached_tokens = len(request.prompt) // 16 * 16
             if params.prompt_logprobs is not None and branch == 0:

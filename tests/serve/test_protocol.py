@@ -83,6 +83,13 @@ def test_completion_events_without_usage(http: httpx.Client) -> None:
     assert all("usage" not in event and event["object"] == "text_completion" for event in events)
 
 
+def test_usage_tells_which_guesses_were_right(http: httpx.Client) -> None:
+    usage = http.post(COMPLETIONS, json=completion(max_tokens=6, temperature=0)).json()["usage"]
+    details = usage["completion_tokens_details"]
+    assert usage["completion_tokens"] == 6
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (4, 2)
+
+
 def test_logprobs_of_half_characters(http: httpx.Client) -> None:
     body = completion(max_tokens=4, temperature=0, logprobs=6)
     whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]

@@ -23,7 +23,7 @@ TRIAL = 3  # steps of a trial
 FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
 
 
-class Pace:
+class Aim:
     """How guesses for one sequence have done, lately more than long ago."""
 
     __slots__ = ("asked", "found", "right", "wrong")
@@ -90,8 +90,8 @@ class DraftPolicy:
         price = costs.slope() * len(ready)  # of a guessed token, in drawn ones
         budgets, gain, cost = {}, 0.0, 0.0
         for seq in able:
-            pace = seq.pace = seq.pace or Pace()
-            rate, share = pace.rate, pace.found / pace.asked
+            aim = seq.aim = seq.aim or Aim()
+            rate, share = aim.rate, aim.found / aim.asked
             count, right = 0, rate
             while count < room and right > price:
                 count, gain, right = count + 1, gain + right * share, right * rate
@@ -110,6 +110,8 @@ class DraftPolicy:
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """A step is on its way, with the latest budgets or without any."""
+        if not plan.rows:
+            return
         guesses = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
             self._began[plan.step] = now, len(plan.rows), guesses
