@@ -59,7 +59,7 @@ def _text(content: Any) -> str:
     """A message's content as one text."""
     if isinstance(content, str) or content is None:
         return content or ""
-    parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
     if not all(isinstance(part, str) for part in parts):
         raise InputError("a message may hold text only, no images or other media", param="messages")
     return "\n".join(parts)
