@@ -75,7 +75,7 @@ def record(model: str, count: int, length: int, seed: int) -> tuple[list[Answer]
             if isinstance(message, Events):
                 left -= sum(event.finish is not None for event in message.events)
     with torch.inference_mode():
-        head = executor.model.logits(torch.eye(executor.model.spec.hidden)).float().T.clone()
+        head = executor.model.logits(torch.eye(executor.model.spec.hidden)).float().T.contiguous()
     link.close()
     kept = [(tokens, states) for tokens, states in recorder.answers.values() if len(tokens) > 8]
     answers = [Answer(torch.tensor(tokens), torch.cat(states)) for tokens, states in kept]

@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from quire.generation.heads import AHEAD, WINDOW, EagleDrafter, MedusaHeads
 from quire.types.seams import DraftContext
 
+BLOCK = 4096  # rows recorded together
+
 
 class MedusaProposer:
     def __init__(self, heads: MedusaHeads):
@@ -119,6 +121,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
+        self._block = torch.empty(0, 0)  # rows go into large blocks: small ones among a step's tensors tear up the heap
+        self._used = 0
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
         return [[] for _ in contexts]
@@ -127,7 +131,15 @@ class Recorder:
         known, states = self.answers.setdefault(context.admit.key, ([], []))
         if context.hidden is not None and len(context.hidden) == len(tokens):
             known += tokens
-            states.append(context.hidden.float().clone())
+            states.append(self._stored(context.hidden))
 
     def forget(self, context: DraftContext) -> None:
         pass
+
+    def _stored(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._used + len(rows) > len(self._block):
+            self._block = torch.empty(BLOCK, rows.shape[-1])
+            self._used = 0
+        place = self._block[self._used : self._used + len(rows)]
+        self._used += len(rows)
+        return place.copy_(rows)
