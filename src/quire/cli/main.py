@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from quire.cli import batch, bench, chat, doctor, keys, models, serve
+from quire.cli import batch, bench, cache, chat, doctor, keys, models, serve
 from quire.types.errors import QuireError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ batch.register(app)
 models.register(app)
 doctor.register(app)
 app.add_typer(keys.app, name="keys")
+app.add_typer(cache.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.link import Link, open_link
+from quire.types.cache import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
@@ -28,6 +29,8 @@ from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 from quire.types.wire import (
     Abort,
+    Cache,
+    Cached,
     Events,
     FinishAt,
     GetStats,
@@ -177,7 +180,14 @@ class AsyncClient:
         if reply.error or reply.message:
             raise from_wire(reply.error, reply.message)
 
-    async def _ask(self, message: GetView | GetTimelines | Power) -> Any:
+    async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
+        """Look at the KV cache, or change it; of an export, the bundle too."""
+        reply: Cached = await self._ask(Cache(order))
+        if reply.report is None:
+            raise from_wire(reply.error, reply.message)
+        return reply.report, reply.data
+
+    async def _ask(self, message: GetView | GetTimelines | Power | Cache) -> Any:
         self._require_alive()
         future: asyncio.Future[Any] = self._loop.create_future()
         self._asked.append(future)
@@ -274,7 +284,7 @@ class AsyncClient:
                 future = self._stats.pop(0)
                 if not future.done():
                     future.set_result(message.stats)
-            elif isinstance(message, View | Timelines | Powered):
+            elif isinstance(message, View | Timelines | Powered | Cached):
                 asked = self._asked.pop(0)
                 if not asked.done():
                     asked.set_result(message)

@@ -11,8 +11,10 @@ from collections import deque
 
 import msgspec
 
+from quire.engine.cache import carry_out
 from quire.engine.preparing import Preparing
 from quire.scheduling import Scheduler
+from quire.types.cache import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
@@ -38,6 +40,7 @@ class EngineCore:
             self.capacity,
             prefix_cache=options.cache.prefix_cache,
             kv_policy=options.cache.kv_policy,
+            session_quota=options.cache.session_quota,
         )
         self._preparing = Preparing(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
@@ -114,10 +117,17 @@ class EngineCore:
     def timelines(self, request_id: str) -> list[Timeline]:
         return self.scheduler.timelines(request_id)
 
+    def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
+        return carry_out(self, order)
+
+    def flush(self) -> None:
+        """Begin transfers that wait for the next plan now."""
+        plan = StepPlan(step=0)
+        self.scheduler.paging.directory.hand_over(plan)
+        if plan.transfers or plan.drops:
+            self.executor.submit(plan)
+
     def close(self) -> None:
         self._tickets.clear()
-        last = StepPlan(step=0)  # pages that were about to go to a tier that outlives the engine still go there
-        self.scheduler.paging.directory.hand_over(last)
-        if last.transfers:
-            self.executor.submit(last)
+        self.flush()  # pages that were about to go to a tier that outlives the engine still go there
         self.executor.close()

@@ -30,6 +30,8 @@ from quire.types.request import FinishReason
 from quire.types.wire import (
     MAX_FRAME,
     Abort,
+    Cache,
+    Cached,
     EngineInfo,
     Events,
     Failed,
@@ -102,6 +104,11 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         except QuireError as error:
             return [Powered(type(error).__name__, str(error))]
         return [Powered()]
+    elif isinstance(message, Cache):
+        try:
+            return [Cached(*core.cache(message.order))]
+        except QuireError as error:
+            return [Cached(error=type(error).__name__, message=str(error))]
     elif isinstance(message, Reset):
         core.reset()
     return []

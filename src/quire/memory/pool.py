@@ -89,11 +89,25 @@ class PagePool:
                         self._idle[page] = None
         return last
 
-    def forget_idle(self) -> None:
-        """Drop all cached content; pages in use stay valid for their holders."""
+    def forget_keys(self, keys: Iterable[Key]) -> int:
+        """Drop this content where nobody uses it; how many pages that frees."""
+        count = 0
+        for group, name in keys:
+            for page in self.index.run(group, [name]):
+                if page in self._idle:
+                    del self._idle[page]
+                    self.index.forget(page)
+                    self._blank.append(page)
+                    count += 1
+        return count
+
+    def forget_idle(self) -> int:
+        """Drop all cached content, and say how many pages; those in use stay valid for their holders."""
+        count = len(self._idle)
         self._blank.extend(self._idle)
         self._idle.clear()
         self.index.clear()
+        return count
 
     def _evict(self) -> int:
         page, _ = self._idle.popitem(last=False)

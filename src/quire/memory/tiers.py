@@ -52,6 +52,7 @@ class Directory:
         self._queue: dict[tuple[str, str], Transfer] = {}  # not yet in a plan, by way
         self._drops: dict[str, list[Key]] = {}
         self._moving: dict[int, Transfer] = {}
+        self._pins: dict[Key, float] = {}  # until when, wherever they are
         self._unwanted: set[Key] = set()  # cheaper to compute again than to move
 
     @property
@@ -183,6 +184,7 @@ class Directory:
             worth = self.costs.compute(1) or 0.0
             for key in moved:
                 tier.holds.add(key, worth)
+                tier.holds.pin(key, self._pins.get(key, 0.0))
             tier.stats.bytes_in += len(moved) * self._page_bytes
             tier.stats.save_seconds += done.seconds
             tier.stats.failed += len(lost)
@@ -208,8 +210,11 @@ class Directory:
     # ---- by hand --------------------------------------------------------------------------------------------
 
     def pin(self, keys: Iterable[Key], until: float) -> None:
-        """Keep pages in whatever tier they are in."""
+        """Keep pages in whatever tier they are in, or come to."""
+        if len(self._pins) > REMEMBERED:
+            self._pins = {key: end for key, end in self._pins.items() if end > self.now}
         for key in keys:
+            self._pins[key] = until
             for tier in self.tiers:
                 tier.holds.pin(key, until)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace as with_fields
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -26,7 +27,7 @@ from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe,
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.runtime.tiers.opening import Tiers, fingerprint, open_tiers
 from quire.runtime.transfers import Transfers
-from quire.types.config import EngineOptions
+from quire.types.config import CacheOptions, EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
@@ -91,7 +92,10 @@ class LocalExecutor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._runner: ModelRunner | None = None
         self._transfers: Transfers | None = None
-        self._tiers = self._open_tiers(options, source)
+        model, device = options.model, options.device
+        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
+        self.kind = fingerprint(source, repr(how)).hex()
+        self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
@@ -136,14 +140,23 @@ class LocalExecutor:
         self._runner.write_pages(*self._saved)
         self._saved = ([], None)
 
-    def _open_tiers(self, options: EngineOptions, source: WeightSource) -> Tiers:
-        cache = options.cache
+    def _open_tiers(self, cache: CacheOptions) -> Tiers:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
             return Tiers()
-        model, device = options.model, options.device
-        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
-        kind = fingerprint(source, repr(how)) if cache.kv_disk or cache.kv_remote else b""
-        return open_tiers(cache, self.layout, kind, pinned=self.device.type == "cuda")
+        return open_tiers(cache, self.layout, bytes.fromhex(self.kind), pinned=self.device.type == "cuda")
+
+    def read_pages(self, pages: list[int]) -> list[bytes]:
+        content = self._in_order(lambda runner: runner.read_pages(pages))
+        return [page.numpy().tobytes() for page in content]
+
+    def write_pages(self, pages: list[int], content: list[bytes]) -> None:
+        stacked = torch.frombuffer(bytearray(b"".join(content)), dtype=torch.uint8).view(len(pages), -1)
+        self._in_order(lambda runner: runner.write_pages(pages, stacked))
+
+    def _in_order(self, work: Callable[[ModelRunner], Any]) -> Any:
+        """Between the steps submitted so far and those that follow."""
+        assert self._runner is not None, "start() comes first"
+        return work(self._runner) if self._thread is None else self._thread.submit(work, self._runner).result()
 
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)

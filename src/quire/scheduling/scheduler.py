@@ -26,6 +26,7 @@ from quire.scheduling.policies import make_policy
 from quire.scheduling.pressure import Pressure
 from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.sessions import Sessions
 from quire.scheduling.speculation import DraftPolicy
 from quire.scheduling.view import picture
 from quire.types.config import SchedulerOptions
@@ -47,6 +48,7 @@ class Scheduler:
         *,
         prefix_cache: bool = True,
         kv_policy: str = "lru",
+        session_quota: float = 0.25,
     ):
         self.capacity = capacity
         self.policy = make_policy(options)
@@ -61,6 +63,7 @@ class Scheduler:
         self.stats = EngineStats(pages_total=self.memory.pool.total)
         directory = Directory(capacity.tiers, self.memory.index, layout.page_bytes, kv_policy)
         self.paging = Paging(self.memory, directory, self.stats, options.preempt)
+        self.sessions = Sessions(self.memory, directory, session_quota)
         self.diary = Diary(self.memory, self.stats)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
@@ -142,7 +145,8 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
-        self.diary.now = now
+        self.diary.now = self.paging.directory.now = now
+        self.sessions.expire(now)
         flight = Flight(self._step)
         budget = self._catch_up(flight, now)
         self._seat(flight)
@@ -230,7 +234,7 @@ class Scheduler:
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
-            if self.paging.let_go():
+            if self.paging.let_go() or self.sessions.let_go():
                 continue
             if self._pages_returning():
                 return None
@@ -291,7 +295,9 @@ class Scheduler:
                 continue
             count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
             spare = self._pressure.spare if self._running and not only else 0
-            if not self._start(flight, seq, hit, count, reserve, spare):
+            while not (fits := self._start(flight, seq, hit, count, reserve, spare)) and self.sessions.let_go():
+                hit = self.memory.lookup(seq.table, reusable(seq))
+            if not fits:
                 break
             admitted.add(seq)
             budget -= self._pace.cost(hit.tokens, count)
@@ -485,6 +491,10 @@ class Scheduler:
 
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
         """End a sequence and tell of it."""
+        request = seq.request
+        if request.session and seq.status is Status.RUNNING and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, request.salt)
+            self.sessions.keep(request.session, request.salt, seq.table, self.diary.now + request.hold)
         self._retire(seq)
         self.diary.ended(seq, reason)
         if all(s.status is Status.FINISHED for s in self._requests[seq.request.id]):
@@ -537,6 +547,8 @@ class Scheduler:
             events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
+        while self.sessions.let_go():
+            pass
         self.memory.pool.forget_idle()
         self.paging.directory.forget()
         return events
@@ -545,6 +557,8 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
+        while self.sessions.let_go():
+            pass
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
@@ -589,7 +603,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([*(s.table for s in holders), *self.paging.tables()])
+        self.memory.check([*(s.table for s in holders), *self.paging.tables(), *self.sessions.tables()])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
@@ -598,5 +612,5 @@ class Scheduler:
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
-        if not self._requests and not self._flights and not self.paging.tables():
+        if not self._requests and not self._flights and not self.paging.tables() and not self.sessions.tables():
             assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

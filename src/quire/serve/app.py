@@ -23,6 +23,7 @@ from quire.observe.metrics import Metrics
 from quire.serve import (
     anthropic,
     batches,
+    cache,
     chat,
     completions,
     dashboard,
@@ -79,6 +80,7 @@ ADMIN_ONLY: list[Router] = [
     explain.router,
     live.router,
     power.router,
+    cache.router,
 ]
 
 

@@ -26,6 +26,8 @@ class Context:
     key: Key
     salt: str = ""  # of the key; prefixes are shared within it
     permit: Permit | None = None
+    session: str = ""  # whose pages stay for a while after the answer
+    hold: float = 0.0  # ... so many seconds
     traceparent: str = ""  # of the caller's trace, as W3C writes it
 
     def salted(self, given: str) -> str:

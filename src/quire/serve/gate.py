@@ -76,13 +76,17 @@ class Gate:
         return context_of(self.serving, key, scope["quire.request_id"], dict(scope["headers"]), works=works)
 
 
+def salt_of(serving: Serving, key: Key) -> str:
+    """What keeps a key's cached prefixes apart from others', from start to start."""
+    if serving.keys.open or not serving.options.cache_salt:
+        return ""
+    return hashlib.blake2b(key.name.encode(), key=key.digest, digest_size=16).hexdigest()
+
+
 def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes, bytes], *, works: bool) -> Context:
     """What is known of a request that `key` let in; if it `works`, with a place from admission."""
-    salt = ""
-    if serving.options.cache_salt and not serving.keys.open:
-        salt = hashlib.blake2b(key.name.encode(), key=serving.salt_key, digest_size=16).hexdigest()
     traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
-    context = Context(request_id, key, salt, traceparent=traceparent)
+    context = Context(request_id, key, salt_of(serving, key), traceparent=traceparent)
     if works:
         if (trouble := serving.frontend.client.trouble()) is not None:
             raise EngineDeadError(trouble)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 __all__ = ["Collected", "Generation", "Serving", "check", "collect", "off_loop", "price", "sampling_params"]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
+SESSION_TTL = 300.0  # seconds that a session's pages are kept where the caller does not say
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
 
@@ -63,8 +63,6 @@ class Serving:
     lag: LagMonitor
     fingerprint: str
     created: int
-    # Salts are of this server's life only, like the cache itself.
-    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
 
     @property
     def max_body(self) -> int:
@@ -79,6 +77,10 @@ def check(serving: Serving, body: GenerationRequest) -> None:
     """Refuse, before any work, what can be seen from the body alone."""
     serving.check_model(body.model)
     refuse_unsupported(body)
+    if body.session_id:
+        context = current()
+        context.session = body.session_id
+        context.hold = SESSION_TTL if body.session_ttl is None else body.session_ttl
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
@@ -166,6 +168,7 @@ class Generation:
             raise DeadlineError(f"the deadline of {allowed} ms passed before the request could be queued")
         for request in self.requests:
             request.salt = context.salted(request.salt)
+            request.session, request.hold = context.session, context.hold
             request.deadline = time.monotonic() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info

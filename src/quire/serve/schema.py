@@ -77,6 +77,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
     deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
+    session_id: Annotated[str, extension("keep this conversation's pages when the answer has ended")] | None = None
+    session_ttl: Annotated[float, extension("for so many seconds (300)", gt=0, le=86_400)] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
     guided_json: Annotated[dict[str, Any], extension("the answer keeps to a JSON schema")] | None = None
     guided_regex: Annotated[str, extension("the answer matches a regular expression")] | None = None

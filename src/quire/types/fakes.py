@@ -109,6 +109,7 @@ class FakeExecutor:
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: dict[tuple[int, int], int] = {}  # (page, offset) → digest
+        self._taken: dict[bytes, dict[int, int]] = {}
 
     def start(self) -> Capacity:
         return self.capacity
@@ -219,6 +220,21 @@ class FakeExecutor:
 
     def wake(self) -> None:
         pass
+
+    kind = "fake"
+
+    def read_pages(self, pages: list[int]) -> list[bytes]:
+        """A page's bytes name a copy of its entries."""
+        taken = []
+        for page in pages:
+            name = len(self._taken).to_bytes(8, "little").ljust(self.layout.page_bytes, b".")
+            self._taken[name] = {i: digest for (p, i), digest in self._kv.items() if p == page}
+            taken.append(name)
+        return taken
+
+    def write_pages(self, pages: list[int], content: list[bytes]) -> None:
+        for page, name in zip(pages, content, strict=True):
+            self._kv.update({(page, i): digest for i, digest in self._taken[name].items()})
 
     def close(self) -> None:
         self._slots.clear()

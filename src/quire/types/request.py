@@ -26,6 +26,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
+    session: str = ""  # whose pages stay for a while after its end
+    hold: float = 0.0  # ... so many seconds
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.cache import CacheOrder, CacheReport
 from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -45,6 +46,19 @@ class Executor(Protocol):
         ...
 
     def wake(self) -> None: ...
+
+    @property
+    def kind(self) -> str:
+        """Equal where the contents of pages are interchangeable."""
+        ...
+
+    def read_pages(self, pages: list[int]) -> list[bytes]:
+        """What device pages hold after the steps submitted so far."""
+        ...
+
+    def write_pages(self, pages: list[int], content: list[bytes]) -> None:
+        """Fill device pages that no step uses."""
+        ...
 
     def close(self) -> None: ...
 
@@ -156,6 +170,10 @@ class EngineClient(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def power(self, *, asleep: bool) -> None: ...
+
+    async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
+        """Look at the KV cache, or change it; of an export, the bundle too."""
+        ...
 
     async def view(self) -> EngineView: ...
 

@@ -1,14 +1,15 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Power, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Powered, Failed (the engine
-died), Heartbeat (when there was nothing else to say for a while).
+Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Power, Cache, Reset, Shutdown.
+Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Powered, Cached, Failed
+(the engine died), Heartbeat (when there was nothing else to say for a while).
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from quire.types.cache import CacheOrder, CacheReport
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
 from quire.types.timeline import Timeline
@@ -51,6 +52,12 @@ class Power(msgspec.Struct, tag=True):
     asleep: bool
 
 
+class Cache(msgspec.Struct, tag=True):
+    """An order to the KV cache; answered by Cached."""
+
+    order: CacheOrder
+
+
 class Reset(msgspec.Struct, tag=True):
     """Forget all cached prefixes and start counters anew (benchmarks)."""
 
@@ -80,6 +87,13 @@ class Timelines(msgspec.Struct, tag=True):
 
     request: str
     timelines: list[Timeline]
+
+
+class Cached(msgspec.Struct, tag=True):
+    report: CacheReport | None = None
+    data: bytes = b""
+    error: str = ""
+    message: str = ""
 
 
 class Powered(msgspec.Struct, tag=True):
@@ -114,5 +128,5 @@ class EngineInfo(msgspec.Struct):
     slots: int = 0  # sequences that run at once; 0: not known
 
 
-ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Power | Reset | Shutdown
-ToClient = Ready | Events | Stats | View | Timelines | Powered | Heartbeat | Failed
+ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Power | Cache | Reset | Shutdown
+ToClient = Ready | Events | Stats | View | Timelines | Powered | Cached | Heartbeat | Failed
