@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+from quire.engine.inputs import branches_of
 from quire.text.reasoning import ReasoningReader
 from quire.text.tool_formats import HERMES
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
@@ -140,7 +141,8 @@ class FakeFrontend:
         if len(tokens) >= CONTEXT:
             raise ContextLengthError(f"the prompt has {len(tokens)} tokens but the context holds {CONTEXT}")
         params.check_vocabulary(VOCAB)
-        request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt)
+        params, keep = branches_of(params)
+        request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt, keep=keep)
         self.requests.append(request)
         return request
 

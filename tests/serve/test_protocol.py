@@ -220,7 +220,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion([1.5]), "prompt[0]", "invalid_type"),
     (COMPLETIONS, completion([2**70]), "prompt[0]", "invalid_value"),
     (COMPLETIONS, completion(["a"] * 1025), "prompt", "invalid_value"),
-    (COMPLETIONS, completion(best_of=2), "best_of", "invalid_value"),
+    (COMPLETIONS, completion(best_of=2, stream=True), "best_of", "invalid_value"),
+    (COMPLETIONS, completion(best_of=1, n=2), "best_of", "invalid_value"),
     (COMPLETIONS, completion(suffix="x"), "suffix", "unsupported_parameter"),
     (COMPLETIONS, completion(min_tokens=9, max_tokens=3), "min_tokens", "invalid_value"),
 ]
