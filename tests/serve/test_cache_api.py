@@ -76,6 +76,20 @@ def test_an_exported_prefix_comes_back_with_import(server):
     assert refused.status_code == 400 and "damaged" in refused.text
 
 
+def test_pages_that_left_the_device_come_back_and_are_explained(server):
+    text = "What a tier has delivered, a request can tell. " * 16
+    cold = complete(server, prompt=text, max_tokens=8)["choices"][0]["text"]
+    ask(server, "drop", prompt=text, tiers=["device"])
+    warm = complete(server, prompt=text, max_tokens=8)
+    assert warm["choices"][0]["text"] == cold
+    (told,) = httpx.get(f"{server}/v1/requests/{warm['id']}/explain").json()["data"]
+    prefix = told["prefix"]
+    assert sum(prefix["tier_tokens"].values()) == prefix["cached_tokens"] >= 96 and prefix["saved_s"] > 0
+    assert prefix["moved_bytes"] == prefix["cached_pages"] * 368_640
+    metrics = httpx.get(f"{server.admin}/metrics").text
+    assert "quire_kv_tier_hit_tokens_total{" in metrics and 'tier="disk"' in metrics
+
+
 def test_sessions_keep_pages(server):
     complete(server, session_id="agent-7", session_ttl=30)
     sessions = httpx.get(f"{server.admin}/v1/cache").json()["sessions"]

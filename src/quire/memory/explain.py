@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from quire.memory.manager import Hit, KVManager, PageTable
+from quire.memory.tiers import Directory
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE
 from quire.types.timeline import PrefixOutcome
@@ -76,6 +77,19 @@ def page_map(memory: KVManager, owners: Iterable[PageTable]) -> TierPages:
     per_cell = -(-len(codes) // MAX_CELLS)
     cells = codes if per_cell == 1 else [max(codes[i : i + per_cell]) for i in range(0, len(codes), per_cell)]
     return TierPages("device", pool.total, pool.used, pool.cached, per_cell, cells)
+
+
+def tier_maps(directory: Directory) -> list[TierPages]:
+    """How full the tiers below the device are."""
+    maps = []
+    for tier in directory.tiers:
+        held = len(tier.holds)
+        total = max(tier.spec.pages or held, 1)
+        per_cell = -(-total // MAX_CELLS)
+        full = -(-held // per_cell)
+        cells = [CACHED] * full + [BLANK] * (-(-total // per_cell) - full)
+        maps.append(TierPages(tier.name, total, 0, held, per_cell, cells))
+    return maps
 
 
 def prefix_tree(memory: KVManager) -> list[PrefixNode]:

@@ -33,6 +33,9 @@ class Prefix(msgspec.Struct, kw_only=True):
     first_missing_tokens: list[int] | None  # positions from .. to, of the prompt
     reason: str
     explanation: str
+    tier_tokens: dict[str, int]  # of the cached tokens, those that came from each tier below the device
+    moved_bytes: int  # loaded for that
+    saved_s: float  # estimate: computing them would have taken so much longer
 
 
 class Chunk(msgspec.Struct):
@@ -151,6 +154,9 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         first_missing_tokens=[page * size, min(timeline.prompt, (page + 1) * size)] if missing else None,
         reason=reason.value,
         explanation=SENTENCES[reason],
+        tier_tokens=timeline.tiers,
+        moved_bytes=timeline.moved,
+        saved_s=timeline.saved,
     )
 
 

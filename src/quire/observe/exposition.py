@@ -94,6 +94,7 @@ class _Exposition(Collector):
         yield from self._counter("step_seconds", "Time the device was busy.", stats.step_seconds, shared=False)
         yield from self._counter("token_rows", "Token rows computed, padding included.", stats.rows, shared=False)
         yield from self._by("quire_token_rows_wasted", "Token rows computed in vain, by cause.", "cause", stats.waste)
+        yield from self._tiers(stats)
         yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
         yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)
         yield from self._histogram("request_decode_time_seconds", "First token to last.", stats.decode_time)
@@ -101,6 +102,30 @@ class _Exposition(Collector):
         yield from self._histogram(
             "step_tokens", "Tokens computed in a step.", stats.step_tokens, theirs="iteration_tokens_total"
         )
+
+    def _tiers(self, stats: EngineStats) -> Iterator[Metric]:
+        if not stats.tiers:
+            return
+        pages = GaugeMetricFamily("quire_kv_tier_pages", "KV pages in a tier.", labels=(*LABELS, "tier"))
+        for tier in stats.tiers:
+            pages.add_metric((*self.labels, tier.name), tier.pages)
+        yield pages
+        for field, help in (
+            ("hit_tokens", "Prompt tokens a tier delivered."),
+            ("bytes_in", "Bytes saved to a tier."),
+            ("bytes_out", "Bytes loaded from a tier."),
+            ("load_seconds", "Time loads from a tier took."),
+            ("missed", "Pages gone, damaged or foreign when asked for."),
+            ("skipped", "Pages not saved, too many were on their way."),
+            ("failed", "Pages a tier could not store."),
+        ):
+            values = {tier.name: getattr(tier, field) for tier in stats.tiers}
+            yield from self._by(f"quire_kv_tier_{field}", help, "tier", values)
+        waits = "Time in which only loads were under way."
+        yield from self._counter("kv_tier_wait_seconds", waits, stats.tier_waits, shared=False)
+        saved = "Estimated computing saved by tiers, loading subtracted."
+        yield from self._gauge("kv_tier_saved_seconds", saved, stats.tier_saved, shared=False)
+        yield from self._counter("kv_swaps", "Preemptions whose pages were kept.", stats.swaps, shared=False)
 
     def _energy(self, joules: Mapping[str, float], tokens: int) -> Iterator[Metric]:
         yield from self._by("quire_energy_joules", "Energy used since the server started, by meter.", "meter", joules)

@@ -589,6 +589,7 @@ class Scheduler:
             running=list(self._running),
             waiting=self._waiting,
             memory=self.memory,
+            directory=self.paging.directory,
             stats=self.snapshot(),
             capacity=self.capacity,
             steps=self.diary.steps,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from quire.memory.explain import page_map, prefix_tree
+from quire.memory.explain import page_map, prefix_tree, tier_maps
 from quire.memory.manager import KVManager
+from quire.memory.tiers import Directory
 from quire.scheduling.sequence import Sequence as Seq
 from quire.types.events import EngineStats
 from quire.types.plan import Capacity
@@ -21,6 +22,7 @@ def picture(
     running: Sequence[Seq],
     waiting: Iterable[Seq],
     memory: KVManager,
+    directory: Directory,
     stats: EngineStats,
     capacity: Capacity,
     steps: Iterable[tuple[int, int]],
@@ -34,7 +36,7 @@ def picture(
         page_size=memory.layout.groups[0].tokens_per_page,
         sequences=[_live(seq, now) for seq in shown],
         owners=[seq.key for seq in running],
-        tiers=[page_map(memory, [seq.table for seq in running])],
+        tiers=[page_map(memory, [seq.table for seq in running]), *tier_maps(directory)],
         prefixes=prefix_tree(memory),
         steps=list(steps),
     )
