@@ -18,7 +18,8 @@ from quire.types.plan import Capacity, StepPlan, StepResult
 DECAY = 0.9  # of what was seen of a sequence, with every guess
 PRIOR = (1.4, 0.6)  # right and wrong guesses before the first
 KEPT = 5  # latest measurements of a kind
-PLAIN_EVERY = 64  # steps with guesses before one without, to know what they replace
+PLAIN_EVERY = 64  # steps with guesses before some without, to know what they replace
+PLAIN_MOST = 4  # of those, unless one has been timed before
 TRIAL = 3  # steps of a trial
 FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
 
@@ -71,7 +72,8 @@ class DraftPolicy:
         self._costs: dict[int, _Costs] = {}
         self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
         self._last = 0.0
-        self._guessed = 0  # steps since the last without guesses
+        self._guessed = 0  # steps with guesses since one without was timed
+        self._plain = 0  # steps without guesses, to time one
         self._waited = 0  # steps since guesses last paid, or were last tried
         self._wait = FIRST_WAIT
         self._tried = 0  # steps of the trial under way
@@ -115,17 +117,21 @@ class DraftPolicy:
         guesses = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
             self._began[plan.step] = now, len(plan.rows), guesses
-        self._guessed = self._guessed + 1 if guesses else 0
         if not guesses:
             self._waited += 1
-        elif not self._trying:
-            self._waited = self._tried = 0
-            self._wait = FIRST_WAIT
-        else:
+            self._plain += 1
+            if self._plain >= PLAIN_MOST:
+                self._guessed = self._plain = 0
+            return
+        self._guessed += 1
+        if self._trying:
             self._tried += 1
             if self._tried == TRIAL:
                 self._waited = self._tried = 0
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
+        else:
+            self._waited = self._tried = 0
+            self._wait = FIRST_WAIT
 
     def landed(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """What a step took: since it was planned, or since the one before it ended."""
@@ -141,5 +147,6 @@ class DraftPolicy:
         if guesses:
             costs.guessing.append(seconds)
             costs.extra.append(offered)
-        else:
-            costs.plain.append(seconds)
+        elif not costs.plain or not self._overlapped or planned < before:
+            costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
+            self._guessed = self._plain = 0
