@@ -5,6 +5,8 @@ from typing import Literal
 
 import pytest
 
+from quire.types.errors import InputError
+
 pytestmark = pytest.mark.slow
 
 
@@ -114,6 +116,9 @@ def test_langchain_branches_and_conversations(counted):
     (first, _), (second, params) = counted.backend.asked
     assert second.tokens[: len(first.tokens)] == first.tokens, "it goes on from the tokens of the branch that was taken"
     assert params.n == 4
+    picture = HumanMessage([{"type": "image_url", "image_url": {"url": "data:,"}}])
+    with pytest.raises(InputError, match="text only"):
+        llm.invoke([picture])
 
 
 async def test_langchain_in_asyncio(model):

@@ -49,9 +49,9 @@ SETS = {
     "either": OneOf("a", "b") | Int(7, 9),
 }
 TEXTS = [
-    "", "a", "b", "a b", "ab", "abb", "aab", "abab", "a.", "a.x", "ab?", "b?", "[x]*", "a/b", "two\nlines", "~&#-", "7",
-    "10", "-12", "-13", "345", "346", "007", "-0", "0", "abc/12", "a/1", "one two", "one two three", "one  two", "abcde",
-    "cab", "é", "日本語",
+    "", "a", "b", "a b", "ab", "abb", "aab", "abab", "a.", "a.x", "ab?", "b?", "[x]*", "a/b", "two\nlines", "~&#-",
+    "7", "10", "-12", "-13", "345", "346", "007", "-0", "0", "abc/12", "a/1", "one two", "one two three", "one  two",
+    "abcde", "cab", "é", "日本語",
 ]  # fmt: skip
 
 

@@ -50,7 +50,7 @@ def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 def test_names_and_labels_that_existing_dashboards_ask_for() -> None:
     metrics = Metrics("m")
-    metrics.engine(EngineStats(pages_total=4, memory=7))
+    metrics.engine(EngineStats(pages_total=4, memory=7, drafted_tokens=9, accepted_tokens=6))
     found = exposed(metrics)
     assert set(VLLM) <= found.keys()
     for name in VLLM:
@@ -59,6 +59,8 @@ def test_names_and_labels_that_existing_dashboards_ask_for() -> None:
     assert {labels["finished_reason"] for labels, _ in found["vllm:request_success_total"]} >= {"stop", "length"}
     waste = {labels["cause"] for labels, _ in found["quire_token_rows_wasted_total"]}
     assert waste == {"recompute", "draft", "cancelled", "late", "overrun", "failed", "padding"}
+    guessed = [found[f"vllm:spec_decode_num_{kind}_tokens_total"][0][1] for kind in ("draft", "accepted")]
+    assert guessed == [9, 6]
     memory = {labels["process"]: value for labels, value in found["quire_process_memory_bytes"]}
     assert memory["engine"] == 7 and memory["api"] > 1 << 20
 

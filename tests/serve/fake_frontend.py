@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+from quire.engine.inputs import branches_of
 from quire.text.reasoning import ReasoningReader
 from quire.text.tool_formats import HERMES
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
@@ -140,7 +141,8 @@ class FakeFrontend:
         if len(tokens) >= CONTEXT:
             raise ContextLengthError(f"the prompt has {len(tokens)} tokens but the context holds {CONTEXT}")
         params.check_vocabulary(VOCAB)
-        request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt)
+        params, keep = branches_of(params)
+        request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt, keep=keep)
         self.requests.append(request)
         return request
 
@@ -207,6 +209,7 @@ def _branch(request: Request, branch: int, says: str | None) -> list[Delta]:
         delta = Delta(branch=branch, token_ids=[token], text="" if token == EOS else decoder.decode(bytes([token])))
         if params.logprobs is not None:
             delta.logprobs = [_scores(token, params.logprobs)]
+        delta.drafted_tokens, delta.accepted_tokens = index % 3, index % 3 and 1
         if index == 0:
             delta.cached_tokens = len(request.prompt) // 16 * 16
             if params.prompt_logprobs is not None and branch == 0:

@@ -73,6 +73,21 @@ def test_usage_counts_tokens_and_cached_ones(client: openai.OpenAI, model: str) 
     assert 16 <= usage.prompt_tokens_details.cached_tokens <= usage.prompt_tokens  # type: ignore[operator]
 
 
+def test_best_of_answers_with_the_likeliest(client: openai.OpenAI, model: str) -> None:
+    options: dict[str, Any] = {"model": model, "prompt": [PROMPT, "One, two,"], "max_tokens": 6, "seed": 3}
+    every = client.completions.create(**options, n=5, logprobs=1)
+    best = client.completions.create(**options, n=2, best_of=5, logprobs=1)
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    for prompt in range(2):
+        expected = sorted(every.choices[5 * prompt : 5 * prompt + 5], key=mean, reverse=True)[:2]
+        assert [c.text for c in best.choices[2 * prompt : 2 * prompt + 2]] == [c.text for c in expected]
+    assert [c.index for c in best.choices] == [0, 1, 2, 3]
+    assert best.usage is not None and best.usage.completion_tokens == every.usage.completion_tokens  # type: ignore[union-attr]
+
+
 def test_chat_streaming_equals_the_whole(client: openai.OpenAI, model: str) -> None:
     whole = client.chat.completions.create(model=model, messages=QUESTION, max_tokens=12, temperature=0)
     text, roles, finishes, usage = "", [], [], None

@@ -83,6 +83,13 @@ def test_completion_events_without_usage(http: httpx.Client) -> None:
     assert all("usage" not in event and event["object"] == "text_completion" for event in events)
 
 
+def test_usage_tells_which_guesses_were_right(http: httpx.Client) -> None:
+    usage = http.post(COMPLETIONS, json=completion(max_tokens=6, temperature=0)).json()["usage"]
+    details = usage["completion_tokens_details"]
+    assert usage["completion_tokens"] == 6
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (4, 2)
+
+
 def test_logprobs_of_half_characters(http: httpx.Client) -> None:
     body = completion(max_tokens=4, temperature=0, logprobs=6)
     whole = http.post(COMPLETIONS, json=body).json()["choices"][0]["logprobs"]
@@ -213,7 +220,8 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion([1.5]), "prompt[0]", "invalid_type"),
     (COMPLETIONS, completion([2**70]), "prompt[0]", "invalid_value"),
     (COMPLETIONS, completion(["a"] * 1025), "prompt", "invalid_value"),
-    (COMPLETIONS, completion(best_of=2), "best_of", "invalid_value"),
+    (COMPLETIONS, completion(best_of=2, stream=True), "best_of", "invalid_value"),
+    (COMPLETIONS, completion(best_of=1, n=2), "best_of", "invalid_value"),
     (COMPLETIONS, completion(suffix="x"), "suffix", "unsupported_parameter"),
     (COMPLETIONS, completion(min_tokens=9, max_tokens=3), "min_tokens", "invalid_value"),
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -161,3 +161,18 @@ def test_transformers_agrees_on_the_whole(byte_level: Tokenizer, theirs: Any) ->
     for _ in range(300):
         ids = [rng.randrange(byte_level.vocab_size) for _ in range(10)]
         assert stream(byte_level, [], ids, True, rng) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40), st.data())
+def test_covered_tokens_are_the_beginning_of_the_text(default_text: TextModel, text: str, data: st.DataObject) -> None:
+    """Of an answer cut anywhere, the tokens kept say exactly the characters they are said to, and no more fit."""
+    tokenizer = default_text.tokenizer
+    ids = tokenizer.encode_on(text, parse_special=False)
+    assume(tokenizer.decode(ids) == text)  # some characters this vocabulary cannot spell
+    cut = text[: data.draw(st.integers(0, len(text)))]
+    tokens, characters = tokenizer.covered([*ids, *tokenizer.eos_ids], cut)
+    assert tokenizer.decode(ids[:tokens]) == cut[:characters]
+    assert (tokens == len(ids)) if cut == text else characters <= len(cut)
+    following = [tokenizer.decode(ids[:more]) for more in range(tokens + 1, len(ids) + 1)]
+    assert not any(cut.startswith(said) and len(said) > characters for said in following)

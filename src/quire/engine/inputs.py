@@ -42,9 +42,7 @@ def prepare(
         check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
         raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
-    keep = params.n if params.best_of else 0
-    if keep:  # the best can be told by their log-probabilities
-        params = replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
+    params, keep = branches_of(params)
     params = replace(
         params,
         seed=secrets.randbits(62) if params.seed is None else params.seed,
@@ -60,6 +58,13 @@ def prepare(
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
     )
+
+
+def branches_of(params: SamplingParams) -> tuple[SamplingParams, int]:
+    """`best_of` as so many branches, of which n are kept: the best can be told by their log-probabilities."""
+    if not params.best_of:
+        return params, 0
+    return replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0), params.n
 
 
 def prepare_embedding(prompt: Prompt, pooling: str, **where: Any) -> Request:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -52,8 +53,10 @@ class Expanded:
 class Speculation:
     """What a worker knows of its sequences' tokens, and who guesses on."""
 
-    def __init__(self, proposer: Proposer, verify: Verify = verify):
+    def __init__(self, proposer: Proposer, verify: Verify = verify, *, hidden: bool = False):
+        """`hidden`: whether the proposer wants to see hidden states."""
         self._proposer = proposer
+        self.hidden = hidden
         self._contexts: dict[int, DraftContext] = {}
         self._verify = verify
 
@@ -106,9 +109,11 @@ class Speculation:
         right = self._verify(draft, drawn)
         return [*draft[:right], drawn[right]]
 
-    def observe(self, slot: int, position: int, tokens: Sequence[int]) -> None:
-        """These are the tokens of a slot from `position` on."""
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: Any = None) -> None:
+        """These are the tokens of a slot from `position` on, drawn (but those forced) from these hidden states."""
         context = self._contexts.get(slot)
         if context is not None and len(context.tokens) == position:
             context.tokens += tokens
+            context.hidden = hidden
             self._proposer.observe(context, tokens)
+            context.hidden = None

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from quire.engine.frontend import Frontend
 from quire.lang.state import State, Usage, settle
-from quire.types.errors import EngineDeadError, InputError
-from quire.types.grammar import GrammarSpec
+from quire.types.errors import EngineDeadError
 from quire.types.outputs import CompletionOutput, Delta
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
@@ -95,13 +94,4 @@ class InProcess:
             finish=out.finish_reason,
             logprobs=tuple(entry.logprob for entry in out.logprobs or ()),
             usage=usage + Usage(output_tokens=len(out.token_ids)),
-        )
-
-
-def refuse_grammar(grammar: GrammarSpec | None) -> None:
-    if grammar is not None:
-        raise InputError(
-            f"this server is not known to hold answers to a {grammar.kind} grammar; use a Quire server, or leave the "
-            "constraint out",
-            param="where",
         )

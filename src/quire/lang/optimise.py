@@ -37,9 +37,6 @@ class Task:
             prompt += [user(example.question), assistant(example.answer)]
         return prompt + user(question) + assistant(self.hole)
 
-    def answer(self, model: Model, question: str) -> str:
-        return str(self(model, question)[self.hole.name])
-
 
 Metric = Callable[[Example, str], float]
 

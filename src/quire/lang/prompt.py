@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar, overload
@@ -193,10 +193,6 @@ class Forks(Sequence[Prompt]):
 
     def __iter__(self) -> Iterator[Prompt]:
         return iter(self._prompts)
-
-    def sorted(self, key: Callable[[Prompt], float]) -> Forks:
-        """The best first."""
-        return Forks(sorted(self._prompts, key=key, reverse=True))
 
     def __await__(self) -> Generator[Any, None, Forks]:
         for prompt in self._prompts:

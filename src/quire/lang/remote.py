@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.lang.backend import Answer, refuse_grammar
+from quire.lang.backend import Answer
 from quire.lang.state import State, Usage, settle
 from quire.types import errors
 from quire.types.errors import InputError, QuireError
@@ -168,7 +168,7 @@ class PlainServer(Server):
         body = {"model": self._model, "max_tokens": params.max_tokens, **given}
         said = state.transcript
         if not said.chat:
-            refuse_grammar(params.grammar)
+            _refuse(params.grammar)
             return "/v1/completions", {**body, "prompt": said.text}
         if said.turns[-1] != ("assistant", ""):
             raise InputError("OpenAI's API begins answers itself: a hole must be all there is of the assistant's turn")
@@ -176,7 +176,7 @@ class PlainServer(Server):
             schema = {"name": "answer", "schema": json.loads(params.grammar.source), "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         else:
-            refuse_grammar(params.grammar)
+            _refuse(params.grammar)
         return "/v1/chat/completions", {**body, "messages": said.messages[:-1]}
 
     def _answer(self, choice: dict[str, Any], usage: Usage) -> Answer:
@@ -200,6 +200,15 @@ def _structured(grammar: GrammarSpec) -> dict[str, Any]:
         return {"json_object": True}
     parsed = json.loads(grammar.source) if grammar.kind in ("json_schema", "choice") else grammar.source
     return {GRAMMAR_FIELD[grammar.kind]: parsed}
+
+
+def _refuse(grammar: GrammarSpec | None) -> None:
+    if grammar is not None:
+        raise InputError(
+            f"this server is not known to hold answers to a {grammar.kind} grammar; use a Quire server, or leave the "
+            "constraint out",
+            param="where",
+        )
 
 
 def _share(total: int, parts: int, index: int) -> int:

@@ -33,6 +33,7 @@ MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are capt
 class StepOutput:
     logits: torch.Tensor  # [rows, vocabulary], of each row's last token
     best: torch.Tensor  # [rows], the greedy choice
+    hidden: torch.Tensor  # [rows, hidden], of each row's last token
 
 
 # rows table, tokens, counts, kv_lens, shared prefixes

@@ -11,6 +11,8 @@ from msgspec.structs import replace
 
 from quire.assets import resolve as find_model
 from quire.generation.grammars import GrammarStore
+from quire.generation.head_proposers import EagleProposer, MedusaProposer
+from quire.generation.heads import MedusaHeads, load_heads
 from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
 from quire.generation.speculation import Speculation
 from quire.model import Model, NativeModel, load_model
@@ -27,6 +29,8 @@ KINDS = {
     "ngram": (8, ""),
     "suffix": (8, ""),
     "draft": (4, "MODEL"),
+    "medusa": (3, "PATH"),
+    "eagle": (4, "PATH"),
     "synthetic": (4, "RATE"),
 }
 MOST = 16
@@ -98,6 +102,11 @@ def make_speculation(
         if model.device.type == "cuda":
             runner.capture()
         return Speculation(DraftModelProposer(runner, layout, own))
+    if kind in ("medusa", "eagle"):
+        spec = target.spec
+        heads = load_heads(kind, argument, hidden=spec.hidden, vocab=spec.vocab_size, device=target.device)
+        proposer = MedusaProposer(heads) if isinstance(heads, MedusaHeads) else EagleProposer(heads)
+        return Speculation(proposer, hidden=True)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
+from quire.generation.speculation import Speculation
 from quire.model import NativeModel, load_model
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
@@ -31,7 +32,7 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.seams import Grammar, Ticket, WeightSource
+from quire.types.seams import Grammar, Proposer, Ticket, WeightSource
 
 PATIENCE = 0.02  # seconds a plan without rows waits for a transfer
 
@@ -159,6 +160,12 @@ class LocalExecutor:
 
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)
+
+    def watch(self, proposer: Proposer) -> None:
+        """Show a proposer all that is drawn from now on, hidden states too; it is not asked for drafts unless plans
+        have budgets."""
+        assert self._runner is not None, "start() comes first"
+        self._runner.speculate(Speculation(proposer, hidden=True))
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._thread is None:

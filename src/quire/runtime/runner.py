@@ -54,7 +54,7 @@ class ModelRunner:
             device=device,
             draw=model.draw if isinstance(model, NativeModel) else None,
         )
-        self._speculation = speculation
+        self.speculate(speculation)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self._captured = CapturedSteps(
             self._last_logits,
@@ -69,6 +69,10 @@ class ModelRunner:
         invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
         if device.type == "cuda" and group is not None and group.window is None and not invariant:
             self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        self._speculation = speculation
+        self._shows_hidden = speculation is not None and speculation.hidden
 
     def close(self) -> None:
         self._grammars.close()
@@ -131,7 +135,7 @@ class ModelRunner:
             if rows != list(range(len(hidden))):
                 hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
             sampled = self._sample(plan, self.model.logits(hidden))
-        return Computed(sampled, scores, pooled)
+        return Computed(sampled, scores, pooled, hidden=hidden if self._shows_hidden else None)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -155,7 +159,10 @@ class ModelRunner:
             else:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         computed = output.logits.shape[0] if size[0] == size[1] else size[0]
-        return Computed(sampled, padding=computed - plan.tokens)
+        shown = None
+        if plan.samples and self._shows_hidden:  # the next replay writes over it: indexing copies
+            shown = output.hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
+        return Computed(sampled, padding=computed - plan.tokens, hidden=shown)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -170,10 +177,11 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
-        logits = self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
+        hidden = self.model.forward(input_ids, batch, self._kv, last=True)
+        logits = self.model.logits(hidden)
         chosen = best(logits)
         self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
-        return StepOutput(logits, chosen)
+        return StepOutput(logits, chosen, hidden)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
@@ -222,6 +230,7 @@ class Computed:
     scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     padding: int = 0
+    hidden: torch.Tensor | None = None  # [samples, hidden], what was drawn from; if somebody wants to know
 
 
 class PendingStep:
@@ -240,6 +249,7 @@ class PendingStep:
         self._grammars = grammars
         self._speculation = speculation
         self._padding = computed.padding
+        self._hidden = computed.hidden
         self._began = began
         sampled = computed.sampled
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
@@ -287,7 +297,8 @@ class PendingStep:
                 tokens = self._speculation.settled(draft, tokens)
             accepted = self._grammars.accept(sample.slot, sample.position, tokens)
             if self._speculation is not None:
-                self._speculation.observe(sample.slot, sample.position, accepted.tokens)
+                seen = self._hidden[begin : begin + accepted.drawn] if self._hidden is not None else None
+                self._speculation.observe(sample.slot, sample.position, accepted.tokens, seen)
             found.append(accepted)
         return found
 

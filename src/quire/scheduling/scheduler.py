@@ -440,8 +440,8 @@ class Scheduler:
 
     def _settle(self, seq: Sequence, offered: int, accepted: int) -> tuple[int, int]:
         """A step with guesses is over: KV is there as far as they were right, and pages beyond that go back."""
-        if seq.pace is not None:
-            seq.pace.learn(seq.drafts, offered, accepted)
+        if seq.aim is not None:
+            seq.aim.learn(seq.drafts, offered, accepted)
         self.diary.guessed(seq, offered, accepted)
         seq.computed += accepted
         if not self.policy.contiguous:

@@ -10,7 +10,7 @@ from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
 
 if TYPE_CHECKING:
-    from quire.scheduling.speculation import Pace
+    from quire.scheduling.speculation import Aim
 
 
 class Sequence:
@@ -21,10 +21,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "hit", "inflight", "key", "limit",
-        "log", "lost", "order", "pace", "pending", "pooled", "preempted", "priority", "prompt_len", "request", "rows",
-        "scores",
-        "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "hit", "inflight", "key",
+        "limit", "log", "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request",
+        "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -54,7 +53,7 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
-        self.pace: Pace | None = None  # how guesses of its tokens have done
+        self.aim: Aim | None = None  # how guesses of its tokens have done
         self.log: Timeline  # these four are the diary's
         self.rows = 0  # token rows computed for it that were not in vain
         self.lost = 0  # KV entries it had when it was preempted

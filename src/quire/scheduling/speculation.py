@@ -18,12 +18,13 @@ from quire.types.plan import Capacity, StepPlan, StepResult
 DECAY = 0.9  # of what was seen of a sequence, with every guess
 PRIOR = (1.4, 0.6)  # right and wrong guesses before the first
 KEPT = 5  # latest measurements of a kind
-PLAIN_EVERY = 64  # steps with guesses before one without, to know what they replace
+PLAIN_EVERY = 64  # steps with guesses before some without, to know what they replace
+PLAIN_MOST = 4  # of those, unless one has been timed before
 TRIAL = 3  # steps of a trial
 FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
 
 
-class Pace:
+class Aim:
     """How guesses for one sequence have done, lately more than long ago."""
 
     __slots__ = ("asked", "found", "right", "wrong")
@@ -71,7 +72,8 @@ class DraftPolicy:
         self._costs: dict[int, _Costs] = {}
         self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
         self._last = 0.0
-        self._guessed = 0  # steps since the last without guesses
+        self._guessed = 0  # steps with guesses since one without was timed
+        self._plain = 0  # steps without guesses, to time one
         self._waited = 0  # steps since guesses last paid, or were last tried
         self._wait = FIRST_WAIT
         self._tried = 0  # steps of the trial under way
@@ -90,8 +92,8 @@ class DraftPolicy:
         price = costs.slope() * len(ready)  # of a guessed token, in drawn ones
         budgets, gain, cost = {}, 0.0, 0.0
         for seq in able:
-            pace = seq.pace = seq.pace or Pace()
-            rate, share = pace.rate, pace.found / pace.asked
+            aim = seq.aim = seq.aim or Aim()
+            rate, share = aim.rate, aim.found / aim.asked
             count, right = 0, rate
             while count < room and right > price:
                 count, gain, right = count + 1, gain + right * share, right * rate
@@ -110,20 +112,26 @@ class DraftPolicy:
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """A step is on its way, with the latest budgets or without any."""
+        if not plan.rows:
+            return
         guesses = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
             self._began[plan.step] = now, len(plan.rows), guesses
-        self._guessed = self._guessed + 1 if guesses else 0
         if not guesses:
             self._waited += 1
-        elif not self._trying:
-            self._waited = self._tried = 0
-            self._wait = FIRST_WAIT
-        else:
+            self._plain += 1
+            if self._plain >= PLAIN_MOST:
+                self._guessed = self._plain = 0
+            return
+        self._guessed += 1
+        if self._trying:
             self._tried += 1
             if self._tried == TRIAL:
                 self._waited = self._tried = 0
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
+        else:
+            self._waited = self._tried = 0
+            self._wait = FIRST_WAIT
 
     def landed(self, plan: StepPlan, result: StepResult, now: float) -> None:
         """What a step took: since it was planned, or since the one before it ended."""
@@ -139,5 +147,6 @@ class DraftPolicy:
         if guesses:
             costs.guessing.append(seconds)
             costs.extra.append(offered)
-        else:
-            costs.plain.append(seconds)
+        elif not costs.plain or not self._overlapped or planned < before:
+            costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
+            self._guessed = self._plain = 0

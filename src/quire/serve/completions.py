@@ -48,9 +48,10 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 def completion_params(body: CompletionRequest) -> SamplingParams:
     n = 1 if body.n is None else body.n
-    if body.best_of not in (None, n):
-        raise InputError(f"best_of is supported only when equal to n ({n})", param="best_of")
-    params = sampling_params(body, logprobs=body.logprobs, grammar=grammar_of(body)[1])
+    if body.stream and body.best_of not in (None, n):
+        raise InputError("which choice is best is known at the end: best_of cannot be streamed", param="best_of")
+    best_of = body.best_of if body.best_of != n else None
+    params = sampling_params(body, best_of=best_of, logprobs=body.logprobs, grammar=grammar_of(body)[1])
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
@@ -136,16 +137,27 @@ class Writer:
         return scored_prompt(self.requests[number].prompt, self._scores.get(number, []))
 
 
+def kept(requests: list[EngineRequest], choices: list[Collected]) -> list[int]:
+    """Which choices the caller sees, in order: all, or with best_of the likeliest n of each prompt."""
+    every = range(len(choices))
+    found: list[int] = []
+    for number, request in enumerate(requests):
+        own = every[number * request.params.n : (number + 1) * request.params.n]
+        found += sorted(own, key=lambda i: -choices[i].likelihood)[: request.keep] if request.keep else own
+    return found
+
+
 def completion(
     serving: Serving, id: str, generation: Generation, choices: list[Collected], body: CompletionRequest
 ) -> bytes:
     writer = Writer(serving, body, generation.requests)
     for index, choice in enumerate(choices):
         writer.note(index, choice.prompt_logprobs)
-    out = []
-    for index, choice in enumerate(choices):
+    out: list[CompletionChoice] = []
+    for index in kept(generation.requests, choices):
+        choice = choices[index]
         text, logprobs = writer.piece(index, choice.text, choice.logprobs)
-        out.append(CompletionChoice(index, text, logprobs, choice.finish_reason.value))
+        out.append(CompletionChoice(len(out), text, logprobs, choice.finish_reason.value))
         if body.prompt_logprobs is not None:
             out[-1].prompt_logprobs = writer.prompt_logprobs(index)
         if body.return_token_ids:

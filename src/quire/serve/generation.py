@@ -281,6 +281,11 @@ class Collected:
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason = FinishReason.LENGTH
 
+    @property
+    def likelihood(self) -> float:
+        """Mean log-probability of its tokens, where asked for."""
+        return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
+
 
 async def collect(generation: Generation) -> list[Collected]:
     """Wait for every choice of the request."""

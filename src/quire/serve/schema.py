@@ -280,6 +280,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     prompt: str | list[str | Int | list[Int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: Annotated[Int, noted("only equal to n")] | None = None
+    best_of: Annotated[Int, noted("not with stream")] | None = None
     suffix: Annotated[Any, refused("")] = None
     return_token_ids: Annotated[bool, extension("token ids beside the text, to go on from them")] | None = None

@@ -125,15 +125,17 @@ class GrammarBackend(Protocol):
 
 class DraftContext:
     """A sequence as a proposer sees it. It lives as long as its slot is filled; a proposer may keep what it likes in
-    `state`."""
+    `state`. For those who ask for it, `hidden` holds, while they observe, the hidden states that tokens were drawn
+    from: one each, but none for tokens that a grammar forced."""
 
-    __slots__ = ("admit", "slot", "state", "tokens")
+    __slots__ = ("admit", "hidden", "slot", "state", "tokens")
 
     def __init__(self, admit: Admit):
         self.admit = admit
         self.slot = admit.slot
         self.tokens = list(admit.tokens)  # all that are known
         self.state: Any = None
+        self.hidden: Any = None
 
 
 class Proposer(Protocol):

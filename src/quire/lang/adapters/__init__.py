@@ -6,7 +6,6 @@ goes on from its exact tokens. Refuses to know: engines, HTTP.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from quire.lang.model import Model
 from quire.lang.pieces import gen
 from quire.lang.prompt import Forks
 from quire.lang.state import Usage
+from quire.types.errors import InputError
 
 ANY_OBJECT = {"type": "object"}
 
@@ -56,8 +56,10 @@ def usage_of(branches: Forks) -> dict[str, int]:
 
 
 def _text(content: Any) -> str:
-    """A message's content as one text; what is no text is shown as JSON."""
+    """A message's content as one text."""
     if isinstance(content, str) or content is None:
         return content or ""
-    parts = [part.get("text") or json.dumps(part) if isinstance(part, Mapping) else str(part) for part in content]
+    parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if not all(isinstance(part, str) for part in parts):
+        raise InputError("a message may hold text only, no images or other media", param="messages")
     return "\n".join(parts)
