@@ -94,7 +94,7 @@ class LocalExecutor:
         self._transfers: Transfers | None = None
         model, device = options.model, options.device
         how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
-        self.kind = fingerprint(source, repr(how)).hex()
+        self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons

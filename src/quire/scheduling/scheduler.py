@@ -547,8 +547,7 @@ class Scheduler:
             events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
-        while self.sessions.let_go():
-            pass
+        self.sessions.clear()
         self.memory.pool.forget_idle()
         self.paging.directory.forget()
         return events
@@ -557,8 +556,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Forget cached prefixes and start the counters anew."""
-        while self.sessions.let_go():
-            pass
+        self.sessions.clear()
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0

@@ -62,6 +62,10 @@ class Sessions:
             self._let_go(oldest)
         return oldest is not None
 
+    def clear(self) -> None:
+        while self.let_go():
+            pass
+
     def expire(self, now: float) -> None:
         for session in [s for s in self._held.values() if s.until <= now]:
             self._let_go(session)

@@ -99,12 +99,12 @@ def _server(url: str | None, folder: DiskFolder | None) -> tuple[Any, bytes]:
     return client, folder.secret(secret) if folder is not None else secret
 
 
-def fingerprint(source: WeightSource, how: str) -> bytes:
+def fingerprint(source: WeightSource, how: str, *, weights: bool = True) -> bytes:
     """Tells models apart whose pages must not be mistaken for each other: description, shapes and a sample of every
-    tensor, and `how` they are computed, since that changes the last bits of a page."""
+    tensor (unless its `weights` are not used), and `how` they are computed, since that changes a page's last bits."""
     digest = hashlib.blake2b(how.encode(), digest_size=16)
     digest.update(msgspec.json.encode(source.metadata(), enc_hook=str, order="sorted"))
-    for name, info in sorted(source.tensors().items()):
+    for name, info in sorted(source.tensors().items()) if weights else ():
         digest.update(msgspec.msgpack.encode(info))
         data = source.read(name).reshape(-1)
         for start in (0, max(0, len(data) // 2), max(0, len(data) - SAMPLE)):
