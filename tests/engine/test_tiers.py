@@ -96,7 +96,7 @@ def test_damaged_pages_are_computed_again(prompts, expected, tmp_path):
         assert tiers(llm)["disk"].missed >= 5
 
 
-def test_pages_of_another_salt_or_precision_are_not_found(prompts, tmp_path):
+def test_pages_of_another_precision_are_not_found(prompts, tmp_path):
     with LLM(kv_pages=400, max_model_len=512, threads=1, kv_disk=f"{tmp_path}/kv") as llm:
         answers(llm, prompts[:1])
     with LLM(kv_pages=400, max_model_len=512, threads=1, kv_disk=f"{tmp_path}/kv", dtype="float32") as llm:

@@ -189,7 +189,8 @@ class Paging:
         if landing is None:
             return
         self._let_go(landing)
-        saved = (self.directory.costs.compute(sum(landing.tokens.values())) or 0.0) - landing.seconds
+        compute = self.directory.costs.compute(sum(landing.tokens.values()))
+        saved = 0.0 if compute is None else compute - landing.seconds
         self.stats.tier_saved += saved
         seq.log.saved += saved
         for name, tokens in landing.tokens.items():

@@ -64,6 +64,7 @@ class DiskFolder:
 
 class DiskTier(ThreadedTier):
     name = DISK
+    apart = True
 
     def __init__(self, folder: DiskFolder, seal: Seal, size: int, signal: threading.Event, *, fsync: bool = False):
         self._folder = folder

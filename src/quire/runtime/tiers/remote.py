@@ -44,6 +44,7 @@ def shared_secret(client: Any, offered: bytes = b"") -> bytes:
 
 class RemoteTier(ThreadedTier):
     name = REMOTE
+    apart = True
 
     def __init__(self, client: Any, seal: Seal, signal: threading.Event):
         self._client = client

@@ -1,7 +1,9 @@
 """What all stores share: a queue, a thread that works through it, answers for whoever polls.
 
-Gets and finds overtake puts and drops, since somebody waits for them; otherwise jobs keep their order. An error ends a
-job, never the thread. Refuses to know: what a store is made of.
+Gets and finds overtake puts and drops, since somebody waits for them; otherwise jobs keep their order. Where a page is
+replaced in one stroke they have a thread of their own. An error ends a job, never the thread.
+
+Refuses to know: what a store is made of.
 """
 
 from __future__ import annotations
@@ -19,26 +21,32 @@ log = logging.getLogger(__name__)
 
 QUIET = 30.0  # seconds between complaints about the same store
 _STOP = TierJob(-1, "stop", [])
+_Jobs = queue.PriorityQueue[tuple[int, int, float, TierJob]]  # (rank, order, submitted, job)
 
 
 class ThreadedTier:
     """`signal` is set whenever a job has ended."""
 
     name = "tier"
+    apart = False  # whether pages may be read while others, or the same, are written
 
     def __init__(self, signal: threading.Event):
         self._signal = signal
-        self._queue: queue.PriorityQueue[tuple[int, int, float, TierJob]] = queue.PriorityQueue()
+        self._queues = [_Jobs() for _ in range(2 if self.apart else 1)]  # the last takes what changes the store
         self._order = count()
         self._done: queue.SimpleQueue[TierDone] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
         self._complained = 0.0
-        self._thread = threading.Thread(target=self._work, name=f"quire-{self.name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, args=(jobs,), name=f"quire-{self.name}", daemon=True)
+            for jobs in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, job: TierJob) -> None:
-        urgent = 0 if job.kind in ("get", "find") else 1
-        self._queue.put((urgent, next(self._order), time.monotonic(), job))
+        rank = 0 if job.kind in ("get", "find") else 1
+        self._queues[-rank].put((rank, next(self._order), time.monotonic(), job))
 
     def poll(self) -> Sequence[TierDone]:
         found = []
@@ -53,12 +61,14 @@ class ThreadedTier:
         return []
 
     def close(self) -> None:
-        self._queue.put((2, next(self._order), 0.0, _STOP))
-        self._thread.join()
+        for jobs in self._queues:
+            jobs.put((2, next(self._order), 0.0, _STOP))
+        for thread in self._threads:
+            thread.join()
 
-    def _work(self) -> None:
+    def _work(self, jobs: _Jobs) -> None:
         while True:
-            _, _, began, job = self._queue.get()
+            _, _, began, job = jobs.get()
             if job is _STOP:
                 return
             done = [False] * len(job.keys)
