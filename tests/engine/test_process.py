@@ -8,6 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.types.errors import ConfigError, EngineDeadError
+from quire.types.wire import GetStats, Stats
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
@@ -35,3 +36,20 @@ def test_a_killed_engine_is_an_error_not_a_hang(default_model):
         for _ in stream:
             pass
     llm.close()
+
+
+def test_words_that_come_just_after_a_look_are_not_lost(default_model):
+    """A message that arrives between the poll that found nothing and the reading of the socket."""
+    with LLM("smollm2-135m", kv_memory="128M", process=True) as llm:
+        link = llm._link
+        poll = link._poller.poll
+
+        def too_early(milliseconds):
+            """Gives up, and then there is something to read."""
+            poll(60_000)
+            return []
+
+        link._poller.poll = too_early
+        link.send(GetStats())
+        assert [type(message) for message in link.receive(0.5)] == [Stats]
+        link._poller.poll = poll

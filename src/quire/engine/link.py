@@ -228,7 +228,8 @@ class ProcessLink:
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
             waited += slice_
-            if ready or (timeout is not None and waited >= timeout):
+            # What came after the poll gave up and before the socket was read must not wait, let alone be lost.
+            if ready or messages or (timeout is not None and waited >= timeout):
                 return messages
 
     def _drain(self) -> list[ToClient]:
