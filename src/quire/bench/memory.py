@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from quire.bench.offline import run_workload
+from quire.bench.offline import run_workload, stats_of
 from quire.bench.workloads import Workload, fixed, multi_turn
 from quire.engine.link import Link, open_link
 from quire.types.config import EngineOptions
@@ -20,7 +20,7 @@ from quire.types.errors import ConfigError, from_wire
 from quire.types.events import EngineStats
 from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
-from quire.types.wire import Events, GetStats, Reset, Stats, Submit
+from quire.types.wire import Events, Reset, Submit
 
 TIERS = ("off", "host", "host+disk", "remote")
 MODES = ("recompute", "swap", "auto")
@@ -31,7 +31,8 @@ def converse(link: Link, rounds: list[Workload]) -> tuple[float, list[list[int]]
     link.send(Reset())
     clients = len(rounds[0])
     said: list[list[int]] = [[] for _ in range(clients)]
-    turn, answers = [0] * clients, [[] for _ in range(clients)]  # type: list[int], list[list[int]]
+    answers: list[list[int]] = [[] for _ in range(clients)]
+    turn = [0] * clients
 
     def ask(client: int) -> None:
         fresh, length = rounds[turn[client]][client]
@@ -58,15 +59,7 @@ def converse(link: Link, rounds: list[Workload]) -> tuple[float, list[list[int]]
                         ask(client)
                     else:
                         left -= 1
-    return time.perf_counter() - began, answers, _stats(link)
-
-
-def _stats(link: Link) -> EngineStats:
-    link.send(GetStats())
-    while True:
-        for message in link.receive(None):
-            if isinstance(message, Stats):
-                return message.stats
+    return time.perf_counter() - began, answers, stats_of(link)
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: b
         _follow(link, traces, began)
         seconds = time.perf_counter() - began
     host = None if model is None else 1 - model[0] / seconds
-    return Run(seconds=seconds, traces=traces, stats=_stats(link), peak_memory=_peak_memory(), host_share=host)
+    return Run(seconds=seconds, traces=traces, stats=stats_of(link), peak_memory=_peak_memory(), host_share=host)
 
 
 def _follow(link: Link, traces: list[Trace], began: float) -> None:
@@ -108,7 +108,7 @@ def model_clock(link: Link) -> Iterator[list[float] | None]:
         del model.forward, model.logits  # the class's own again
 
 
-def _stats(link: Link) -> EngineStats:
+def stats_of(link: Link) -> EngineStats:
     link.send(GetStats())
     while True:
         for message in link.receive(None):

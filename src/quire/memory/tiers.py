@@ -226,7 +226,8 @@ class Directory:
                 gone = [key for key in (list(tier.holds) if keys is None else keys) if key in tier]
                 for key in gone:
                     tier.holds.remove(key)
-                self._drop(tier, gone) if gone else None
+                if gone:
+                    self._drop(tier, gone)
                 count += len(gone)
         return count
 

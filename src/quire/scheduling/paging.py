@@ -60,7 +60,7 @@ class Paging:
         self._of: dict[Sequence, Landing] = {}
         self._transfers: dict[int, Landing] = {}
         self._asking: dict[int, Sequence] = {}
-        self._asked: dict[Sequence, None] = {}  # that a shared tier has answered, or is being asked for
+        self._asked: set[Sequence] = set()  # that a shared tier has answered, or is being asked for
         self._looked: set[Sequence] = set()
         if self._on:
             memory.pool.leaving = directory.evict
@@ -117,7 +117,7 @@ class Paging:
         shared = [tier for tier in self.directory.tiers if not tier.spec.pages]
         if not shared or seq in self._asked:
             return False
-        self._asked[seq] = None
+        self._asked.add(seq)
         end = reusable(seq) - 1
         keys = [(g, n) for g, size in enumerate(self._sizes) for n in seq.table.hashes[g][tokens // size : end // size]]
         if not keys:
@@ -184,7 +184,7 @@ class Paging:
     def started(self, seq: Sequence) -> None:
         """The sequence has its pages: what was held for it, it now holds itself."""
         self._looked.discard(seq)
-        self._asked.pop(seq, None)
+        self._asked.discard(seq)
         landing = self._of.pop(seq, None)
         if landing is None:
             return
@@ -201,7 +201,7 @@ class Paging:
     def gone(self, seq: Sequence) -> None:
         """The sequence will not start any more."""
         self._looked.discard(seq)
-        self._asked.pop(seq, None)
+        self._asked.discard(seq)
         landing = self._of.pop(seq, None)
         if landing is not None:
             landing.owner = None
