@@ -164,7 +164,8 @@ class Paging:
     def finish(self, done: TransferDone) -> None:
         """A transfer has ended."""
         way = self.directory.finish(done)
-        self._asking.pop(done.id, None)
+        if done.id in self._asking:
+            self._looked.discard(self._asking.pop(done.id))  # there may be something to send for now
         landing = self._transfers.pop(done.id, None)
         if landing is None:
             return
