@@ -47,6 +47,7 @@ TOPICS = (
     "pepper soap candles bicycles cars planes boats roads towers schools markets libraries hospitals villages cities "
     "spring summer autumn night morning friendship courage patience laughter memory language writing cooking sewing"
 )
+UNSURE = 0.3  # directions are right from the start, confidence is to be earned
 DEPTHS = (1.0, 0.8, 0.6, 0.5)  # what a wrong guess so far ahead weighs
 
 
@@ -82,39 +83,43 @@ def record(model: str, count: int, length: int, seed: int) -> tuple[list[Answer]
     return answers, head, link.info.vocab_size
 
 
-def medusa_loss(heads: MedusaHeads, batch: list[Answer]) -> torch.Tensor:
-    hidden, tokens = torch.cat([a.hidden for a in batch]), torch.cat([a.tokens for a in batch])
-    losses = [
-        weight * F.cross_entropy(logits, ahead(heads, batch, i + 1), ignore_index=-1)
-        for i, (weight, logits) in enumerate(zip(DEPTHS, heads(hidden, tokens), strict=False))
-    ]
-    return torch.stack(losses).sum()
+class Lesson:
+    """A batch of positions, and what the model itself thinks comes at each of them."""
+
+    def __init__(self, batch: list[Answer], teacher: torch.Tensor):
+        self.hidden, self.tokens = torch.cat([a.hidden for a in batch]), torch.cat([a.tokens for a in batch])
+        self.at = torch.cat([torch.arange(len(a.tokens)) for a in batch])
+        self.left = torch.cat([torch.arange(len(a.tokens) - 1, -1, -1) for a in batch])
+        self._thought = (self.hidden @ teacher.T).softmax(-1)  # [n, words]
+
+    def loss(self, logits: torch.Tensor, distance: int) -> torch.Tensor:
+        """How far a guess of the word so many places on is from the model's own mind, where there is one."""
+        there = (self.left >= distance).nonzero().squeeze(-1)
+        return F.cross_entropy(logits[there], self._thought[there + distance])
+
+    def ahead(self, distance: int) -> torch.Tensor:
+        """The token so many places on; any, beyond the end."""
+        return self.tokens[(torch.arange(len(self.at)) + distance).clamp(max=len(self.at) - 1)]
 
 
-def eagle_loss(drafter: EagleDrafter, batch: list[Answer]) -> torch.Tensor:
+def medusa_loss(heads: MedusaHeads, lesson: Lesson) -> torch.Tensor:
+    guesses = zip(DEPTHS, heads(lesson.hidden, lesson.tokens), strict=False)
+    return torch.stack([weight * lesson.loss(logits, i + 1) for i, (weight, logits) in enumerate(guesses)]).sum()
+
+
+def eagle_loss(drafter: EagleDrafter, lesson: Lesson) -> torch.Tensor:
     """As it will be used: after the first token it reads its own states, not the model's."""
-    hidden, tokens = torch.cat([a.hidden for a in batch]), torch.cat([a.tokens for a in batch])
-    at = torch.cat([torch.arange(len(a.tokens)) for a in batch])
     back = torch.arange(WINDOW - 1, -1, -1)
-    valid = at[:, None] >= back  # [n, WINDOW]
-    joined, own = drafter.inputs(hidden, tokens)
-    pages = own[(torch.arange(len(at))[:, None] - back).clamp(min=0)]
+    valid = lesson.at[:, None] >= back  # [n, WINDOW]
+    joined, own = drafter.inputs(lesson.hidden, lesson.tokens)
+    pages = own[(torch.arange(len(own))[:, None] - back).clamp(min=0)]
     losses = []
     for depth, weight in enumerate(DEPTHS):
         state = drafter(joined, pages, depth, valid)
-        target = ahead(drafter, batch, depth + 1)
-        losses.append(weight * F.cross_entropy(drafter.logits(state), target, ignore_index=-1))
-        follow = torch.cat([F.pad(a.tokens[depth + 1 :], (0, depth + 1)) for a in batch])
-        joined, entries = drafter.inputs(state, follow)
+        losses.append(weight * lesson.loss(drafter.logits(state), depth + 1))
+        joined, entries = drafter.inputs(state, lesson.ahead(depth + 1))
         pages = torch.cat((pages, entries[:, None]), 1)
     return torch.stack(losses).sum()
-
-
-def ahead(heads: Heads, batch: list[Answer], distance: int) -> torch.Tensor:
-    """The word so many places on, at every place; -1 where there is none or it is no word of theirs."""
-    words = [F.pad(heads.words.places[a.tokens[distance:]], (0, distance), value=-1) for a in batch]
-    found = torch.cat(words)
-    return found.masked_fill(found == len(heads.words.ids), -1)
 
 
 def build(kind: str, answers: list[Answer], head: torch.Tensor, vocab: int, words: int) -> Heads:
@@ -133,14 +138,24 @@ def build(kind: str, answers: list[Answer], head: torch.Tensor, vocab: int, word
     with torch.no_grad():
         heads.words.head.weight.copy_(head[ids])
         heads.words.embed[:-1] = head[ids]
+        if isinstance(heads, EagleDrafter):  # begins with the two simply added up
+            heads.join.weight.copy_(torch.eye(hidden).repeat(1, 2) + 0.01 * torch.randn(hidden, 2 * hidden))
+            heads.norms[4].weight.fill_(UNSURE)
+        else:
+            heads.norms[0].weight.fill_(UNSURE)
+    # The model's own words need no learning, and a few answers would only spoil them.
+    heads.words.requires_grad_(False)
     return heads
 
 
-def train(heads: Heads, answers: list[Answer], *, epochs: int, rate: float, positions: int, seed: int) -> None:
+def train(
+    heads: Heads, answers: list[Answer], *, epochs: int, rate: float, positions: int, seed: int
+) -> None:
     rng, loss_of = random.Random(seed), medusa_loss if isinstance(heads, MedusaHeads) else eagle_loss
     total = sum(len(a.tokens) for a in answers)
     steps = epochs * total // positions + epochs
-    optimizer = torch.optim.AdamW(heads.parameters(), lr=rate, weight_decay=0.01)
+    teacher = heads.words.head.weight
+    optimizer = torch.optim.AdamW([p for p in heads.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, pct_start=0.1)
     began = time.perf_counter()
     for epoch in range(epochs):
@@ -150,7 +165,7 @@ def train(heads: Heads, answers: list[Answer], *, epochs: int, rate: float, posi
             batch.append(answer)
             if sum(len(a.tokens) for a in batch) < positions and number + 1 < len(answers):
                 continue
-            loss = loss_of(heads, batch)  # type: ignore[arg-type]
+            loss = loss_of(heads, Lesson(batch, teacher))  # type: ignore[arg-type]
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
@@ -168,12 +183,12 @@ def main() -> None:
     parser.add_argument("--kind", choices=("medusa", "eagle"), required=True)
     parser.add_argument("--out", required=True, help="safetensors file to write")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--prompts", type=int, default=400)
+    parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--length", type=int, default=128, help="longest answer")
     parser.add_argument("--words", type=int, default=4096, help="words it can guess")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--positions", type=int, default=512, help="of a training step")
+    parser.add_argument("--positions", type=int, default=256, help="of a training step")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     began = time.perf_counter()

@@ -1,6 +1,9 @@
-"""Fixtures shared by the whole suite. The default model is fetched, loaded and served once per run."""
+"""Fixtures shared by the whole suite. The default model is fetched once, loaded and served once per process."""
 
 import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes on the same cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 

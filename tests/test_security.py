@@ -23,9 +23,10 @@ UNSAFE_CALLS = {
     "os.system", "os.popen", "jinja2.Environment", "jinja2.Template", "Environment", "Template",
 }  # fmt: skip
 UNSAFE_WORDS = {"shell", "trust_remote_code", "allow_pickle"}
-# Whatever can follow a URL. Models are fetched by name, from the hub, by assets; the load generator has a URL to load.
+# Whatever can follow a URL. Models are fetched by name, from the hub, by assets; the load generator has a URL to load,
+# and a program in quire.lang is told by its author which server runs it.
 FETCHERS = {"urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "huggingface_hub", "ftplib"}
-MAY_FETCH = {"assets", "bench", "cli"}
+MAY_FETCH = {"assets", "bench", "cli", "lang"}
 
 
 UNWANTED = {"requests", "httpx", "aiohttp", "huggingface_hub", "torch", "dill", "cloudpickle"}

@@ -16,6 +16,7 @@ from typing import Any
 
 from quire.engine.link import Link
 from quire.engine.llm import LLM
+from quire.types.events import EngineStats
 from quire.types.sampling import SamplingParams
 
 NAMES = ("Ada", "Ben", "Cleo", "Dana", "Emil", "Fay", "Gus", "Hana", "Ivo", "June", "Kofi", "Lena", "Milo", "Nora")
@@ -31,6 +32,7 @@ class Figures:
 
     speeds: list[float] = field(default_factory=list)  # tokens per second after the first token, by round
     tokens: int = 0
+    drafts: int = 0
     drafted: int = 0
     accepted: int = 0
 
@@ -44,8 +46,18 @@ class Figures:
 
     @property
     def length(self) -> float:
-        """Tokens per step: those guessed right, and the one every step draws."""
+        """Tokens that a step with a guess came to: those guessed right, and the one every step draws."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+    @property
+    def per_step(self) -> float:
+        """Tokens per step, those without a guess among them."""
         return self.tokens / (self.tokens - self.accepted) if self.tokens else 0.0
+
+    def add(self, stats: EngineStats) -> None:
+        self.drafts += stats.drafts
+        self.drafted += stats.drafted_tokens
+        self.accepted += stats.accepted_tokens
 
 
 def edit(rng: Random) -> str:
@@ -76,6 +88,7 @@ def compare(
         answers: dict[str, list[list[int]]] = {}
         for name, llm in llms.items():
             encoded = [llm.text.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
+            llm.reset()
             results = [llm.generate(tokens, params)[0] for tokens in encoded]
             answers[name] = [result.outputs[0].token_ids for result in results]
             if number == 0:
@@ -85,8 +98,7 @@ def compare(
             seconds = sum(r.times.finished - r.times.first_token for r in results)
             figures.speeds.append(tokens / seconds)
             figures.tokens += tokens
-            figures.drafted += sum(r.outputs[0].drafted_tokens for r in results)
-            figures.accepted += sum(r.outputs[0].accepted_tokens for r in results)
+            figures.add(llm.stats())
         first = next(iter(answers.values()))
         for name, answer in answers.items():
             if answer != first:
@@ -104,12 +116,13 @@ def rows(workload: str, found: dict[str, Figures]) -> list[tuple[str, ...]]:
             f"{statistics.median(a / b for a, b in zip(figures.speeds, plain, strict=True)):.2f}x",
             f"{figures.acceptance:.0%} of {figures.drafted}" if figures.drafted else "-",
             f"{figures.length:.2f}",
+            f"{figures.per_step:.2f}",
         )
         for name, figures in found.items()
     ]
 
 
-HEADS = ("workload", "speculation", "speed", "to plain", "accepted", "tokens per step")
+HEADS = ("workload", "speculation", "speed", "to plain", "accepted", "accepted length", "tokens per step")
 
 
 def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
@@ -119,7 +132,8 @@ def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
             "speeds": f.speeds,
             "acceptance": f.acceptance,
             "drafted": f.drafted,
-            "tokens_per_step": f.length,
+            "accepted_length": f.length,
+            "tokens_per_step": f.per_step,
         }
         for name, f in found.items()
     }
@@ -138,7 +152,6 @@ def batched(link: Link, batch: int, *, n_in: int, n_out: int, rounds: int, seed:
             after = sum(sum(time > first for time in t.times) for t in run.traces)
             found.speeds.append(after / (end - first))
             found.tokens += run.stats.output_tokens - batch
-            found.drafted += run.stats.drafted_tokens
-            found.accepted += run.stats.accepted_tokens
+            found.add(run.stats)
     return found
 

@@ -86,6 +86,7 @@ class _Exposition(Collector):
         yield from self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
         yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)
         yield from self._counter("num_preemptions", "Sequences that lost their pages.", stats.preemptions)
+        yield from self._counter("spec_decode_num_drafts", "Guesses of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.drafted_tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
         yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)

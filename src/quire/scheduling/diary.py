@@ -101,6 +101,7 @@ class Diary:
         seq.rows += accepted
         seq.log.drafted += offered
         seq.log.accepted += accepted
+        self.stats.drafts += offered > 0
         self.stats.drafted_tokens += offered
         self.stats.accepted_tokens += accepted
 

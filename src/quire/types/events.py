@@ -69,6 +69,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
+    drafts: int = 0  # guesses, of one token or several
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right: steps saved
     preemptions: int = 0
@@ -101,6 +102,11 @@ class EngineStats(msgspec.Struct, kw_only=True):
     def acceptance(self) -> float:
         """Of the tokens guessed ahead, how many were right."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def accepted_length(self) -> float:
+        """Tokens that a step with a guess comes to: those guessed right, and the one every step draws."""
+        return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property
     def kv_waste(self) -> float:
