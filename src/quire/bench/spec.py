@@ -122,7 +122,7 @@ def rows(workload: str, found: dict[str, Figures]) -> list[tuple[str, ...]]:
     ]
 
 
-HEADS = ("workload", "speculation", "speed", "to plain", "accepted", "accepted length", "tokens per step")
+HEADS = ("work", "speculation", "speed", "to plain", "accepted", "length", "per step")
 
 
 def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
