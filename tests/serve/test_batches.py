@@ -142,6 +142,9 @@ def test_a_batch_may_be_cancelled(client: openai.OpenAI, fake_frontend: FakeFron
     file = uploaded(client, line("a", max_tokens=2), line("b", messages=hang))
     made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
     assert fake_frontend.hanging.acquire(timeout=20)
+    deadline = time.monotonic() + 20
+    while client.batches.retrieve(made.id).request_counts.completed < 1:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "the line that can be answered never was"
     assert client.batches.cancel(made.id).status == "cancelling"
     assert fake_frontend.aborted.acquire(timeout=20)
     batch = finished(client, made.id)
