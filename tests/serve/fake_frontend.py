@@ -35,6 +35,15 @@ class FakeTokenizer:
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
+    def encode_on(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def covered(self, ids: list[int], text: str) -> tuple[int, int]:
+        """Tokens are bytes here, so characters that survived decoding are covered by theirs."""
+        count = min(len(ids), len(text.encode()))
+        whole = bytes(i % 256 for i in ids[:count]).decode("utf-8", "ignore")
+        return (count, len(text)) if whole == text else (0, 0)
+
     def token_bytes(self, token: int) -> bytes:
         return b"<eos>" if token == EOS else bytes([token])
 
