@@ -1,12 +1,17 @@
 """Steps that end in time: what is learned, and what that does to prompts beside streams."""
 
 from quire.scheduling.pace import CONTEXT, LEAST, Pace
+from quire.types.plan import Row, StepPlan
+
+
+def plan_of(work):
+    return StepPlan(step=1, rows=[Row(0, 5, 1), *([Row(1, 0, work)] if work else [])])
 
 
 def learn(pace, base, rate, works, now=1.0):
     for work in works:
         now += base + rate * work
-        pace.ended(now, work, idle=False)
+        pace.ended(now, plan_of(work), alone=False)
     return now
 
 
@@ -41,5 +46,5 @@ def test_waiting_for_work_is_not_a_slow_step():
     pace = Pace(0.05, 8192)
     now = learn(pace, 0.01, 1e-5, [0] * 40 + [2048] * 40)
     before = pace.budget(flowing=True)
-    pace.ended(now + 1000, 2048, idle=True)
+    pace.ended(now + 1000, plan_of(2048), alone=True)
     assert pace.budget(flowing=True) == before

@@ -6,6 +6,8 @@ and more the further back it attends. Refuses to know: sequences, pages.
 
 from __future__ import annotations
 
+from quire.types.plan import StepPlan
+
 CONTEXT = 16384  # tokens behind a token that double its work
 LEAST = 64  # prompt tokens of a step, however slow: prompts must get on too
 MEMORY = 0.2  # weight of the latest step
@@ -33,11 +35,12 @@ class Pace:
     def cost(self, start: int, count: int) -> int:
         return count if self._target is None else int(count * (1 + start / CONTEXT))
 
-    def ended(self, now: float, work: int, *, idle: bool) -> None:
-        """A step with `work` of prompt tokens ended; `idle`: there had been none in flight before it."""
+    def ended(self, now: float, plan: StepPlan, *, alone: bool) -> None:
+        """A step is over; `alone`: none was in flight when it was planned, so the time since the last tells nothing."""
         took, self._last = now - self._last, now
-        if idle or not self._last or took <= 0:
+        if self._target is None or alone or not plan.rows or took <= 0:
             return
+        work = sum(self.cost(row.start, row.count) for row in plan.rows if row.count > 1)
         if work < LEAST:
             self._base += MEMORY * (took - self._base)
         else:

@@ -227,10 +227,14 @@ class Paging:
 
     # ---- away from the device -------------------------------------------------------------------------------
 
-    def settle(self, table: PageTable, upto: int) -> None:
-        """The first `upto` tokens are computed: their pages go to the tiers that are kept."""
-        if not (self._on and self.directory.kept):
-            return
+    def settle(self, plan: StepPlan, rows: list[tuple[Sequence, int]]) -> None:
+        """A step's rows (whose they are, in which epoch) are computed: their pages go to the tiers that are kept."""
+        if self._on and self.directory.kept:
+            for row, (seq, epoch) in zip(plan.rows, rows, strict=True):
+                if seq.epoch == epoch:
+                    self._settle(seq.table, row.start + row.count)
+
+    def _settle(self, table: PageTable, upto: int) -> None:
         for group, size in enumerate(self._sizes):
             last = min(upto // size, table.published[group])
             for i in range(table.settled[group], last):

@@ -189,7 +189,8 @@ class Scheduler:
             count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
             if count <= 0:
                 break
-            change = self._extend_for_drafts(seq, drafts) or self._extend_or_preempt(seq, count, now)
+            change = self._extend_for_drafts(seq, drafts) if drafts else None
+            change = change or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
                 budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
@@ -368,19 +369,17 @@ class Scheduler:
         self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
-        work = sum(self._pace.cost(row.start, row.count) for row in plan.rows if row.count > 1)
-        self._pace.ended(self.diary.now, work, idle=flight.alone or not plan.rows)
+        self._pace.ended(self.diary.now, plan, alone=flight.alone)
         self.diary.stepped(plan, result, flight.rows)
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
         self.paging.stepped(plan, result)
-        for i, (seq, epoch) in enumerate(flight.rows):
+        self.paging.settle(plan, flight.rows)
+        for i, scores in result.scores.items():
+            seq, epoch = flight.rows[i]
             if seq.epoch == epoch:
-                self.paging.settle(seq.table, plan.rows[i].start + plan.rows[i].count)
-            if seq.epoch == epoch and i in result.scores:
-                wanted = seq.prompt_len - 1 - len(seq.scores)
-                seq.scores += result.scores[i][:wanted]
+                seq.scores += scores[: seq.prompt_len - 1 - len(seq.scores)]
         events: list[TokenEvent] = []
         for i, (seq, epoch) in enumerate(flight.samples):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
@@ -388,12 +387,13 @@ class Scheduler:
                     events += self._branch(seq, result.logprobs[i][0])
                 else:
                     events.append(self._advance(seq, result, i))
-        for i, (seq, epoch) in enumerate(flight.rows):
-            if seq.epoch == epoch and seq.status is Status.RUNNING and i in result.pooled:
-                events += self._pool(seq, plan.rows[i], result.pooled[i])
-        for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
+        for i, vector in result.pooled.items():
+            seq, epoch = flight.rows[i]
             if seq.epoch == epoch and seq.status is Status.RUNNING:
-                upto = seq.computed if row.drafts else row.start + row.count
+                events += self._pool(seq, plan.rows[i], vector)
+        for row, (seq, epoch) in zip(plan.rows, flight.rows, strict=True):
+            upto = seq.computed if row.drafts else row.start + row.count
+            if upto >= seq.table.due and seq.epoch == epoch and seq.status is Status.RUNNING:
                 self.memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
         return events
 
@@ -420,9 +420,7 @@ class Scheduler:
             self.diary.drew(seq)
         seq.tokens += drawn
         seq.pending -= 1
-        seq.unsent = max(0, len(drawn) - 1 - accepted)
         self.stats.output_tokens += len(drawn)
-        self.diary.forced(seq, seq.unsent)
         if sample in result.errors:
             event = self._finish(seq, FinishReason.ERROR, f"the grammar failed: {result.errors[sample]}")
             event.error = InputError.__name__
@@ -431,7 +429,10 @@ class Scheduler:
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
-        event.forced, event.drafted, event.accepted = seq.unsent, offered, accepted
+        seq.unsent = max(0, len(drawn) - 1 - accepted)
+        if offered or seq.unsent:
+            self.diary.forced(seq, seq.unsent)
+            event.forced, event.drafted, event.accepted = seq.unsent, offered, accepted
         if sample in result.logprobs:
             event.logprobs = result.logprobs[sample][: len(drawn)]
         if index == 0 and seq.scores:
