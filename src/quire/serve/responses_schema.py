@@ -13,17 +13,16 @@ from quire.serve.schema import (
     MAX_TOOLS,
     Deadline,
     Effort,
+    FunctionSpec,
     JsonObjectFormat,
     JsonSchema,
     Priority,
     Temperature,
     TextFormat,
     Tier,
-    ToolName,
     TopP,
     plain_call,
 )
-from quire.text import Tool
 from quire.types.errors import InputError
 from quire.types.sampling import MAX_LOGPROBS
 
@@ -81,20 +80,8 @@ class InputItem(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
-class ResponseTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponseTool(FunctionSpec, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
-    name: ToolName
-    parameters: JsonSchema | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-    def tool(self) -> Tool:
-        return Tool(
-            name=self.name,
-            description=self.description or "",
-            parameters=self.parameters or {},
-            strict=bool(self.strict),
-        )
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
