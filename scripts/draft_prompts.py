@@ -57,7 +57,7 @@ tigers|elephants|frogs|butterflies|onions|potatoes|lemons|grapes|sugar|pepper|so
 roads|towers|schools|markets|libraries|hospitals|villages|cities|spring|summer|autumn|the night|the morning|friendship
 courage|patience|laughter|memory|language|writing|cooking|sewing|volcanoes|earthquakes|the moon|the sun|gravity|magnets
 electricity|light|shadows|mirrors|bridges|tunnels|canals|dams|mills|engines|robots|computers|telephones|radio|cameras
-cinema|theatre|opera|guitars|violins|drums|songs|poetry|novels|fairy tales|myths|dragons|pirates|knights|kings and queens
+cinema|theatre|opera|guitars|violins|drums|songs|poetry|novels|fairy tales|myths|dragons|pirates|knights|kings
 pyramids|temples|cathedrals|museums|statues|pottery|wood|cotton|wool|leather|steel|plastic|oil|coal|wind power|the sea
 lakes|waterfalls|glaciers|caves|beaches|coral reefs|sharks|dolphins|penguins|eagles|owls|wolves|bears|foxes|rabbits|mice
 ants|snails|snakes|turtles|crocodiles|dinosaurs|fossils|trees|flowers|mushrooms|moss|seeds|fruit|vegetables|soup|pasta
@@ -86,9 +86,9 @@ checks whether a number is prime|computes the factorial of a number|prints the f
 removes duplicates from a list|merges two sorted lists|searches a sorted list|counts the vowels of a string
 checks whether a word is a palindrome|converts Celsius to Fahrenheit|reads a file line by line|writes a list to a file
 parses a date|computes the average of a list|finds the longest word of a sentence|capitalizes every word|shuffles a list
-flattens a list of lists|counts how often each letter occurs|generates a random password|computes the greatest common divisor
-converts a number to binary|multiplies two matrices|transposes a matrix|checks whether two strings are anagrams
-validates an email address|downloads a web page|draws a triangle of stars|plays rock, paper, scissors|guesses a number
+flattens a list of lists|counts how often each letter occurs|generates a random password
+computes the greatest common divisor|converts a number to binary|multiplies two matrices
+transposes a matrix|checks whether two strings are anagrams|validates an email address|downloads a web page|draws a triangle of stars|plays rock, paper, scissors|guesses a number
 """
 NEEDS = (
     "Write an email to my {0} to say that {1}.",
@@ -96,12 +96,12 @@ NEEDS = (
     "Write a short message to a {0}: {1}.",
     "My {0} asked me why {1}. What should I answer?",
 )
-PEOPLE = "boss|teacher|landlord|neighbour|colleague|doctor|brother|sister|mother|customer|coach|friend".split("|")
+PEOPLE = "boss|teacher|landlord|neighbour|colleague|doctor|brother|sister|mother|customer|coach|friend"
 MATTERS = """
 I will be late tomorrow|I am ill today|I need a day off|the meeting was moved to Friday|the package has not arrived
 the heating does not work|I would like to learn to swim|I cannot come to the party|I am grateful for the help
-the bill is wrong|I found a new job|the report is finished|I lost my keys|the car broke down|I want to move to another city
-we should meet for lunch|the deadline is too early|the noise at night is too loud|I need more time|I made a mistake
+the bill is wrong|I found a new job|the report is finished|I lost my keys|the car broke down
+I want to move to another city|we should meet for lunch|the deadline is too early|I need more time|I made a mistake
 """
 SENTENCES = """
 The old man walked slowly to the market to buy fish.|She has been working at the hospital for twelve years.
@@ -137,7 +137,7 @@ def prompts(rng: Random, count: int, about: Sequence[str]) -> list[str]:
         (12, lambda: rng.choice(ASKS).format(rng.choice(about))),
         (3, lambda: rng.choice(PAIRS).format(*rng.sample(about, 2))),
         (1, lambda: rng.choice(CODE).format(rng.choice(_parts(TASKS)))),
-        (1, lambda: rng.choice(NEEDS).format(rng.choice(PEOPLE), rng.choice(_parts(MATTERS)))),
+        (1, lambda: rng.choice(NEEDS).format(rng.choice(_parts(PEOPLE)), rng.choice(_parts(MATTERS)))),
         (1, lambda: rng.choice(CHANGES).format(rng.choice(_parts(SENTENCES)))),
         (1, lambda: edit(rng)),
     )

@@ -3,9 +3,9 @@
     python scripts/train_draft.py --eagle eagle.safetensors
     quire run --speculation eagle:eagle.safetensors
 
-The model answers prompts (`draft_prompts.py`: put your own there); tokens and the hidden states they were drawn from are
-recorded as they come, and a small network learns to go on from them. Answers about topics kept aside tell how well. A
-GPU takes minutes for thousands of prompts, a CPU for hundreds.
+The model answers prompts (`draft_prompts.py`: put your own there); tokens and the hidden states they were drawn from
+are recorded as they come, and a small network learns to go on from them. Answers about topics kept aside tell how
+well. A GPU takes minutes for thousands of prompts, a CPU for hundreds.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def record(options: EngineOptions, count: int, length: int, seed: int) -> Record
     found: tuple[list[Answer], list[Answer]] = [], []
     for key, (tokens, states) in recorder.answers.items():
         if len(tokens) > 8:
-            shown = torch.cat(states)
-            found[int(key.partition("/")[0]) >= learned].append(Answer(torch.tensor(tokens, device=shown.device), shown))
+            shown, aside = torch.cat(states), int(key.partition("/")[0]) >= learned
+            found[aside].append(Answer(torch.tensor(tokens, device=shown.device), shown))
     return Records(*found, head, layers)
 
 
@@ -173,7 +173,8 @@ def build(kind: str, records: Records, words: int) -> Heads:
         heads.words.embed[:-1] = records.head[ids]
     # The model's own words need no learning, and a few answers would only spoil them.
     heads.words.requires_grad_(False)
-    print(f"{kind}: {sum(p.numel() for p in heads.parameters()) / 1e6:.1f}M weights, words cover {known:.1%}", flush=True)
+    size = sum(p.numel() for p in heads.parameters()) / 1e6
+    print(f"{kind}: {size:.1f}M weights, words cover {known:.1%}", flush=True)
     return heads.to(records.head.device)
 
 
@@ -188,7 +189,9 @@ def batches(answers: list[Answer], positions: int) -> Iterator[list[Answer]]:
         yield batch
 
 
-def train(heads: Heads, answers: list[Answer], *, epochs: int, rate: float, positions: int, seed: int) -> Iterator[float]:
+def train(
+    heads: Heads, answers: list[Answer], *, epochs: int, rate: float, positions: int, seed: int
+) -> Iterator[float]:
     """Goes once through the answers for every mean loss it yields."""
     rng, answers, teacher = random.Random(seed), list(answers), heads.words.head.weight
     steps = epochs * (1 + sum(1 for _ in batches(answers, positions)))
@@ -234,7 +237,7 @@ def main() -> None:
     parser.add_argument("--medusa", metavar="FILE", help="train Medusa-type heads and write them here")
     parser.add_argument("--eagle", metavar="FILE", help="train an EAGLE-type drafter and write it here")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where the model answers and heads are trained")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where the model answers and heads learn")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--length", type=int, default=160, help="longest answer")

@@ -3,8 +3,8 @@
 Both read the hidden state h from which the target drew its last token, and that token's embedding e:
 
     medusa   one residual block of (h, e) for each token ahead, all at once
-    eagle    one decoder layer over the (h, e) of the last positions, h fused from what the target shows behind an early,
-             a middle and the last layer; its output stands in for the next h, so it goes on by itself, token by token
+    eagle    one decoder layer over the (h, e) of the last positions, h fused from what the target shows behind an
+             early, a middle and the last layer; its output stands in for the next h, so it goes on by itself
 
 Words are those that answers use most, so that the head stays small; what is beyond them is never guessed. Trained by
 `scripts/train_draft.py`, kept as safetensors. Refuses to know: contexts, how the target is run.

@@ -54,7 +54,7 @@ class Speculation:
     """What a worker knows of its sequences' tokens, and who guesses on."""
 
     def __init__(self, proposer: Proposer, verify: Verify = verify, *, sees: tuple[int, ...] | None = None):
-        """`sees`: layers behind which the proposer wants to see hidden states, besides the last; None: not even that."""
+        """`sees`: layers behind which the proposer sees hidden states, besides the last; None: not even that."""
         self._proposer = proposer
         self.sees = sees
         self._contexts: dict[int, DraftContext] = {}
