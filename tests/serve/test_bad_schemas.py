@@ -41,8 +41,8 @@ class Stream(threading.Thread):
         self.moved = threading.Condition()
 
     def run(self) -> None:
-        body = {"model": self._model, "prompt": self._prompt, "max_tokens": LONG, "ignore_eos": True, "stream": True, "temperature": 0,
-                "stream_options": {"include_usage": True}}  # fmt: skip
+        body = {"model": self._model, "prompt": self._prompt, "max_tokens": LONG, "ignore_eos": True, "temperature": 0,
+                "stream": True, "stream_options": {"include_usage": True}}  # fmt: skip
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=120) as response:
             assert response.status_code == 200
             for line in response.iter_lines():
