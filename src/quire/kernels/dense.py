@@ -62,6 +62,7 @@ class DenseRows:
             counts=counts,
             kv_lens=[batch.kv_lens[row] for row in rows],
             groups=(),
+            paths=None if batch.paths is None else batch.paths.of(which),
         )
         pages = GroupBatch(group.tokens_per_page, group.page_table[which], group.kv_slots[rest])
         return Plan(dense, rest, part, pages, self.paged.plan(part, pages, spec))

@@ -30,9 +30,11 @@ class ReferenceAttention:
         bounds = batch.query_start.tolist()
         for row, kv_len in enumerate(batch.kv_len.tolist()):
             tokens = slice(bounds[row], bounds[row + 1])
-            pages = group.page_table[row, : -(-kv_len // group.tokens_per_page)].long()
-            k = k_pages[pages].flatten(0, 1)[:kv_len]  # [kv_len, kv_heads, dim]
-            v = v_pages[pages].flatten(0, 1)[:kv_len]
+            places = torch.arange(kv_len, device=q.device)
+            if batch.paths is not None:
+                places = batch.paths.places(torch.tensor(row, device=q.device), places)
+            where = group.page_table[row, places // group.tokens_per_page].long(), places % group.tokens_per_page
+            k, v = k_pages[where], v_pages[where]  # [kv_len, kv_heads, dim]
             out[tokens] = attend(spec, q[tokens], k, v, batch.positions[tokens])
         return out
 

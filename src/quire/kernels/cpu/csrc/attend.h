@@ -14,19 +14,24 @@ struct State {  // of one (query token, head)
 
 // Calls visit(j, address of K) for positions first .. first + count of one head, page by page.
 template <typename Visit>
-inline void each_key(const Paged& kv, const int32_t* pages, int head, int first, int count, Visit visit) {
-  int page = first / kv.tokens_per_page, offset = first % kv.tokens_per_page;
+inline void each_key(const Paged& kv, const Table& table, int head, int first, int count, Visit visit) {
   const size_t step = kv.token_stride(), in_token = size_t(head) * kv.head_dim * kv.item();
-  for (int j = 0; j < count; page++, offset = 0) {
-    const uint8_t* at = kv.k + pages[page] * kv.page_stride + offset * step + in_token;
-    for (; offset < kv.tokens_per_page && j < count; offset++, j++, at += step) visit(j, at);
-  }
+  auto run = [&](int j, int end, int place) {  // neighbours
+    int page = place / kv.tokens_per_page, offset = place % kv.tokens_per_page;
+    for (; j < end; page++, offset = 0) {
+      const uint8_t* at = kv.k + table.pages[page] * kv.page_stride + offset * step + in_token;
+      for (; offset < kv.tokens_per_page && j < end; offset++, j++, at += step) visit(j, at);
+    }
+  };
+  int straight = table.base - first < count ? (table.base > first ? table.base - first : 0) : count;
+  run(0, straight, first);
+  for (int j = straight; j < count; j++) run(j, j + 1, table.place(first + j));
 }
 
 // Asks for keys and values before they are needed: pages are scattered, so the hardware does not guess them.
-inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, int count) {
+inline void fetch(const Paged& kv, const Table& table, int head, int first, int count) {
   const size_t bytes = kv.head_dim * kv.item(), v_offset = kv.v_offset;
-  each_key(kv, pages, head, first, count, [=](int, const uint8_t* at) {
+  each_key(kv, table, head, first, count, [=](int, const uint8_t* at) {
     for (size_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(at + i);
       __builtin_prefetch(at + v_offset + i);
@@ -35,11 +40,11 @@ inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, in
 }
 
 // One block of keys and values as floats, [head_dim / W][kKeys][W]: rows of a block at fixed distances.
-inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+inline void gather(const Paged& kv, const Table& table, int head, int first, int count, float* k, float* v) {
   const int dim = kv.head_dim;
   const size_t v_offset = kv.v_offset;
   const bool half = kv.half;
-  each_key(kv, pages, head, first, count, [=](int j, const uint8_t* at) {
+  each_key(kv, table, head, first, count, [=](int j, const uint8_t* at) {
     float *to_k = k + j * W, *to_v = v + j * W;
     if (half) {
       const uint16_t *from_k = reinterpret_cast<const uint16_t*>(at),
@@ -98,8 +103,8 @@ __attribute__((noinline)) void attend_block(State& s, const float* k, const floa
   for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
 }
 
-// Blocks [begin, end) of 32 keys, read through `pages`, for `count` states of each KV head, `stride` apart.
-inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int stride, int count, int begin,
+// Blocks [begin, end) of 32 keys, read through `table`, for `count` states of each KV head, `stride` apart.
+inline void attend_range(const AttendArgs& a, const Table& table, State* states, int stride, int count, int begin,
                          int end, float* scratch) {
   int dim = a.kv.head_dim, furthest = 0;
   for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
@@ -107,8 +112,8 @@ inline void attend_range(const AttendArgs& a, const int32_t* pages, State* state
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
     for (int head = a.head_begin; head < a.head_end; head++) {
-      if (block + 1 < end) fetch(a.kv, pages, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
-      gather(a.kv, pages, head, at, written < kKeys ? written : kKeys, k, v);
+      if (block + 1 < end) fetch(a.kv, table, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
+      gather(a.kv, table, head, at, written < kKeys ? written : kKeys, k, v);
       State* mine = states + (head - a.head_begin) * stride;
       for (int i = 0; i < count; i++) {
         int first = a.window ? mine[i].position - a.window + 1 - at : 0, last = mine[i].position + 1 - at;
@@ -143,7 +148,7 @@ void attend(const AttendArgs& a, float* scratch) {
   int begin = a.window && nearest >= a.window ? (nearest - a.window + 1) / kKeys : 0;
   int shared = a.shared / kKeys;  // whole blocks only
   if (shared > begin) {
-    attend_range(a, a.queries[0].pages, states, stride, stride, begin, shared, blocks);
+    attend_range(a, a.queries[0].table(), states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
   for (int i = 0; i < a.count;) {  // neighbours of one sequence go on together
@@ -151,7 +156,7 @@ void attend(const AttendArgs& a, float* scratch) {
     while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
     int last = 0;
     for (int t = i; t < j; t++) last = a.queries[t].position > last ? a.queries[t].position : last;
-    attend_range(a, a.queries[i].pages, states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
+    attend_range(a, a.queries[i].table(), states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
     i = j;
   }
   for (int i = 0; i < count; i++) {

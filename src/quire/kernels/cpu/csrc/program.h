@@ -47,6 +47,8 @@ struct Step {
   const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
   float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
   int32_t tap_count;
+  const int32_t* tree_base;   // [rows] or null: see `Table`; rows of a tree have one token
+  const int64_t* tree_path;   // [rows]
 };
 
 class Program {
