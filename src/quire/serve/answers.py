@@ -18,6 +18,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0  # guessed ahead by the engine, and right
     rejected_prediction_tokens: int = 0  # guessed ahead, and wrong: not part of the answer
+    forced_tokens: int = 0  # Quire's own: the schema left no choice, so they took no step of the model
 
 
 class Usage(msgspec.Struct):

@@ -125,6 +125,7 @@ class Generation:
     completion_tokens: int = 0
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right
+    forced_tokens: int = 0  # of completion_tokens, forced by a grammar
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
 
     @property
@@ -142,7 +143,7 @@ class Generation:
             self.prompt_tokens + self.completion_tokens,
             PromptTokensDetails(self.cached_tokens),
             CompletionTokensDetails(
-                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
+                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens, self.forced_tokens
             ),
         )
 
@@ -192,6 +193,7 @@ class Generation:
                         self.completion_tokens += len(delta.token_ids)
                         self.drafted_tokens += delta.drafted_tokens
                         self.accepted_tokens += delta.accepted_tokens
+                        self.forced_tokens += delta.forced_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         delta.branch += index * branches
