@@ -22,6 +22,8 @@ namespace {
 
 #define QUIRE_WIDTH 16
 inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+inline __m512 maximum(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+inline __m512 minimum(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -32,6 +34,9 @@ inline float highest(vf v) { return _mm512_reduce_max_ps(v); }
 inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline void store_half(uint16_t* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store_bytes(int8_t* p, vi v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 }
 
 inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the sums of a, b, c, d

@@ -10,6 +10,8 @@ namespace {
 #define QUIRE_WIDTH 4
 typedef float vf4 __attribute__((vector_size(16)));
 inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
+inline vf4 maximum(vf4 a, vf4 b) { return a > b ? a : b; }
+inline vf4 minimum(vf4 a, vf4 b) { return a < b ? a : b; }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
@@ -26,6 +28,9 @@ inline vf load_half(const uint16_t* p) {
 }
 inline void store_half(uint16_t* p, vf v) {
   for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
+}
+inline void store_bytes(int8_t* p, vi v) {
+  for (int i = 0; i < W; i++) p[i] = int8_t(v[i]);
 }
 
 inline void dots16(const float* q, const float* k, int dim, float* out) {
