@@ -1,6 +1,7 @@
 // AVX2 with FMA and F16C: a group of 16 outputs is two vectors of 8, done one after the other.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 

@@ -2,6 +2,7 @@
 // are exact, and floats are added block by block in the same order.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -39,10 +40,9 @@ inline void store_bytes(int8_t* p, vi v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 }
 
+inline vf fold_pairs(vf a, vf b) { return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd); }
 inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the sums of a, b, c, d
-  vf ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
-  __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+  return fold_pairs(fold_pairs(a, b), fold_pairs(c, d));
 }
 inline vf fold_lanes(vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
 

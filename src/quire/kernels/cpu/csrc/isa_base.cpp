@@ -1,6 +1,7 @@
 // Kernels for any machine: plain loops, and the twin the others are tested against.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -37,7 +38,7 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
   for (int j = 0; j < 16; j++) {
     vf acc = {};
     for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k + i * kKeys + j * W), acc);
-    out[j] = sum(acc);
+    out[j] = (acc[0] + acc[1]) + (acc[2] + acc[3]);
   }
 }
 

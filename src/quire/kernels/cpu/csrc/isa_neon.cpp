@@ -2,6 +2,7 @@
 // and stream the weights; more rows take one vector at a time, so that up to 8 rows stay in registers.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -25,7 +26,7 @@ inline float32x4_t minimum(float32x4_t a, float32x4_t b) { return vbslq_f32(vclt
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
-inline float sum(vf v) { return vaddvq_f32(v); }
+inline float sum(vf v) { return vaddv_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v))); }
 inline uint32_t sum(vu v) { return vaddvq_u32(v); }
 inline bool any(vi mask) { return vmaxvq_u32((vu)mask); }
 inline float highest(vf v) { return vmaxvq_f32(v); }

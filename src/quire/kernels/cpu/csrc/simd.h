@@ -15,7 +15,7 @@ inline vi loadi(const int32_t* p) {
   return v;
 }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // nothing is left to do but spread it: -0 + 0 would be work
 inline vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
