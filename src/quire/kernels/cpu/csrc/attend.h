@@ -98,12 +98,19 @@ __attribute__((noinline)) void attend_block(State& s, const float* k, const floa
   for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
 }
 
+#include "attend_wide.h"
+
 // Blocks [begin, end) of 32 keys, read through `pages`, for `count` states of each KV head, `stride` apart.
 inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int stride, int count, int begin,
                          int end, float* scratch) {
-  int dim = a.kv.head_dim, furthest = 0;
-  for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
+  int dim = a.kv.head_dim, furthest = 0, wide = count % W > kFewStates ? count : count / W * W;
   float *k = scratch, *v = scratch + kKeys * dim;
+  for (int head = a.head_begin; wide && head < a.head_end; head++)
+    attend_wide(a, pages, head, states + (head - a.head_begin) * stride, wide, begin, end, k, v, v + kKeys * dim);
+  if (wide == count) return;
+  states += wide;
+  count -= wide;
+  for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
     for (int head = a.head_begin; head < a.head_end; head++) {
@@ -121,8 +128,9 @@ inline void attend_range(const AttendArgs& a, const int32_t* pages, State* state
 }
 
 size_t attend_floats(const AttendArgs& a) {
-  size_t states = size_t(a.head_end - a.head_begin) * (a.heads / a.kv.kv_heads) * a.count;
-  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4) + 64;
+  size_t each = size_t(a.heads / a.kv.kv_heads) * a.count, states = (a.head_end - a.head_begin) * each;
+  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4) + 64 +
+         wide_floats(int(each), a.kv.head_dim);
 }
 
 void attend(const AttendArgs& a, float* scratch) {

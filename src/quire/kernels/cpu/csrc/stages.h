@@ -12,7 +12,7 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   for (int i = 0; i < kBlock; i += W) {
     vu rounded = (vu)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000u;
     total += rounded;
-    *reinterpret_cast<vb*>(q + i) = __builtin_convertvector((vi)rounded, vb);
+    store_bytes(q + i, (vi)rounded);
   }
   int32_t sums = int32_t(sum(total));
   *out.scale(row, b) = top / 127.0f;
