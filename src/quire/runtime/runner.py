@@ -22,6 +22,7 @@ from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
+from quire.runtime.turning import turn
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -109,6 +110,8 @@ class ModelRunner:
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
+        if plan.turns:
+            turn(plan.turns, self._kv, self.model.inverse_frequencies)
         computed = self._forward(plan) if plan.rows else Computed(None)
         return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
 

@@ -12,8 +12,8 @@ A row may carry a draft budget: the worker then guesses up to so many tokens tha
 at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
 drawn; the rest is forgotten. What was guessed never leaves the worker.
 
-Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, forward over
-rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, but not for long.
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, turns, forward
+over rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, not for long.
 """
 
 from __future__ import annotations
@@ -55,6 +55,16 @@ class PageDelta(msgspec.Struct):
     pages: list[int]
 
 
+class Turn(msgspec.Struct):
+    """KV entries at another position: copied from slots `sources` to `targets` (page * tokens_per_page + offset), the
+    keys of every layer rotated by `by` positions. All sources of a plan are read before any target is written."""
+
+    group: int
+    sources: list[int]
+    targets: list[int]
+    by: int
+
+
 class Row(msgspec.Struct):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
@@ -89,6 +99,7 @@ class StepPlan(msgspec.Struct):
     writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
+    turns: list[Turn] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
 
