@@ -10,9 +10,17 @@ from quire.assets import resolve
 from quire.kernels.kv import KVViews, allocate_kv, read_tokens, write_tokens
 from quire.model import load_model
 from quire.runtime import turning
-from quire.runtime.turning import turn
+from quire.runtime.turning import begin_turns
 from quire.types.errors import ConfigError
-from quire.types.plan import Turn
+from quire.types.plan import StepPlan, Turn
+
+
+def turn(turns, views, inverse_frequencies, copies=()):
+    """As the runner does it: page copies happen between the two halves."""
+    end = begin_turns(StepPlan(step=1, turns=turns, copies=list(copies)), views, inverse_frequencies)
+    for source, target in copies:
+        views.pool[target] = views.pool[source]
+    end()
 
 
 def their_entry(model, token: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:

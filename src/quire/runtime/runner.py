@@ -22,7 +22,7 @@ from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
-from quire.runtime.turning import turn
+from quire.runtime.turning import begin_turns
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -60,7 +60,7 @@ class ModelRunner:
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
-            max_kv=capacity.max_model_len,
+            max_kv=capacity.longest,
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
             device=device,
@@ -107,11 +107,12 @@ class ModelRunner:
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
+        end_turns = begin_turns(plan, self._kv, self.model.inverse_frequencies) if plan.turns else None
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
-        if plan.turns:
-            turn(plan.turns, self._kv, self.model.inverse_frequencies)
+        if end_turns is not None:
+            end_turns()
         computed = self._forward(plan) if plan.rows else Computed(None)
         return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
 
@@ -124,8 +125,9 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
-        kv_lens = [row.start + row.count for row in plan.rows]
+        rows = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(rows, dtype=np.int64).T)
+        kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
         hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
         scores: dict[int, list[LogprobTensors]] = {}
@@ -149,7 +151,7 @@ class ModelRunner:
             for sample in plan.samples:
                 target[sample.row] = sample.slot
         table = np.array(
-            [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
+            [[r.slot, r.start, r.count, r.shift, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
         ).T
         output = self._shared_step(plan, size, table) or self._captured.replay(size, table, self._staging)
         sampled = None
@@ -183,7 +185,7 @@ class ModelRunner:
         hidden = self.model.forward(input_ids, batch, self._kv, last=True)
         logits = self.model.logits(hidden)
         chosen = best(logits)
-        self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
+        self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
         return StepOutput(logits, chosen, hidden)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
