@@ -119,7 +119,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> Computed:
         """By a capture, if one fits."""
         counts = [row.count for row in plan.rows]
-        looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
+        # captures do not show hidden states or attention
+        looked_at = any(row.score or row.pool or row.mass for row in plan.rows)
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
 
@@ -129,6 +130,9 @@ class ModelRunner:
         table = self._staging.upload(np.array(rows, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
+        batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
+        if batch.asks:
+            batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
         hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
         scores: dict[int, list[LogprobTensors]] = {}
         pooled: dict[int, torch.Tensor] = {}
@@ -140,7 +144,9 @@ class ModelRunner:
             if rows != list(range(len(hidden))):
                 hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
             sampled = self._sample(plan, self.model.logits(hidden))
-        return Computed(sampled, scores, pooled, hidden=hidden if self._shows_hidden else None)
+        size = batch.groups[0].tokens_per_page
+        mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
+        return Computed(sampled, scores, pooled, mass, hidden=hidden if self._shows_hidden else None)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -234,6 +240,7 @@ class Computed:
     sampled: Sampled | None
     scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     padding: int = 0
     hidden: torch.Tensor | None = None  # [samples, hidden], what was drawn from; if somebody wants to know
 
@@ -262,6 +269,7 @@ class PendingStep:
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
         self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
+        self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -287,6 +295,7 @@ class PendingStep:
                 for row, parts in self._scores.items()
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
+            mass={row: paid.tolist() for row, paid in self._mass.items()},
             seconds=time.perf_counter() - self._began,
             padding=self._padding,
         )
