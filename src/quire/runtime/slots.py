@@ -1,9 +1,9 @@
 """Slot state on the device: every sequence's tokens and page tables, changed by deltas only.
 
-    tokens   [slots + 1, max_len]           prompt, outputs, and what the device drew but the host has not read
+    tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device drew but the host has not read
     tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
 
-A step's batch is assembled on the device from these and four small integers a row. The last slot is nobody's:
+A step's batch is assembled on the device from these and five small integers a row. The last slot is nobody's:
 rows that pad a step to a captured size read and write there, and its pages are all the null page.
 """
 
@@ -28,10 +28,9 @@ class SlotState:
         self._staging = staging
         self._assemble = choose_assemble(device)
         self.nobody = capacity.slots
-        length = capacity.max_model_len
-        self.tokens = torch.zeros(capacity.slots + 1, length, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(capacity.slots + 1, capacity.max_model_len, dtype=torch.int32, device=device)
         self._tables = [
-            torch.zeros(capacity.slots + 1, -(-length // g.tokens_per_page), dtype=torch.int32, device=device)
+            torch.zeros(capacity.slots + 1, -(-capacity.longest // g.tokens_per_page), dtype=torch.int32, device=device)
             for g in layout.groups
         ]
 
@@ -69,7 +68,7 @@ class SlotState:
     def batch(
         self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any = None
     ) -> tuple[torch.Tensor, Batch]:
-        """Input token ids [tokens] and the batch of `rows` [3 or more, rows]: slot, start, count.
+        """Input token ids [tokens] and the batch of `rows` [4 or more, rows]: slot, start, count, shift.
 
         `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
         `prefix`: which rows share pages, for the attention backend.
