@@ -44,3 +44,28 @@ class KVViews:
             for place, layer in enumerate(group.layers):
                 views[layer] = LayerKV(by_layer[:, place, 0], by_layer[:, place, 1], index)
         self.layers = tuple(views[layer] for layer in range(len(views)))
+
+
+def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some tokens, whatever kind of page they lie in: each float32 [slots, layers, kv_heads, head_dim], a
+    copy, layers in the group's order. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to the
+    position they were computed at; rotating them further and writing them back moves a token."""
+    page, offset = _places(views, group, slots)
+    layers = [views.layers[layer] for layer in views.layout.groups[group].layers]
+    k = torch.stack([layer.k_pages[page, offset].float() for layer in layers], dim=1)
+    v = torch.stack([layer.v_pages[page, offset].float() for layer in layers], dim=1)
+    return k, v
+
+
+def write_tokens(views: KVViews, group: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Put K and V, shaped as `read_tokens` gives them, into the pages; rounded as these round."""
+    page, offset = _places(views, group, slots)
+    for place, index in enumerate(views.layout.groups[group].layers):
+        layer = views.layers[index]
+        layer.k_pages[page, offset] = k[:, place].to(layer.k_pages.dtype)
+        layer.v_pages[page, offset] = v[:, place].to(layer.v_pages.dtype)
+
+
+def _places(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = views.layout.groups[group].tokens_per_page
+    return slots // size, slots % size
