@@ -37,9 +37,7 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
     return found
 
 
-def sequence_logits(
-    model: Model, layout: KVLayout, tokens: list[int], last: int, kv_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def sequence_logits(model: Model, layout: KVLayout, tokens: list[int], last: int) -> torch.Tensor:
     """Of the last positions of one sequence, [last, vocabulary]."""
     device, count = model.device, len(tokens)
     positions = torch.arange(count, device=device)
@@ -58,6 +56,6 @@ def sequence_logits(
         kv_lens=[count],
         groups=tuple(groups),
     )
-    kv = KVViews(allocate_kv(layout, used, device, kv_dtype or model.dtype), layout)
+    kv = KVViews(allocate_kv(layout, used, device), layout)
     hidden = model.forward(torch.tensor(tokens, device=device), batch, kv)
     return model.logits(hidden[-last:]).float()

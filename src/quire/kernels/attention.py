@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.kernels.kv import LayerKV
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -91,8 +93,7 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         q: torch.Tensor,  # [tokens, heads, head_dim]
-        k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, head_dim], strided view
-        v_pages: torch.Tensor,  # the same
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Any,

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV, take_pages
 
 LONG = 1024  # tokens from which a row is worth calls of its own
 ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
@@ -70,19 +71,18 @@ class DenseRows:
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Plan,
     ) -> torch.Tensor:
         if not plan.dense:
-            return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
+            return self.paged.forward(spec, q, kv, batch, group, plan.paged)
         out = q.new_empty(q.shape)
         for row, first, count in plan.dense:
             table = group.page_table[row, : -(-count // group.tokens_per_page)]
             # keys past the end are seen by padding queries only
-            k, v = (_padded(_rows(side, table, q.dtype)[:count]) for side in (k_pages, v_pages))
+            k, v = (_padded(take_pages(*side, table).flatten(0, 1)[:count].to(q.dtype)) for side in kv.sides)
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
                 mixed = F.scaled_dot_product_attention(
                     _padded(q[first : first + count]),
@@ -98,16 +98,9 @@ class DenseRows:
             out[first : first + count] = mixed
         if plan.rest is not None:
             assert plan.batch is not None and plan.group is not None
-            part = self.paged.forward(spec, q[plan.rest], k_pages, v_pages, plan.batch, plan.group, plan.paged)
+            part = self.paged.forward(spec, q[plan.rest], kv, plan.batch, plan.group, plan.paged)
             out[plan.rest] = part
         return out
-
-
-def _rows(pages: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tokens of some pages in order, [tokens, heads, dim]."""
-    if pages.element_size() == 1:  # not every operation knows 8-bit floats
-        return pages.view(torch.uint8)[table].view(pages.dtype).flatten(0, 1).to(dtype)
-    return pages[table].flatten(0, 1)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

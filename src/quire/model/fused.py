@@ -52,7 +52,7 @@ class FusedStages(Stages):
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
-        k_pages, v_pages, group = step.kv.layers[layer.index]
+        kv = step.kv.layers[layer.index]
         if x is None and self._single(layer.qkv, residual):
             qkv = self._row(layer.qkv, residual, norm=layer.input_norm.weight, eps=self._eps)
         else:
@@ -61,9 +61,8 @@ class FusedStages(Stages):
             qkv,
             layer.attention.heads,
             *step.rope,
-            k_pages,
-            v_pages,
-            step.batch.groups[group].kv_slots,
+            kv,
+            step.batch.groups[kv.group].kv_slots,
             q_norm=layer.q_norm.weight if layer.q_norm is not None else None,
             k_norm=layer.k_norm.weight if layer.k_norm is not None else None,
             eps=self._eps,

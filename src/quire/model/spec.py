@@ -48,12 +48,11 @@ class DecoderSpec:
     qk_norm: bool = False
     tie_embeddings: bool = False
 
-    def kv_layout(self, *, page_size: int, dtype: str, itemsize: int) -> KVLayout:
+    def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
         return layout_for(
             list(self.windows),
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=dtype,
-            itemsize=itemsize,
         )

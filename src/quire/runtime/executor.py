@@ -71,16 +71,10 @@ class LocalExecutor:
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
-        self.kv_dtype = self.model.kv_dtype
-        if resolved.kv_fp8:
-            if isinstance(self.model, NativeModel) or not self.model.stages.eight_bit_kv:
-                raise ConfigError(f"8-bit KV pages need the Triton kernels, which do not run {spec.architecture} here")
-            self.kv_dtype = torch.float8_e4m3fn
-        self.layout: KVLayout = spec.kv_layout(
-            page_size=options.cache.page_size,
-            dtype=str(self.kv_dtype).removeprefix("torch."),
-            itemsize=self.kv_dtype.itemsize,
-        )
+        kv_dtype = resolved.kv_dtype or self.model.kv_dtype
+        if refusal := self.model.kv_refusal(kv_dtype):
+            raise ConfigError(f"KV pages cannot be {kv_dtype} here: {refusal}")
+        self.layout: KVLayout = spec.kv_layout(page_size=options.cache.page_size, dtype=kv_dtype)
         drafter = load_drafter(options, resolved, self.model)
         beside = drafter.layout.page_bytes if drafter is not None else 0
         self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position, beside)
@@ -107,9 +101,7 @@ class LocalExecutor:
     def _awaken(self) -> ModelRunner:
         began = time.perf_counter()
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        runner = ModelRunner(
-            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars, speculation
-        )
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
         self.took["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()

@@ -34,7 +34,7 @@ class Resolved:
     device: str
     dtype: str  # of activations, and of weights unless they are quantised
     fp8: bool  # whether the layers' matrices are kept and multiplied in 8-bit floats
-    kv_fp8: bool  # whether KV pages are
+    kv_dtype: str | None  # what KV pages keep; None: what the model prefers
     threads: int
     depth: int
     max_seqs: int

@@ -36,15 +36,13 @@ class ModelRunner:
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
-        kv_dtype: torch.dtype,
         grammars: GrammarStore,
         speculation: Speculation | None = None,
     ):
         self.model = model
         self._device = device
-        pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
-        self._kv = KVViews(pool, layout)
-        self.pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
+        self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
+        self._kv = KVViews(self.pages, layout)
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list

@@ -26,6 +26,8 @@ FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
+KV_KINDS = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
+
 _REFUSALS = {
     1: "a token id is outside the vocabulary",
     2: "a KV slot is outside the page pool",
@@ -212,8 +214,10 @@ class NativeProgram:
         self._kv = kv
         self._groups = (lib.StepGroup * len(layout.groups))()
         self._step.group, self._step.groups = self._groups, len(layout.groups)
-        self._step.half = int(kv.pool.dtype == torch.float16)
-        self._step.page_bytes = kv.pool.shape[1] * kv.pool.itemsize
+        for struct, group in zip(self._groups, layout.groups, strict=True):
+            struct.layers = len(group.layers)
+        self._step.kind = KV_KINDS.index(layout.dtype)
+        self._step.page_bytes = layout.page_bytes
 
     def _layer(self, layer: LayerWeights, place: _Place) -> lib.Layer:
         return lib.Layer(
