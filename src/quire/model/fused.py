@@ -40,7 +40,7 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
 
 
 class FusedStages(Stages):
-    eight_bit_kv = True
+    kv_kinds = ("float8_e4m3fn", "int8", "fp8")
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)

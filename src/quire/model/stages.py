@@ -51,7 +51,7 @@ class Step:
 
 class Stages:
     invariant = False  # whether a row's bits are the same in any batch
-    eight_bit_kv = False  # whether pages may hold 8-bit floats
+    kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")  # of pages, beside the model's own type
 
     def __init__(self, spec: DecoderSpec, device: torch.device, *, plain: bool = False):
         """`plain`: torch's own operations wherever it runs; what faster ones are checked against."""

@@ -66,6 +66,8 @@ EXPORT void quire_pack(int kind, const uint8_t* rows, int first, int count, cons
   pack(kind, rows, first, count, *into);
 }
 
+EXPORT void quire_scale(const Matrix* m, const float* factors) { scale_rows(*m, factors); }
+
 EXPORT void quire_unpack(const Matrix* from, int row, float* out) { unpack_row(*from, row, out); }
 
 EXPORT Pool* quire_pool(int threads) { return new Pool(threads); }
