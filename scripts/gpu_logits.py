@@ -29,7 +29,7 @@ def main() -> None:
         for kind, tensor in module.tensors().items():
             tensor.copy_(model.modules()[name].tensors()[kind])
     exact.finish()
-    layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype=str(m.dtype).removeprefix("torch.")) for m in (model, exact)}
+    layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype=m.kv_dtype) for m in (model, exact)}
     overlaps = launch.overlaps
     eight = load_model(source, device=device, dtype=torch.bfloat16, random_weights=True, scheme=Fp8Scheme())
     assert isinstance(eight, Model)

@@ -118,11 +118,8 @@ def decode(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 def take_pages(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
     """One side of some pages decoded, [pages, tokens_per_page, kv_heads, head_dim]."""
-    if numbers.element_size() == 1:  # not every operation knows 8-bit floats
-        taken = numbers.view(torch.uint8)[pages].view(numbers.dtype)
-    else:
-        taken = numbers[pages]
-    return decode(taken, None if scales is None else scales[pages])
+    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers  # indexing knows no 8-bit floats
+    return decode(plain[pages].view(numbers.dtype), None if scales is None else scales[pages])
 
 
 def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Tensor) -> None:
@@ -144,12 +141,12 @@ def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.
     position they were computed at; rotating them further and writing them back moves a token."""
     size = views.layout.groups[group].tokens_per_page
     page, offset = slots // size, slots % size
-    k, v = [], []
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for index in views.layout.groups[group].layers:
-        for (numbers, scales), found in zip(views.layers[index].sides, (k, v), strict=True):
+        for (numbers, scales), side in zip(views.layers[index].sides, found, strict=True):
             taken = numbers.view(torch.uint8)[page, offset].view(numbers.dtype)
-            found.append(decode(taken, None if scales is None else scales[page, offset]).float())
-    return torch.stack(k, dim=1), torch.stack(v, dim=1)
+            side.append(decode(taken, None if scales is None else scales[page, offset]).float())
+    return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
 
 def write_tokens(views: KVViews, group: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
-KV_KINDS = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
+KV_KINDS: tuple[str, ...] = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
 
 _REFUSALS = {
     1: "a token id is outside the vocabulary",

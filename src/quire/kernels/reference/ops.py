@@ -75,5 +75,5 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, kv_slots: torch.Tens
         for (numbers, scales), x in zip(kv.sides, (k, v), strict=True):
             stored, beside = encode(x[token], numbers.dtype, scaled=scales is not None)
             numbers[slot // size, slot % size] = stored
-            if scales is not None:
+            if scales is not None and beside is not None:
                 scales[slot // size, slot % size] = beside

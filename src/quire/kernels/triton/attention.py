@@ -101,7 +101,8 @@ class TritonAttention:
         return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
 
     def forward(
-        self, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch, plan: Plan, lse: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        self, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch, plan: Plan,
+        lse: torch.Tensor | None = None, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """`lse`, float32 [tokens, heads], takes the log-sum of each query's scores where given."""
         if out is None:
@@ -217,6 +218,7 @@ def _run(
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
         SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.block_m >= 64 and spec.window is None and not launch.steady,
-        SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
         **overlap(device),
     )  # fmt: skip

@@ -171,7 +171,7 @@ def rope_and_write(
         *beside,
         H=heads, KV=kv_heads, D=dim, ROTARY=rotary, HALF=power_of_two(rotary // 2),
         REST=power_of_two(dim - rotary) if rotary < dim else 0, PAGE=page, HEADS=together,
-        NORM=q_norm is not None, LARGEST=LARGEST.get(k_pages.dtype, 0.0), SCALED=scaled, num_warps=4 if together >= 4 else 1,
-        **overlap(qkv.device),
+        NORM=q_norm is not None, LARGEST=LARGEST.get(k_pages.dtype, 0.0), SCALED=scaled,
+        num_warps=4 if together >= 4 else 1, **overlap(qkv.device),
     )  # fmt: skip
     return q_out
