@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import torch
 
+from quire.kernels.kv import LayerKV
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -110,13 +112,6 @@ def _ship(values: list[int], batch: Batch) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def page_rows(pages: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tokens of some pages in order, [tokens, heads, dim]."""
-    if pages.element_size() == 1:  # not every operation knows 8-bit floats
-        return pages.view(torch.uint8)[table].view(pages.dtype).flatten(0, 1).to(dtype)
-    return pages[table].flatten(0, 1).to(dtype)
-
-
 class AttentionBackend(Protocol):
     name: str
 
@@ -132,8 +127,7 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         q: torch.Tensor,  # [tokens, heads, head_dim]
-        k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, head_dim], strided view
-        v_pages: torch.Tensor,  # the same
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Any,

@@ -38,15 +38,13 @@ class ModelRunner:
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
-        kv_dtype: torch.dtype,
         grammars: GrammarStore,
         speculation: Speculation | None = None,
     ):
         self.model = model
         self._device = device
-        pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
-        self._kv = KVViews(pool, layout)
-        self.pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
+        self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
+        self._kv = KVViews(self.pages, layout)
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -128,8 +126,8 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        rows = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
-        table = self._staging.upload(np.array(rows, dtype=np.int64).T)
+        asked = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(asked, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.errors import InputError
-from quire.types.fake_tiers import Entries, FakeTiers
+from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
@@ -110,7 +110,7 @@ class FakeExecutor:
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: Entries = {}
-        self._taken: dict[bytes, dict[int, int]] = {}
+        self._taken: dict[bytes, dict[int, Entry]] = {}
 
     def start(self) -> Capacity:
         return self.capacity

@@ -69,8 +69,8 @@ class TwinProgram:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = ops.rms_norm(q, layer.q_norm, w.eps), ops.rms_norm(k, layer.k_norm, w.eps)
         q, k = ops.rope(q, *rope), ops.rope(k, *rope)
-        k_pages, v_pages, group = kv.layers[index]
-        where = batch.groups[group]
-        ops.write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, where.kv_slots)
+        mine = kv.layers[index]
+        where = batch.groups[mine.group]
+        ops.write_kv(k, v, mine, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
-        return ReferenceAttention().forward(spec, q, k_pages, v_pages, batch, where, None)
+        return ReferenceAttention().forward(spec, q, mine, batch, where, None)

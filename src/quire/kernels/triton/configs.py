@@ -31,8 +31,8 @@ class Matmul:
     rows: int = 0
 
 
-# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens, "prefix"
-# queries come from rows that share their first keys
+# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
+# "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 2, 64): Tile(16, 128, 4, 3),
     ("few", 2, 128): Tile(16, 128, 4, 3),

@@ -12,21 +12,23 @@ struct State {  // of one (query token, head)
   int32_t position;
 };
 
-// Calls visit(j, address of K) for positions first .. first + count of one head, page by page.
+// Calls visit(j, address of K, its scales) for positions first .. first + count of one head, page by page.
 template <typename Visit>
 inline void each_key(const Paged& kv, const int32_t* pages, int head, int first, int count, Visit visit) {
   int page = first / kv.tokens_per_page, offset = first % kv.tokens_per_page;
-  const size_t step = kv.token_stride(), in_token = size_t(head) * kv.head_dim * kv.item();
+  const size_t step = kv.token_stride(), in_token = head * kv.head_bytes();
+  const size_t scale_step = size_t(kv.kv_heads) * kv.head_scales();
   for (int j = 0; j < count; page++, offset = 0) {
     const uint8_t* at = kv.k + pages[page] * kv.page_stride + offset * step + in_token;
-    for (; offset < kv.tokens_per_page && j < count; offset++, j++, at += step) visit(j, at);
+    const uint16_t* scales = kv.scales_of(pages[page], offset, head);
+    for (; offset < kv.tokens_per_page && j < count; offset++, j++, at += step, scales += scale_step) visit(j, at, scales);
   }
 }
 
 // Asks for keys and values before they are needed: pages are scattered, so the hardware does not guess them.
 inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, int count) {
-  const size_t bytes = kv.head_dim * kv.item(), v_offset = kv.v_offset;
-  each_key(kv, pages, head, first, count, [=](int, const uint8_t* at) {
+  const size_t bytes = kv.head_bytes(), v_offset = kv.v_offset;
+  each_key(kv, pages, head, first, count, [=](int, const uint8_t* at, const uint16_t*) {
     for (size_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(at + i);
       __builtin_prefetch(at + v_offset + i);
@@ -34,28 +36,65 @@ inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, in
   });
 }
 
-// One block of keys and values as floats, [head_dim / W][kKeys][W]: rows of a block at fixed distances.
-inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
-  const int dim = kv.head_dim;
-  const size_t v_offset = kv.v_offset;
-  const bool half = kv.half;
-  each_key(kv, pages, head, first, count, [=](int j, const uint8_t* at) {
-    float *to_k = k + j * W, *to_v = v + j * W;
-    if (half) {
-      const uint16_t *from_k = reinterpret_cast<const uint16_t*>(at),
-                     *from_v = reinterpret_cast<const uint16_t*>(at + v_offset);
-      for (int i = 0; i < dim; i += W) {
-        store(to_k + i * kKeys, load_half(from_k + i));
-        store(to_v + i * kKeys, load_half(from_v + i));
-      }
-    } else {
-      const float *from_k = reinterpret_cast<const float*>(at), *from_v = reinterpret_cast<const float*>(at + v_offset);
-      for (int i = 0; i < dim; i += W) {
-        store(to_k + i * kKeys, load(from_k + i));
-        store(to_v + i * kKeys, load(from_v + i));
-      }
+// A head's numbers as floats, W of them every kKeys * W. `scales` are floats, as many as the kind has.
+template <int Kind>
+inline void widen(const uint8_t* from, const float* scales, int dim, float* to) {
+  if (Kind == kInt4) {
+    const int half = dim / 2, blocks = dim / kBlock;
+    for (int i = 0; i < half; i += W) {
+      vi both = load_bytes(from + i);
+      int low = i / kBlock, high = (half + i) / kBlock;
+      store(to + i * kKeys, fma(to_float(both & 15), splat(scales[low]), splat(scales[blocks + low])));
+      store(to + (half + i) * kKeys, fma(to_float(both >> 4), splat(scales[high]), splat(scales[blocks + high])));
     }
+    return;
+  }
+  for (int i = 0; i < dim; i += W) {
+    vf x;
+    if (Kind == kFloat32) x = load(reinterpret_cast<const float*>(from) + i);
+    if (Kind == kFloat16) x = load_half(reinterpret_cast<const uint16_t*>(from) + i);
+    if (Kind == kInt8) x = to_float(load_bytes(reinterpret_cast<const int8_t*>(from) + i)) * scales[0];
+    if (Kind == kFp8) x = from_fp8(load_bytes(from + i)) * scales[0];
+    store(to + i * kKeys, x);
+  }
+}
+
+// fp16 scales as floats, [kKeys][of a head]; conversion is by the vector, so they are collected first.
+inline void gather_scales(const Paged& kv, const int32_t* pages, int head, int first, int count, size_t beyond,
+                          float* to) {
+  const int each = kv.head_scales();
+  uint16_t halves[kKeys * kMostScales];
+  each_key(kv, pages, head, first, count, [&](int j, const uint8_t*, const uint16_t* scales) {
+    for (int i = 0; i < each; i++) halves[j * each + i] = scales[beyond + i];
   });
+  for (int i = count * each; i % W; i++) halves[i] = 0;
+  for (int i = 0; i < count * each; i += W) store(to + i, load_half(halves + i));
+}
+
+// One block of keys and values as floats, [head_dim / W][kKeys][W]: rows of a block at fixed distances.
+template <int Kind>
+inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+  const int dim = kv.head_dim, each = kv.head_scales();
+  const size_t v_offset = kv.v_offset;
+  float k_scales[kKeys * kMostScales], v_scales[kKeys * kMostScales];
+  if (Kind > kFloat16) {
+    gather_scales(kv, pages, head, first, count, 0, k_scales);
+    gather_scales(kv, pages, head, first, count, kv.v_scales(), v_scales);
+  }
+  each_key(kv, pages, head, first, count, [&](int j, const uint8_t* at, const uint16_t*) {
+    widen<Kind>(at, k_scales + j * each, dim, k + j * W);
+    widen<Kind>(at + v_offset, v_scales + j * each, dim, v + j * W);
+  });
+}
+
+inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+  switch (kv.kind) {
+    case kFloat32: return gather<kFloat32>(kv, pages, head, first, count, k, v);
+    case kFloat16: return gather<kFloat16>(kv, pages, head, first, count, k, v);
+    case kInt8: return gather<kInt8>(kv, pages, head, first, count, k, v);
+    case kFp8: return gather<kFp8>(kv, pages, head, first, count, k, v);
+    case kInt4: return gather<kInt4>(kv, pages, head, first, count, k, v);
+  }
 }
 
 // sum = sum * keep + p[first .. last] . v, for C vectors from dimension `at` on.

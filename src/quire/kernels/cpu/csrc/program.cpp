@@ -199,10 +199,12 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   kv.tokens_per_page = group.tokens_per_page;
   kv.kv_heads = d_.kv_heads;
   kv.head_dim = d_.head_dim;
-  kv.half = step.half;
+  kv.kind = step.kind;
   kv.v_offset = size_t(group.tokens_per_page) * kv.token_stride();
   kv.page_stride = size_t(step.page_bytes);
   kv.k = step.pool + size_t(layer.place) * 2 * kv.v_offset;
+  kv.scales = reinterpret_cast<uint16_t*>(step.pool + size_t(group.layers) * 2 * kv.v_offset) +
+              size_t(layer.place) * 2 * kv.v_scales();
   int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
   float* qkv = qkv_buffer_.data();
 
@@ -301,12 +303,13 @@ void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int 
       if (weight) k_.norm(x, weight, d_.eps, dim, x);
       k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
     }
-    int64_t slot = group.kv_slots[t];
-    uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
-                  size_t(slot % group.tokens_per_page) * kv.token_stride();
+    int64_t page = group.kv_slots[t] / group.tokens_per_page;
+    int offset = int(group.kv_slots[t] % group.tokens_per_page);
+    uint8_t* to = kv.k + size_t(page) * kv.page_stride + offset * kv.token_stride();
+    uint16_t* scales = kv.scales_of(page, offset, 0);
     const float* k = heads + d_.heads * dim;
-    k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
-    k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+    k_.store_kv(k, kv, to, scales);
+    k_.store_kv(k + d_.kv_heads * dim, kv, to + kv.v_offset, scales + kv.v_scales());
   });
 }
 

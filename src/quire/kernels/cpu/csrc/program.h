@@ -32,7 +32,7 @@ struct StepGroup {
   const int32_t* page_table;  // [rows, table_stride]
   int64_t table_stride;
   const int64_t* kv_slots;  // [tokens]
-  int32_t tokens_per_page, layers;
+  int32_t tokens_per_page, layers;  // layers that share its pages
 };
 
 struct Step {
@@ -40,7 +40,7 @@ struct Step {
   const int64_t *ids, *positions;
   const int32_t* query_start;  // [rows + 1]
   const StepGroup* group;
-  int32_t groups, half;
+  int32_t groups, kind;  // of the pages: `KvKind`
   uint8_t* pool;
   int64_t pages, page_bytes;
   float* hidden;  // [tokens, hidden], out
