@@ -98,7 +98,7 @@ def _encode_4_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = x.unflatten(-1, (blocks_of(x.shape[-1]), -1))
     low, high = blocks.aminmax(dim=-1, keepdim=True)
     low = low.clamp(-65504, 65504).half()
-    scale = ((high - low.float()) / 15).clamp_(max=65504).half()
+    scale = ((high - low.float()) / 15).clamp_(0, 65504).half()
     steps = (blocks - low.float()) * torch.where(scale > 0, 1 / scale.float(), 0.0)
     first, second = steps.round_().clamp_(0, 15).flatten(-2).to(torch.uint8).chunk(2, dim=-1)
     return first | second << 4, torch.cat((scale, low), dim=-2).squeeze(-1)

@@ -78,7 +78,7 @@ void rope(float* x, const float* cos, const float* sin, int half, float scale, i
 // A scale as it will be read, kept as fp16; and by what to multiply so as to divide by it.
 inline float keep_scale(float scale, uint16_t* to) {
   uint16_t half[W];
-  store_half(half, splat(scale > 65504.0f ? 65504.0f : scale));
+  store_half(half, within(splat(scale), -65504.0f, 65504.0f));
   *to = half[0];
   return load_half(half)[0];
 }
