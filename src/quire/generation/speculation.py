@@ -53,10 +53,10 @@ class Expanded:
 class Speculation:
     """What a worker knows of its sequences' tokens, and who guesses on."""
 
-    def __init__(self, proposer: Proposer, verify: Verify = verify, *, hidden: bool = False):
-        """`hidden`: whether the proposer wants to see hidden states."""
+    def __init__(self, proposer: Proposer, verify: Verify = verify, *, sees: tuple[int, ...] | None = None):
+        """`sees`: layers behind which the proposer sees hidden states, besides the last; None: not even that."""
         self._proposer = proposer
-        self.hidden = hidden
+        self.sees = sees
         self._contexts: dict[int, DraftContext] = {}
         self._verify = verify
 

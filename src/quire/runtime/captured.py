@@ -33,7 +33,7 @@ MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are capt
 class StepOutput:
     logits: torch.Tensor  # [rows, vocabulary], of each row's last token
     best: torch.Tensor  # [rows], the greedy choice
-    hidden: torch.Tensor  # [rows, hidden], of each row's last token
+    shown: torch.Tensor  # [rows, hidden or more], what a proposer may see of each row's last token
 
 
 # rows table, tokens, counts, kv_lens, shared prefixes
@@ -75,6 +75,7 @@ class CapturedSteps:
     def capture(self) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)
         torch.cuda.synchronize()

@@ -161,11 +161,13 @@ class LocalExecutor:
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)
 
-    def watch(self, proposer: Proposer) -> None:
-        """Show a proposer all that is drawn from now on, hidden states too; it is not asked for drafts unless plans
-        have budgets."""
+    def watch(self, proposer: Proposer, layers: tuple[int, ...] = ()) -> None:
+        """Show a proposer all that is drawn from now on, hidden states too (the last, and those behind `layers`); it is
+        not asked for drafts unless plans have budgets."""
         assert self._runner is not None, "start() comes first"
-        self._runner.speculate(Speculation(proposer, hidden=True))
+        self._runner.speculate(Speculation(proposer, sees=layers))
+        if self._graphs:
+            self._runner.capture()  # those there are show nothing of these layers
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._thread is None:

@@ -17,6 +17,7 @@ from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
 from quire.generation.speculation import Expanded, Speculation
+from quire.kernels.tap import Tap
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.sharing import SharedPrefixes
@@ -73,7 +74,8 @@ class ModelRunner:
 
     def speculate(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
-        self._shows_hidden = speculation is not None and speculation.hidden
+        sees = speculation.sees if speculation is not None else None
+        self._tap = None if sees is None else Tap(sees)
 
     def close(self) -> None:
         self._grammars.close()
@@ -133,20 +135,23 @@ class ModelRunner:
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
         if batch.asks:
             batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
-        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
+        # [tokens or rows, hidden]
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at, tap=self._tap)
         scores: dict[int, list[LogprobTensors]] = {}
         pooled: dict[int, torch.Tensor] = {}
         if looked_at:
             scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
+        shown = self._tap.beside(hidden) if self._tap is not None else None
         sampled = None
         if plan.samples:
             rows = [s.row for s in plan.samples]
             if rows != list(range(len(hidden))):
-                hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
+                where = self._staging.upload(np.array(rows, dtype=np.int64))
+                hidden, shown = hidden[where], shown[where] if shown is not None else None
             sampled = self._sample(plan, self.model.logits(hidden))
         size = batch.groups[0].tokens_per_page
         mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
-        return Computed(sampled, scores, pooled, mass, hidden=hidden if self._shows_hidden else None)
+        return Computed(sampled, scores, pooled, mass, shown=shown)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -171,9 +176,9 @@ class ModelRunner:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         computed = output.logits.shape[0] if size[0] == size[1] else size[0]
         shown = None
-        if plan.samples and self._shows_hidden:  # the next replay writes over it: indexing copies
-            shown = output.hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
-        return Computed(sampled, padding=computed - plan.tokens, hidden=shown)
+        if plan.samples and self._tap is not None:  # the next replay writes over it: indexing copies
+            shown = output.shown[self._staging.upload(np.array(rows, dtype=np.int64))]
+        return Computed(sampled, padding=computed - plan.tokens, shown=shown)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -188,11 +193,11 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
-        hidden = self.model.forward(input_ids, batch, self._kv, last=True)
+        hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
         logits = self.model.logits(hidden)
         chosen = best(logits)
         self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
-        return StepOutput(logits, chosen, hidden)
+        return StepOutput(logits, chosen, self._tap.beside(hidden) if self._tap is not None else hidden)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
@@ -242,7 +247,7 @@ class Computed:
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     padding: int = 0
-    hidden: torch.Tensor | None = None  # [samples, hidden], what was drawn from; if somebody wants to know
+    shown: torch.Tensor | None = None  # [samples, hidden or more], what was drawn from; if somebody wants to know
 
 
 class PendingStep:
@@ -261,7 +266,7 @@ class PendingStep:
         self._grammars = grammars
         self._speculation = speculation
         self._padding = computed.padding
-        self._hidden = computed.hidden
+        self._shown = computed.shown
         self._began = began
         sampled = computed.sampled
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
@@ -311,7 +316,7 @@ class PendingStep:
                 tokens = self._speculation.settled(draft, tokens)
             accepted = self._grammars.accept(sample.slot, sample.position, tokens)
             if self._speculation is not None:
-                seen = self._hidden[begin : begin + accepted.drawn] if self._hidden is not None else None
+                seen = self._shown[begin : begin + accepted.drawn] if self._shown is not None else None
                 self._speculation.observe(sample.slot, sample.position, accepted.tokens, seen)
             found.append(accepted)
         return found

@@ -37,6 +37,8 @@ from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
+AT_ONCE = 16  # newcomers taken in while the device is idle; the others are planned while it works on these
+
 
 class Scheduler:
     def __init__(
@@ -296,9 +298,11 @@ class Scheduler:
             return
         order = only or list(self.policy.order(self._waiting, now))
         reserve = self.policy.reserve(order[: len(self._slots)])
+        idle = self.capacity.depth > 1 and not (reserve or self._flights or flight.rows)
+        most = AT_ONCE if idle else len(order)
         admitted: set[Sequence] = set()
         for seq in order:
-            if not self._slots or (budget <= 0 and not reserve):
+            if not self._slots or (budget <= 0 and not reserve) or len(admitted) >= most:
                 break
             if seq.inflight or not (only or self._pressure.admits(seq)):
                 continue  # preempted; its old pages are still in use, or it would only be so again

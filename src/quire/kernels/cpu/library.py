@@ -60,6 +60,12 @@ class Step(Structure):
         ("pages", c_int64),
         ("page_bytes", c_int64),
         ("hidden", c_void_p),
+        ("taps", c_void_p),
+        ("tapped", c_void_p),
+        ("tap_count", c_int32),
+        ("asks", c_void_p),
+        ("mass", c_void_p),
+        ("mass_pages", c_int32),
     ]
 
 

@@ -131,7 +131,7 @@ EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int
   std::vector<Query> queries;
   for (int i = 0; i < count; i++)
     queries.push_back({q + size_t(i) * heads * kv->head_dim, positions[i], i, tables + i * table_stride});
-  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, kv->kv_heads, {}, out};
+  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, kv->kv_heads, {}, out, nullptr, 0};
   std::vector<float> scratch(kernels->attend_floats(args));
   if (count) kernels->attend(args, scratch.data());
 }
