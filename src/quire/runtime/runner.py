@@ -128,8 +128,8 @@ class ModelRunner:
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        rows = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
-        table = self._staging.upload(np.array(rows, dtype=np.int64).T)
+        asked = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(asked, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]

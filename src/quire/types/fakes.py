@@ -1,9 +1,9 @@
 """Fakes of the seams, for tests and experiments without a device.
 
 `FakeExecutor` has no model but a memory that never lies: each KV entry is a digest of the whole token history
-that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would read exactly its own history through
-its page table (but what was forgotten of it), whatever was shared, copied, turned, preempted or re-used, and draws
-tokens that depend on that history alone.
+that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would
+read exactly its own history through its page table (but what was forgotten of it), whatever was shared, copied,
+turned, preempted or re-used, and draws tokens that depend on that history alone.
 
 `FakeGrammars` knows choices only, and finds what may follow by looking at every token and every choice.
 """
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.errors import InputError
-from quire.types.fake_tiers import Entries, FakeTiers
+from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
@@ -110,7 +110,7 @@ class FakeExecutor:
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: Entries = {}
-        self._taken: dict[bytes, dict[int, int]] = {}
+        self._taken: dict[bytes, dict[int, Entry]] = {}
 
     def start(self) -> Capacity:
         return self.capacity

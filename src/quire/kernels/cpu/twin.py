@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.attention import AttentionSpec, Batch
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights, PackedMatrix
 from quire.kernels.kv import KVViews
 from quire.kernels.measured import MeasuredRows
@@ -74,5 +74,5 @@ class TwinProgram:
         where = batch.groups[group]
         ops.write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
-        backend = MeasuredRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
+        backend: AttentionBackend = MeasuredRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
         return backend.forward(spec, q, k_pages, v_pages, batch, where, backend.plan(batch, where, spec))
