@@ -1,5 +1,5 @@
-"""Contexts longer than their KV budget against transformers, whose cache is edited by hand: the same pages dropped at the
-same points, keys turned back to no position at all and rotated anew for their new one, attention read from its own
+"""Contexts longer than their KV budget against transformers, whose cache is edited by hand: the same pages dropped at
+the same points, keys turned back to no position at all and rotated anew for their new one, attention read from its own
 probabilities."""
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def test_a_prompt_seen_whole_then_cut_to_its_budget(pair, monkeypatch, eviction)
 
 
 def test_together_chunked_and_preempted_the_answer_is_the_same(pair):
-    theirs, core = pair
+    _, core = pair
     lengths = (300, 70, 110, 200)
     asked = [
         ask(f"r{i}", prompt, ["sinks", "snapkv", "h2o", "sinks"][i], 48 + 4 * i)
@@ -200,9 +200,9 @@ def test_together_chunked_and_preempted_the_answer_is_the_same(pair):
 
 
 def test_who_has_no_budget_is_not_touched(pair):
-    """Beside a stream, and on pages the stream has used: bit for bit what it is alone."""
-    theirs, core = pair
-    (long, short) = prompts(300, 40, seed=9)
+    """Beside a stream, and on pages the stream has used: what it is alone."""
+    _, core = pair
+    (long,) = prompts(300, seed=9)
     plain = Request(id="p", prompt=long[:40], params=SamplingParams(temperature=0.0, max_tokens=30, logprobs=0))
     core.reset()
     alone = generate(core, plain)["p"]

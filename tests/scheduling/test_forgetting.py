@@ -5,7 +5,7 @@ import pytest
 from test_scheduler_property import FULL, VOCAB, WINDOW, World, alone, layout
 
 from quire.memory.compaction import compact
-from quire.memory.manager import KVManager
+from quire.memory.manager import KVManager, PageTable
 from quire.scheduling import Scheduler
 from quire.scheduling.forgetting import POLICIES
 from quire.types.config import SchedulerOptions
@@ -59,8 +59,6 @@ def test_what_each_policy_keeps():
 
 def test_shared_and_named_pages_are_turned_into_fresh_ones():
     memory = KVManager(layout(FULL), 20)
-    from quire.memory.manager import PageTable
-
     table = PageTable(1)
     memory.extend(table, 0, 24)
     first = list(table.pages[0])
@@ -81,13 +79,11 @@ def test_shared_and_named_pages_are_turned_into_fresh_ones():
 
 def test_without_fresh_pages_names_are_given_up_but_never_others_pages():
     memory = KVManager(layout(FULL), 7)
-    from quire.memory.manager import PageTable
-
     table = PageTable(1)
     memory.extend(table, 0, 24)
     pages = list(table.pages[0])
     memory.publish(table, 24, range(24), "")
-    change, dropped, read = compact(memory, table, [0, 3, 4, 5])
+    _, dropped, read = compact(memory, table, [0, 3, 4, 5])
     assert table.pages[0] == [pages[0], *pages[3:]] and not read and memory.index.key_of(pages[3]) is None
     memory.give_back(dropped, 4)
     other = memory.fork(table)
@@ -167,13 +163,13 @@ def test_a_prefix_is_shared_up_to_where_forgetting_begins():
 
 def test_refusals():
     scheduler, _ = world()
-    with pytest.raises(InputError, match="from 16 .4 pages. to 80"):
+    with pytest.raises(InputError, match=r"from 16 .4 pages. to 80"):
         scheduler.submit(ask("a", 10, 12))
     with pytest.raises(InputError, match="to 80 tokens"):
         scheduler.submit(ask("a", 10, 96))
-    with pytest.raises(ContextLengthError, match="holds 80.*kv_budget"):
+    with pytest.raises(ContextLengthError, match=r"holds 80.*kv_budget"):
         scheduler.submit(ask("a", 100, None))
-    with pytest.raises(ContextLengthError, match="holds 400.*max_model_len"):
+    with pytest.raises(ContextLengthError, match=r"holds 400.*max_model_len"):
         scheduler.submit(ask("a", 400, 32))
     with pytest.raises(InputError, match="sinks, snapkv, h2o"):
         SamplingParams(kv_budget=64, kv_eviction="lru")

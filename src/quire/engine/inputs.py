@@ -104,8 +104,8 @@ def check_tokens(tokens: list[int], info: EngineInfo, room: int) -> None:
     if len(tokens) >= room:
         longer = "set kv_budget" if len(tokens) < info.stream_len else "serve with a larger max_model_len"
         raise ContextLengthError(
-            f"the prompt has {len(tokens)} tokens but the context holds {room}, one of them for the answer; shorten the "
-            f"prompt or {longer}"
+            f"the prompt has {len(tokens)} tokens but the context holds {room}, one of them for the answer; "
+            f"shorten the prompt or {longer}"
         )
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < info.vocab_size:

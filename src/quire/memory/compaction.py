@@ -18,8 +18,8 @@ from quire.types.plan import Turn
 
 
 def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[Change, list[int], list[int]] | None:
-    """Keep the pages at these indices, ascending, of a table of one group: what changed, and the pages it holds no longer:
-    those dropped, and those that are read once more. None, and no change, if pages are lacking."""
+    """Keep the pages at these indices, ascending, of a table of one group: what changed, and the pages it holds no
+    longer, those dropped and those that are read once more. None, and no change, if pages are lacking."""
     pool, index, pages = memory.pool, memory.index, table.pages[0]
     (size,) = (group.tokens_per_page for group in memory.layout.groups)
     moved = [(old, new) for new, old in enumerate(kept) if old != new]

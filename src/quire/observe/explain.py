@@ -19,7 +19,7 @@ SENTENCES = {
     PrefixOutcome.SALT: "the same tokens are known, but under another cache salt, and salts do not share",
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
     PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",
-    PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position computed",
+    PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position",
     PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget makes it forget, so it is computed",
     PrefixOutcome.OFF: "the prefix cache is off",
 }

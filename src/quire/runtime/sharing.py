@@ -51,7 +51,8 @@ class SharedPrefixes:
             self._rows = slots
             from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does whoever asks
 
-            groups = find_groups([self._pages[s] for s in slots], [row.start - row.shift for row in plan.rows], self._size)
+            held = [row.start - row.shift for row in plan.rows]
+            groups = find_groups([self._pages[s] for s in slots], held, self._size)
             self._found = cut(groups, [1] * len(slots), self._size, self._queries) if groups else None
         if self._found is None or len(self._found[0]) > self.items(rows):
             return None

@@ -16,18 +16,16 @@ from quire.types.plan import Capacity
 from quire.types.request import Request
 
 
-BUDGET = "set kv_budget, with which a request may outgrow what the model attends to"
-
-
 def longest_length(request: Request, memory: KVManager, capacity: Capacity, memo: Memo | None) -> int:
     """Tokens that prompt and answer may come to; refuses, with a reason, what could never run."""
     length, longest = len(request.prompt), capacity.max_model_len if memo else capacity.longest
     if length == 0:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
     if length >= longest:
+        longer = "raise max_model_len" if length >= capacity.max_model_len else "set kv_budget"
         raise ContextLengthError(
             f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
-            f"shorten the prompt or {'raise max_model_len' if memo or capacity.longest == capacity.max_model_len else BUDGET}"
+            f"shorten the prompt or {longer}"
         )
     limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
     if memory.layout.pages_for(min(limit, memo.peak) if memo else limit) > memory.pool.total:

@@ -1,16 +1,17 @@
 """Sequences longer than their memory: which pages of a long context to forget, and when.
 
-A request may have a budget of KV entries. When its next token would exceed it, pages are dropped until three quarters of
-the budget are left (rarely and many, because the keys of pages that move together are turned every time):
+A request may have a budget of KV entries. When its next token would exceed it, pages are dropped until three quarters
+of the budget are left (rarely and many, because the keys of pages that move together are turned every time):
 
     sinks    the first page and the latest ones stay (StreamingLLM): needs to know nothing of what is attended to
-    snapkv   the latest pages and those that the last WINDOW tokens attended to most (SnapKV at the end of a prompt, TOVA
-             after it)
+    snapkv   the latest pages and those that the last WINDOW tokens attended to most (SnapKV at the end of a prompt,
+             TOVA after it)
     h2o      the latest pages and those with most attention since they were written, half and half (H2O)
 
-Those that look at attention compute a prompt whole, if the model can attend to it, and forget at its end; otherwise, and
-wherever prompt log-probabilities are wanted, the budget holds from the first token. Everything is decided at points that
-depend on token counts alone, never on how a step was cut or what else was running: the same request forgets the same.
+Those that look at attention compute a prompt whole, if the model can attend to it, and forget at its end; otherwise,
+and wherever prompt log-probabilities are wanted, the budget holds from the first token. Everything is decided at points
+that depend on token counts alone, never on how a step was cut or what else was running: the same request forgets the
+same.
 
 Refuses to know: where pages lie, how attention is measured.
 """

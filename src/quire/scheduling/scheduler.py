@@ -517,7 +517,8 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
         """End a sequence and tell of it."""
         request = seq.request
-        if request.session and not seq.evicted and seq.status is Status.RUNNING and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.session and seq.status is Status.RUNNING and well and not seq.evicted:
             self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, request.salt)
             self.sessions.keep(request.session, request.salt, seq.table, self.diary.now + request.hold)
         self._retire(seq)

@@ -22,9 +22,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "evicted", "hit",
-        "inflight", "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted", "priority",
-        "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "evicted", "hit", "inflight",
+        "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted", "priority",
+        "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent",
+        "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):

@@ -1,9 +1,9 @@
 """Fakes of the seams, for tests and experiments without a device.
 
 `FakeExecutor` has no model but a memory that never lies: each KV entry is a digest of the whole token history
-that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would read exactly its own history through
-its page table (but what was forgotten of it), whatever was shared, copied, turned, preempted or re-used, and draws
-tokens that depend on that history alone.
+that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would
+read exactly its own history through its page table (but what was forgotten of it), whatever was shared, copied,
+turned, preempted or re-used, and draws tokens that depend on that history alone.
 
 `FakeGrammars` knows choices only, and finds what may follow by looking at every token and every choice.
 """

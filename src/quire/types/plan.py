@@ -57,8 +57,8 @@ class PageDelta(msgspec.Struct):
 
 class Turn(msgspec.Struct):
     """KV entries at another position: copied from slots `sources` to `targets` (page * tokens_per_page + offset), the
-    keys of every layer rotated by `by` positions. All sources of a plan's copies and turns are read before any target is
-    written."""
+    keys of every layer rotated by `by` positions. All sources of a plan's copies and turns are read before any target
+    is written."""
 
     group: int
     sources: list[int]
@@ -72,9 +72,9 @@ class Row(msgspec.Struct):
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
     token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
     these positions, "last" for that of the last. `drafts`: how many tokens may be guessed after these; pages are there
-    for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any more;
-    what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much attention
-    these tokens pay to each page.
+    for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
+    more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
+    attention these tokens pay to each page.
     """
 
     slot: int

@@ -108,8 +108,10 @@ inline void weigh(float* sum, float keep, const float* p, const float* v, int fi
   for (int c = 0; c < C; c++) store(sum + at + c * W, acc[c]);
 }
 
-__attribute__((noinline)) void attend_block(State& s, const float* k, const float* v, int dim, int first,
-                                            int last) {
+// With kMass, `paid` [pages] becomes the weights of each page so far, as `total` is of all of them.
+template <bool kMass>
+__attribute__((always_inline)) inline void attend_block_as(State& s, const float* k, const float* v, int dim, int first,
+                                                           int last, float* paid, int at, int size) {
   float p[kKeys] = {};
   for (int j = 0; j < last; j += 16) dots16(s.q, k + j * W, dim, p + j);
   vf low = splat(-__builtin_inff()), most = low;
@@ -132,9 +134,44 @@ __attribute__((noinline)) void attend_block(State& s, const float* k, const floa
     total += e;
   }
   s.total = s.total * keep + sum(total);
+  if (kMass) {
+    for (int page = 0; keep != 1.0f && page <= at / size; page++) paid[page] *= keep;
+    for (int j = first; j < last; j++) paid[(at + j) / size] += p[j];
+  }
   int i = 0;
   for (; i + 4 * W <= dim; i += 4 * W) weigh<4>(s.sum, keep, p, v, first, last, i);
   for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
+}
+
+__attribute__((noinline)) void attend_block(State& s, const float* k, const float* v, int dim, int first,
+                                            int last) {
+  attend_block_as<false>(s, k, v, dim, first, last, nullptr, 0, 1);
+}
+
+__attribute__((noinline)) void attend_block_paid(State& s, const float* k, const float* v, int dim, int first, int last,
+                                                 float* paid, int at, int size) {
+  attend_block_as<true>(s, k, v, dim, first, last, paid, at, size);
+}
+
+// All keys of queries of one row, and what each state pays to each page, [states, pages].
+inline void attend_paid(const AttendArgs& a, State* states, int stride, int begin, float* scratch, float* paid) {
+  int dim = a.kv.head_dim, furthest = 0;
+  for (int i = 0; i < stride; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
+  float *k = scratch, *v = scratch + kKeys * dim;
+  for (int at = begin * kKeys; at <= furthest; at += kKeys) {
+    int written = furthest + 1 - at;
+    for (int head = a.head_begin; head < a.head_end; head++) {
+      gather(a.kv, a.queries[0].pages, head, at, written < kKeys ? written : kKeys, k, v);
+      int base = (head - a.head_begin) * stride;
+      for (int i = base; i < base + stride; i++) {
+        int first = a.window ? states[i].position - a.window + 1 - at : 0, last = states[i].position + 1 - at;
+        first = first < 0 ? 0 : first;
+        last = last > kKeys ? kKeys : last;
+        if (first < last)
+          attend_block_paid(states[i], k, v, dim, first, last, paid + size_t(i) * a.mass_pages, at, a.kv.tokens_per_page);
+      }
+    }
+  }
 }
 
 #include "attend_wide.h"
@@ -168,7 +205,7 @@ inline void attend_range(const AttendArgs& a, const int32_t* pages, State* state
 
 size_t attend_floats(const AttendArgs& a) {
   size_t each = size_t(a.heads / a.kv.kv_heads) * a.count, states = (a.head_end - a.head_begin) * each;
-  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4) + 64 +
+  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4 + a.mass_pages) + 64 +
          wide_floats(int(each), a.kv.head_dim);
 }
 
@@ -188,12 +225,17 @@ void attend(const AttendArgs& a, float* scratch) {
     nearest = query.position < nearest ? query.position : nearest;
   }
   int begin = a.window && nearest >= a.window ? (nearest - a.window + 1) / kKeys : 0;
+  float* paid = blocks + 2 * kKeys * dim;
+  if (a.mass) {
+    for (size_t i = 0; i < size_t(count) * a.mass_pages; i++) paid[i] = 0;
+    attend_paid(a, states, stride, begin, blocks, paid);
+  }
   int shared = a.shared / kKeys;  // whole blocks only
   if (shared > begin) {
     attend_range(a, a.queries[0].pages, states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
-  for (int i = 0; i < a.count;) {  // neighbours of one sequence go on together
+  for (int i = a.mass ? a.count : 0; i < a.count;) {  // neighbours of one sequence go on together
     int j = i + 1;
     while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
     int last = 0;
@@ -205,6 +247,10 @@ void attend(const AttendArgs& a, float* scratch) {
     State& s = states[i];
     float inverse = 1.0f / s.total;
     for (int d = 0; d < dim; d++) s.sum[d] *= inverse;
+    if (a.mass) {
+      float* to = a.mass + size_t(a.head_begin + i / stride) * a.mass_pages;
+      for (int page = 0; page < a.mass_pages; page++) to[page] += paid[size_t(i) * a.mass_pages + page] * inverse;
+    }
     int token = query_of(i).token, head = head_of(i);
     if (a.out_float) {
       __builtin_memcpy(a.out_float + (size_t(token) * a.heads + head) * dim, s.sum, size_t(dim) * 4);
