@@ -16,7 +16,7 @@ from quire.types.sampling import SamplingParams
 from quire.types.seams import Tree
 
 VOCAB, LENGTH, SLOTS, TOP_P = 5, 4, 2500, 0.9
-LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32", 4)
+LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32")
 CAPACITY = Capacity(pages=SLOTS + 1, slots=SLOTS, max_model_len=8, max_batch_tokens=1 << 20, depth=1, drafts=3)
 PARAMS = SamplingParams(temperature=1.0, top_p=TOP_P)
 TABLE = torch.tensor(np.random.default_rng(8).normal(0, 1.2, (VOCAB, VOCAB)), dtype=torch.float32)
@@ -64,7 +64,7 @@ class RandomTrees(RandomProposer):
 def draw(count, first_seed, speculation=None):
     """`count` answers of four tokens to the prompt [0], seeds counting up."""
     grammars = SimpleNamespace(close=lambda: None)
-    runner = ModelRunner(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"), torch.float32, grammars, speculation)
+    runner = ModelRunner(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"), grammars, speculation)
     answers = []
     for base in range(0, count, SLOTS):
         slots = range(min(SLOTS, count - base))

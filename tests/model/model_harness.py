@@ -23,11 +23,9 @@ def run_model(
 ) -> list[torch.Tensor]:
     """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance
     together, at most `chunk` tokens a step each; their pages lie scattered over the pool."""
-    layout = model.spec.kv_layout(
-        page_size=page_size, dtype=str(model.dtype).removeprefix("torch."), itemsize=model.dtype.itemsize
-    )
+    layout = model.spec.kv_layout(page_size=page_size, dtype=str(model.dtype).removeprefix("torch."))
     pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
-    pool = allocate_kv(layout, 1 + len(pages), model.device, model.dtype)
+    pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)
     tables = [[[pages.pop() for _ in range(-(-len(p) // g.tokens_per_page))] for p in prompts] for g in layout.groups]
     kv = KVViews(pool, layout)

@@ -113,7 +113,7 @@ class Speculation:
             places.append(len(rows))
             end = row.start + row.count
             tokens = draft.tokens if isinstance(draft, Tree) else draft
-            rows += [row, *(Row(row.slot, at, 1) for at in range(end, end + len(tokens)))]
+            rows += [row, *(Row(row.slot, at, 1, shift=row.shift) for at in range(end, end + len(tokens)))]
             if tokens:
                 writes.append(Write(row.slot, end, tokens))
             if isinstance(draft, Tree):
@@ -148,7 +148,7 @@ class Speculation:
             contexts = [self._contexts[rows[i].slot] for i in asked]
             found = self._proposer.propose(contexts, [rows[i].drafts for i in asked])
             for i, context, draft in zip(asked, contexts, found, strict=True):
-                if isinstance(draft, Tree) and _remembers(context.admit.params):
+                if isinstance(draft, Tree) and (rows[i].shift or _remembers(context.admit.params)):
                     draft = draft.trunk()
                 drafts[i] = draft if isinstance(draft, Tree) else draft[: rows[i].drafts]
         return drafts

@@ -101,9 +101,29 @@ class Model:
         return {name: module for name, module in named.items() if module is not None}
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """What K and V are kept in."""
-        return self.dtype
+    def kv_dtype(self) -> str:
+        """What K and V are kept in unless others are asked for."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_kinds(self) -> tuple[str, ...]:
+        """The kinds of pages it can run on."""
+        return (self.kv_dtype, *self.stages.kv_kinds)
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """Divide keys by factors [layers, kv_heads, head_dim] and multiply queries with them, as `key_factors` says."""
+        for layer, factor in zip(self.layers, factors.to(self.device), strict=True):
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm.weight *= factor[0]
+                layer.k_norm.weight /= factor[0]
+            else:
+                queries = factor.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=0)
+                layer.qkv.scale(torch.cat((queries, 1 / factor, torch.ones_like(factor))).flatten())
+
+    @property
+    def inverse_frequencies(self) -> torch.Tensor | None:
+        """By which keys are rotated, [rotary / 2]; None: positions are learned."""
+        return self._frequencies if self.spec.rope is not None else None
 
     @property
     def reasons(self) -> list[str]:

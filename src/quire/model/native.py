@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels import cpu
 from quire.kernels.attention import Batch
-from quire.kernels.cpu.program import DecoderWeights, LayerWeights
+from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import FORMATS
 from quire.kernels.tap import Tap
@@ -55,7 +55,8 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
 class NativeModel:
     """Made by `load_model` once names and shapes are checked; ready when made."""
 
-    kv_dtype = torch.float16  # what K and V are best kept in; float32 works too
+    kv_dtype = "float16"  # what K and V are best kept in
+    kv_kinds = KV_KINDS
     dtype = torch.float32  # of hidden states and logits
 
     def __init__(
@@ -74,8 +75,13 @@ class NativeModel:
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
+        self.inverse_frequencies = weights.inverse_frequencies
         self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `Model.rescale_keys`."""
+        self._program.rescale_keys(factors)
 
     def forward(
         self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None

@@ -27,6 +27,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    evicted_tokens: int | UnsetType = UNSET  # with kv_budget: tokens whose KV was dropped
 
 
 class TopLogprob(msgspec.Struct):

@@ -27,6 +27,8 @@ FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
+KV_KINDS: tuple[str, ...] = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
+
 _REFUSALS = {
     1: "a token id is outside the vocabulary",
     2: "a KV slot is outside the page pool",
@@ -86,6 +88,12 @@ class PackedMatrix:
             piece = piece.contiguous()
             lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
 
+    def scale(self, factors: torch.Tensor) -> None:
+        """Multiply each row by a factor, a power of two: only the blocks' scales change."""
+        factors = factors.float().contiguous()
+        assert factors.shape == (self.rows,)
+        lib.native().quire_scale(ctypes.byref(self.struct), factors.data_ptr())
+
     def dense(self) -> torch.Tensor:
         """The matrix as floats, as packed: what multiplications mean."""
         out = torch.empty(self.rows, self.columns)
@@ -140,6 +148,20 @@ class DecoderWeights:
     layers: list[LayerWeights]
 
 
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """Divide keys by powers of two, [layers, kv_heads, head_dim], and multiply queries with them."""
+        for layer, factor in zip(self.layers, factors, strict=True):
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm *= factor[0]
+                layer.k_norm /= factor[0]
+                continue
+            queries = factor.repeat_interleave(self.heads // self.kv_heads, dim=0).flatten()
+            for matrix, bias, rows in ((layer.q, layer.q_bias, queries), (layer.k, layer.k_bias, 1 / factor.flatten())):
+                matrix.scale(rows)
+                if bias is not None:
+                    bias *= rows
+
+
 class _Place(NamedTuple):
     kv_group: int
     place: int
@@ -157,6 +179,7 @@ class NativeProgram:
         self._pool = self._library.quire_pool(threads)
         weakref.finalize(self, self._library.quire_pool_free, self._pool)
         self._program: int | None = None
+        self._free: weakref.finalize | None = None
         self._kv: KVViews | None = None
         self._step = lib.Step()
         self._width = -(-weights.head.rows // 16) * 16
@@ -188,10 +211,20 @@ class NativeProgram:
             tapped = torch.empty(len(layers), batch.rows, self._weights.hidden)
             step.taps, step.tapped, step.tap_count = layers.data_ptr(), tapped.data_ptr(), len(layers)
             tap.states = list(tapped)
+        step.asks = None
+        if batch.mass is not None:
+            asks = torch.zeros(batch.rows, dtype=torch.uint8)
+            asks[batch.asks] = 1
+            step.asks, step.mass, step.mass_pages = asks.data_ptr(), batch.mass.data_ptr(), batch.mass.shape[1]
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")
         return hidden
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `DecoderWeights.rescale_keys`; what is in pages already is of another scale."""
+        self._weights.rescale_keys(factors)
+        self._kv = None  # to build again
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary] float32."""
@@ -202,6 +235,9 @@ class NativeProgram:
 
     def _build(self, kv: KVViews) -> None:
         """For these pages. Structs point into tensors; `_keep` holds those made here."""
+        if self._free is not None:
+            self._free()
+            self._keep.clear()
         weights, layout = self._weights, kv.layout
         places = {
             layer: _Place(index, place)
@@ -218,12 +254,14 @@ class NativeProgram:
             self._pointer(weights.inverse_frequencies), layers,
         )  # fmt: skip
         self._program = self._library.quire_program(ctypes.byref(decoder), lib.kernels(self.isa), self._pool)
-        weakref.finalize(self, self._library.quire_program_free, self._program)
+        self._free = weakref.finalize(self, self._library.quire_program_free, self._program)
         self._kv = kv
         self._groups = (lib.StepGroup * len(layout.groups))()
         self._step.group, self._step.groups = self._groups, len(layout.groups)
-        self._step.half = int(kv.pool.dtype == torch.float16)
-        self._step.page_bytes = kv.pool.shape[1] * kv.pool.itemsize
+        for struct, group in zip(self._groups, layout.groups, strict=True):
+            struct.layers = len(group.layers)
+        self._step.kind = KV_KINDS.index(layout.dtype)
+        self._step.page_bytes = layout.page_bytes
 
     def _layer(self, layer: LayerWeights, place: _Place) -> lib.Layer:
         return lib.Layer(
