@@ -44,3 +44,24 @@ class KVViews:
             for place, layer in enumerate(group.layers):
                 views[layer] = LayerKV(by_layer[:, place, 0], by_layer[:, place, 1], index)
         self.layers = tuple(views[layer] for layer in range(len(views)))
+
+    def tokens(self, group: int) -> torch.Tensor:
+        """The pages of a group by token, as integers of the elements' size (not every operation knows every kind of
+        float): [pages, layers of the group, K and V, tokens_per_page, kv_heads, head_dim]."""
+        spec = self.layout.groups[group]
+        shape = (len(spec.layers), spec.parts, spec.tokens_per_page, spec.kv_heads, spec.head_dim)
+        raw = self.pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.pool.itemsize])
+        return raw[:, : spec.tokens_per_page * spec.token_elements()].unflatten(1, shape)
+
+
+def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V at these KV slots (page * tokens_per_page + offset), each float32 [tokens, layers, kv_heads, dim]."""
+    size = views.layout.groups[group].tokens_per_page
+    found = views.tokens(group)[slots // size, :, :, slots % size].view(views.pool.dtype).float()
+    return found[:, :, 0], found[:, :, 1]
+
+
+def write_tokens(views: KVViews, group: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """The way back of `read_tokens`."""
+    size, pages = views.layout.groups[group].tokens_per_page, views.tokens(group)
+    pages[slots // size, :, :, slots % size] = torch.stack((k, v), 2).to(views.pool.dtype).view(pages.dtype)

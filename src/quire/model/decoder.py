@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.attention import AttentionSpec, Batch
 from quire.kernels.kv import KVViews
+from quire.kernels.tap import Tap
 from quire.model.fused import choose_stages
 from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
 from quire.model.rope import inverse_frequencies
@@ -105,6 +106,11 @@ class Model:
         return self.dtype
 
     @property
+    def inverse_frequencies(self) -> torch.Tensor | None:
+        """By which keys are rotated, [rotary / 2]; None: positions are learned."""
+        return self._frequencies if self.spec.rope is not None else None
+
+    @property
     def reasons(self) -> list[str]:
         """What was chosen to run it, and why."""
         return self.stages.reasons
@@ -123,7 +129,9 @@ class Model:
             if self.rope_divisors is not None:
                 self._frequencies /= self.rope_divisors.weight.float()
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
+    ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
         stages = self.stages
@@ -135,12 +143,18 @@ class Model:
             rope = stages.ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
         step = Step(batch, kv, rope)
         x: torch.Tensor | None = None
+        shown = []
         for layer in self.layers:
             q = stages.qkv(layer, x, residual, step)
             if last and layer is self.layers[-1] and batch.tokens > batch.rows:
                 q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, None)
             x = stages.attend(layer, q, residual, step)
             x = stages.mlp(layer, x, residual)
+            if tap is not None and layer.index in tap.layers:
+                here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
+                shown.append(here if len(here) == batch.rows else here[batch.ends])
+        if tap is not None:
+            tap.states = shown
         return stages.norm(self.final_norm, x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

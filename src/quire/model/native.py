@@ -15,6 +15,7 @@ from quire.kernels.attention import Batch
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import FORMATS
+from quire.kernels.tap import Tap
 from quire.model.architecture import Target
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
@@ -73,13 +74,16 @@ class NativeModel:
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
+        self.inverse_frequencies = weights.inverse_frequencies
         self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
+    ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]."""
-        hidden = self._program.forward(input_ids, batch, kv)
+        hidden = self._program.forward(input_ids, batch, kv, tap)
         return hidden[batch.ends] if last else hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -104,9 +104,12 @@ def make_speculation(
         return Speculation(DraftModelProposer(runner, layout, own))
     if kind in ("medusa", "eagle"):
         spec = target.spec
-        heads = load_heads(kind, argument, hidden=spec.hidden, vocab=spec.vocab_size, device=target.device)
-        proposer = MedusaProposer(heads) if isinstance(heads, MedusaHeads) else EagleProposer(heads)
-        return Speculation(proposer, hidden=True)
+        heads = load_heads(
+            kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
+        )
+        if isinstance(heads, MedusaHeads):
+            return Speculation(MedusaProposer(heads), sees=())
+        return Speculation(EagleProposer(heads), sees=heads.layers)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

@@ -60,6 +60,9 @@ class Step(Structure):
         ("pages", c_int64),
         ("page_bytes", c_int64),
         ("hidden", c_void_p),
+        ("taps", c_void_p),
+        ("tapped", c_void_p),
+        ("tap_count", c_int32),
     ]
 
 

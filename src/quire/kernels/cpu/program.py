@@ -17,6 +17,7 @@ from quire.kernels.cpu import library as lib
 from quire.kernels.cpu.draw import CompiledDraw
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import dequantize
+from quire.kernels.tap import Tap
 from quire.types.errors import QuireError
 
 # Stored kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
@@ -164,7 +165,7 @@ class NativeProgram:
         """Draws on this program's threads, which it must not outlive."""
         return CompiledDraw(self._pool, self.isa)
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""
         if kv is not self._kv:
             self._build(kv)
@@ -178,6 +179,12 @@ class NativeProgram:
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
         step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        step.tap_count = 0
+        if tap is not None and tap.layers:
+            layers = torch.tensor(tap.layers, dtype=torch.int32)
+            tapped = torch.empty(len(layers), batch.rows, self._weights.hidden)
+            step.taps, step.tapped, step.tap_count = layers.data_ptr(), tapped.data_ptr(), len(layers)
+            tap.states = list(tapped)
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")

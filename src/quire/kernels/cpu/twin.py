@@ -11,6 +11,7 @@ from quire.kernels.cpu.program import DecoderWeights, LayerWeights, PackedMatrix
 from quire.kernels.kv import KVViews
 from quire.kernels.reference import ops
 from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.tap import Tap
 
 BLOCK = 32
 
@@ -33,8 +34,8 @@ class TwinProgram:
     def __init__(self, weights: DecoderWeights):
         self._weights = weights
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
-        w = self._weights
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None) -> torch.Tensor:
+        w, shown = self._weights, []
         x = w.embed.dense()[input_ids]
         rope = ops.rope_tables(batch.positions, w.inverse_frequencies, w.rope_scale, torch.float32)
         for index, layer in enumerate(w.layers):
@@ -43,6 +44,9 @@ class TwinProgram:
             normed = ops.rms_norm(x, layer.post_norm, w.eps)
             gated = ops.act(linear(layer.gate, normed), "silu") * linear(layer.up, normed)
             x = x + linear(layer.down, gated)
+            shown.append(x[batch.ends])
+        if tap is not None:
+            tap.states = [shown[layer] for layer in tap.layers]
         return ops.rms_norm(x, w.final_norm, w.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

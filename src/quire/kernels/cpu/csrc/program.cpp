@@ -100,7 +100,10 @@ int Program::forward(const Step& step) {
     k_.begin();
     embed(step, kStages * d_.layers, worker);
     pool_.barrier();
-    for (int i = 0; i < d_.layers; i++) layer(step, layers_[i], i, worker);
+    for (int i = 0; i < d_.layers; i++) {
+      layer(step, layers_[i], i, worker);
+      if (step.tap_count) tap(step, i, worker);
+    }
     each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
       size_t at = size_t(t) * d_.hidden;
       k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
@@ -226,6 +229,17 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   const Piece down = whole(layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0});
   multiply(stage + 7, &down, 1, gated_, step.tokens, worker);
   pool_.barrier();
+}
+
+// The residual behind a layer, if it was asked for. Nobody writes to it before all have met again.
+void Program::tap(const Step& step, int index, int worker) {
+  for (int i = 0; i < step.tap_count; i++) {
+    if (step.taps[i] != index) continue;
+    float* to = step.tapped + size_t(i) * step.rows * d_.hidden;
+    for (int r = pool_.start(worker, step.rows); r < pool_.start(worker + 1, step.rows); r++)
+      std::copy_n(x_.data() + size_t(std::max(0, step.query_start[r + 1] - 1)) * d_.hidden, d_.hidden,
+                  to + size_t(r) * d_.hidden);
+  }
 }
 
 // Where a worker will begin to read these weights.

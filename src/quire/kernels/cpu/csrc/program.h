@@ -44,6 +44,9 @@ struct Step {
   uint8_t* pool;
   int64_t pages, page_bytes;
   float* hidden;  // [tokens, hidden], out
+  const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
+  float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
+  int32_t tap_count;
 };
 
 class Program {
@@ -74,6 +77,7 @@ class Program {
   Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);
   void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
   void attend(const Layer& layer, const Paged& kv, int stage, int worker);
+  void tap(const Step& step, int index, int worker);
   void gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker);
   Ahead ahead(const Matrix& w, int worker) const;
   template <typename Visit>
