@@ -30,6 +30,17 @@ inline float highest(vf v) { return vmaxvq_f32(v); }
 inline vf load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline void store_half(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
 
+inline vi load_bytes(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four)))));
+}
+inline vi load_bytes(const uint8_t* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   float32x4_t acc[16];
 #pragma GCC unroll 16
