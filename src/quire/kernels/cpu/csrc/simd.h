@@ -16,8 +16,6 @@ inline vi loadi(const int32_t* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
-inline vi load_bytes(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb*>(p), vi); }
-inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vub*>(p), vi); }
 inline void store_bytes(uint8_t* p, vu v) { *reinterpret_cast<vub*>(p) = __builtin_convertvector(v, vub); }
 inline vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
