@@ -90,6 +90,14 @@ class SlotState:
         )
         return found[0].input_ids, batch
 
+    def kv_slots(self, slot: int, places: torch.Tensor) -> list[torch.Tensor]:
+        """Where a slot's K and V at these places are, by group: page * tokens_per_page + offset."""
+        sizes = [group.tokens_per_page for group in self._layout.groups]
+        return [
+            table[slot, places // size].long() * size + places % size
+            for table, size in zip(self._tables, sizes, strict=True)
+        ]
+
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""
         self.tokens[slots, positions] = token_ids.int()
