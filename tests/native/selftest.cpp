@@ -162,7 +162,7 @@ void test_attend(const Kernels& fast, const Kernels& plain) {
     for (float& v : q) v = uniform();
     std::vector<Query> queries;
     for (int i = 0; i < count; i++) queries.push_back({&q[size_t(i) * heads * dim], base + i, i, table.data()});
-    AttendArgs args{kv, heads, window, queries.data(), count, 0, 0, kv_heads, {}, a.data()};
+    AttendArgs args{kv, heads, window, queries.data(), count, 0, 0, kv_heads, {}, a.data(), nullptr, 0};
     std::vector<float> scratch(std::max(fast.attend_floats(args), plain.attend_floats(args)));
     fast.attend(args, scratch.data());
     args.out_float = b.data();

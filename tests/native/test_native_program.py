@@ -6,6 +6,7 @@ from native_harness import batch_of, kv_for, own_pages, random_decoder
 
 from quire.kernels.cpu import NativeProgram
 from quire.kernels.cpu.twin import TwinProgram
+from quire.kernels.tap import Tap
 from quire.types.errors import QuireError
 
 SHAPES = {
@@ -56,6 +57,26 @@ def test_program_equals_its_twin(isa, shape, dtype, page_size):
     batch = batch_of([(n, 1 + n % 3) for n in lengths], tables, fast)  # then one to three more each
     tokens = ids(batch.tokens, 1)
     close(program.forward(tokens, batch, fast), twin.forward(tokens, batch, plain), within)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_taps_show_layers_and_change_nothing(threads):
+    weights = random_decoder(windows=(None,) * 4)
+    program, twin = NativeProgram(weights, threads=threads), TwinProgram(weights)
+    lengths = [1, 33, 20, 1, 1]
+    fast, plain = kv_for(weights, 80, "float32", 5), kv_for(weights, 80, "float32", 5)
+    plain.pool.zero_()
+    batch = batch_of([(0, n) for n in lengths], own_pages(lengths, fast), fast)
+    tokens = ids(sum(lengths))
+    ours, theirs = Tap((0, 2, 3)), Tap((0, 2, 3))
+    expected = program.forward(tokens, batch, fast)
+    assert torch.equal(program.forward(tokens, batch, fast, ours), expected)
+    twin.forward(tokens, batch, plain, theirs)
+    for got, want in zip(ours.states, theirs.states, strict=True):
+        assert got.shape == (5, weights.hidden)
+        close(got, want)
+    assert torch.equal(ours.beside(expected[batch.ends])[:, -weights.hidden :], expected[batch.ends])
+    assert torch.equal(program.forward(tokens, batch, fast, Tap(())), expected)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 65])

@@ -138,7 +138,7 @@ def test_a_batch_out_of_slots(page_size):
     torch.manual_seed(3)
     tokens = torch.randint(0, 1000, (7, 300), dtype=torch.int32)
     pages = torch.randint(0, 99, (7, 80), dtype=torch.int32)
-    rows = torch.tensor([[2, 5, 0, 6, 6], [0, 17, 250, 0, 0], [260, 1, 4, 0, 3], [1, 1, 1, 1, 1]])
+    rows = torch.tensor([[2, 5, 0, 6, 6], [0, 17, 250, 0, 0], [260, 1, 4, 0, 3], [0, 12, 35, 0, 0], [1, 1, 1, 1, 1]])
     width = -(-260 // page_size)
     got = assemble(rows, tokens, pages, page_size, 268, width)
     expected = plain_batch.assemble(rows, tokens, pages, page_size, 268, width)

@@ -72,7 +72,7 @@ class Speculation:
         for row, draft in zip(plan.rows, drafts, strict=True):
             places.append(len(rows))
             end = row.start + row.count
-            rows += [row, *(Row(row.slot, at, 1) for at in range(end, end + len(draft)))]
+            rows += [row, *(Row(row.slot, at, 1, shift=row.shift) for at in range(end, end + len(draft)))]
             if draft:
                 writes.append(Write(row.slot, end, draft))
         samples = [

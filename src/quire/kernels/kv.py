@@ -63,7 +63,6 @@ class KVViews:
                 views[layer] = LayerKV(numbers[:, place, 0], numbers[:, place, 1], index, *beside)
         self.layers = tuple(views[layer] for layer in range(len(views)))
 
-
 def _numbers(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor:
     """[pages, layers, K and V, tokens, kv_heads, head_dim]"""
     dtype, width = STORED[layout.dtype], group.head_dim * min(layout.kind.bits, 8) // 8

@@ -121,6 +121,11 @@ class Model:
                 layer.qkv.scale(torch.cat((queries, 1 / factor, torch.ones_like(factor))).flatten())
 
     @property
+    def inverse_frequencies(self) -> torch.Tensor | None:
+        """By which keys are rotated, [rotary / 2]; None: positions are learned."""
+        return self._frequencies if self.spec.rope is not None else None
+
+    @property
     def reasons(self) -> list[str]:
         """What was chosen to run it, and why."""
         return self.stages.reasons

@@ -75,6 +75,7 @@ class NativeModel:
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
+        self.inverse_frequencies = weights.inverse_frequencies
         self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
 

@@ -17,6 +17,7 @@ import torch
 
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch
 from quire.kernels.kv import KVViews
+from quire.kernels.measured import MeasuredRows
 from quire.kernels.ops import Activation, Ops
 from quire.kernels.registry import choose_backend, choose_ops
 from quire.model.linear import Linear, Plain
@@ -100,6 +101,8 @@ class Stages:
         kv = step.kv.layers[layer.index]
         group = step.batch.groups[kv.group]
         backend = self.backends[layer.attention.window]
+        if step.batch.asks:
+            backend = MeasuredRows(backend)
         if kv.group not in step.plans:
             step.plans[kv.group] = backend.plan(step.batch, group, layer.attention)
         return backend.forward(layer.attention, q, kv, step.batch, group, step.plans[kv.group])

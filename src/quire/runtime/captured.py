@@ -4,7 +4,7 @@ A captured step is keyed by (tokens, rows). A real step takes the smallest that 
 rows belong to nobody's slot, and the first of them takes all spare tokens. What varies between replays is only
 the small integer table of rows, copied in before.
 
-    rows table [4, rows]:   slot | start | count | slot that receives the drawn token (nobody's: draws nothing)
+    rows table [5, rows]:   slot | start | count | shift | slot that receives the drawn token (nobody's: draws nothing)
 
 Everything is captured at start, except steps whose rows share prefixes: those few sizes when first met.
 """
@@ -42,7 +42,7 @@ Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None
 
 @dataclass
 class _Capture:
-    rows: torch.Tensor  # [4, rows] static input
+    rows: torch.Tensor  # [5, rows] static input
     shared: torch.Tensor | None  # int64 view of the static lists of shared prefixes
     output: StepOutput
     replay: Callable[[], Any]
@@ -104,7 +104,7 @@ class CapturedSteps:
         return None
 
     def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
-        """Run the capture of `size` on a table [4, rows]; the output is overwritten by the next replay."""
+        """Run the capture of `size` on a table [5, rows]; the output is overwritten by the next replay."""
         return self._run(self._captures[size], table, size, staging)
 
     def prefix_rows(self, rows: int) -> int | None:
@@ -129,7 +129,7 @@ class CapturedSteps:
 
     def _record(self, tokens: int, rows: int, sharing: SharedPrefixes | None = None) -> _Capture:
         counts, kv_lens = bounds(tokens, rows, self._max_kv)
-        empty = pad_table(np.zeros((4, 0), np.int64), (tokens, rows), self._nobody)
+        empty = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
         table = torch.from_numpy(empty).to(self._device)
         shared, lists = None, None
         if sharing is not None:
@@ -165,10 +165,10 @@ def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
 def pad_table(table: Ints, size: tuple[int, int], nobody: int) -> Ints:
     """A table of `size`: spare rows are nobody's, the first of them holds all spare tokens."""
     tokens, rows = size
-    padded = np.zeros((4, rows), dtype=np.int64)
+    padded = np.zeros((5, rows), dtype=np.int64)
     used = table.shape[1]
     padded[:, :used] = table
-    padded[0, used:] = padded[3, used:] = nobody
+    padded[0, used:] = padded[4, used:] = nobody
     spare = tokens - int(table[2].sum())
     if tokens == rows:
         padded[2, used:] = 1

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
 from quire.generation.speculation import Speculation
-from quire.model import DecoderSpec, NativeModel, load_model
+from quire.model import DecoderSpec, Model, NativeModel, load_model
 from quire.model.channels import key_factors
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
@@ -77,7 +77,7 @@ class LocalExecutor:
         kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         beside = drafter.layout.page_bytes if drafter is not None else 0
-        self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position, beside)
+        self._capacity, why = capacity_for(options, resolved, self.layout, self.model, beside)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
         self._speculation, self._drafter = options.speculation, drafter
         self.vocab_size = spec.vocab_size
@@ -251,29 +251,37 @@ def kv_capacity(
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, trained_len: int, beside: int = 0
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, beside: int = 0
 ) -> tuple[Capacity, str]:
-    """How many pages and which longest context, now that the weights are in; says why."""
+    """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
+    context the model was trained for is there for requests with a KV budget."""
     pages, why = kv_capacity(options, probe(resolved.device), layout, beside=beside)
-    longest = options.model.max_model_len or trained_len
-    if longest < 2:
-        raise ConfigError(f"max_model_len must be at least 2, got {longest}")
+    asked = options.model.max_model_len or model.spec.max_position
+    if asked < 2:
+        raise ConfigError(f"max_model_len must be at least 2, got {asked}")
+    rope = model.spec.rope
+    stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
+    longest = asked if stretched else min(asked, model.spec.max_position)
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
         raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
     why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
     if fits < longest:
-        if options.model.max_model_len:
+        if options.model.max_model_len and asked == longest:
             raise ConfigError(
                 f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
                 "raise kv_memory or lower max_model_len"
             )
         why += f"; context cut from {longest} to the {fits} tokens that fit"
         longest = fits
+    if longest < asked:
+        why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
     capacity = Capacity(
         pages=pages,
         slots=resolved.max_seqs,
-        max_model_len=longest,
+        max_model_len=asked if options.model.max_model_len else longest,
+        context=longest,
+        turns=rope is not None,
         max_batch_tokens=resolved.max_batch_tokens,
         depth=resolved.depth,
         drafts=draft_limit(options.speculation),

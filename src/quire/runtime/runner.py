@@ -23,6 +23,7 @@ from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
+from quire.runtime.turning import begin_turns
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -58,7 +59,7 @@ class ModelRunner:
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
-            max_kv=capacity.max_model_len,
+            max_kv=capacity.longest,
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
             device=device,
@@ -106,24 +107,32 @@ class ModelRunner:
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
+        end_turns = begin_turns(plan, self._kv, self.model.inverse_frequencies) if plan.turns else None
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
+        if end_turns is not None:
+            end_turns()
         computed = self._forward(plan) if plan.rows else Computed(None)
         return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
 
     def _forward(self, plan: StepPlan) -> Computed:
         """By a capture, if one fits."""
         counts = [row.count for row in plan.rows]
-        looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
+        # captures do not show hidden states or attention
+        looked_at = any(row.score or row.pool or row.mass for row in plan.rows)
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
-        kv_lens = [row.start + row.count for row in plan.rows]
+        asked = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(asked, dtype=np.int64).T)
+        kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
+        batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
+        if batch.asks:
+            batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
         # [tokens or rows, hidden]
         hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at, tap=self._tap)
         scores: dict[int, list[LogprobTensors]] = {}
@@ -138,7 +147,9 @@ class ModelRunner:
                 where = self._staging.upload(np.array(rows, dtype=np.int64))
                 hidden, shown = hidden[where], shown[where] if shown is not None else None
             sampled = self._sample(plan, self.model.logits(hidden))
-        return Computed(sampled, scores, pooled, shown=shown)
+        size = batch.groups[0].tokens_per_page
+        mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
+        return Computed(sampled, scores, pooled, mass, shown=shown)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -149,7 +160,7 @@ class ModelRunner:
             for sample in plan.samples:
                 target[sample.row] = sample.slot
         table = np.array(
-            [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
+            [[r.slot, r.start, r.count, r.shift, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
         ).T
         output = self._shared_step(plan, size, table) or self._captured.replay(size, table, self._staging)
         sampled = None
@@ -183,7 +194,7 @@ class ModelRunner:
         hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
         logits = self.model.logits(hidden)
         chosen = best(logits)
-        self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
+        self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
         return StepOutput(logits, chosen, self._tap.beside(hidden) if self._tap is not None else hidden)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
@@ -232,6 +243,7 @@ class Computed:
     sampled: Sampled | None
     scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     padding: int = 0
     shown: torch.Tensor | None = None  # [samples, hidden or more], what was drawn from; if somebody wants to know
 
@@ -260,6 +272,7 @@ class PendingStep:
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
         self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
+        self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -285,6 +298,7 @@ class PendingStep:
                 for row, parts in self._scores.items()
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
+            mass={row: paid.tolist() for row, paid in self._mass.items()},
             seconds=time.perf_counter() - self._began,
             padding=self._padding,
         )

@@ -31,7 +31,9 @@ class SharedPrefixes:
             self._pages[admit.slot] = []
         for delta in plan.deltas:
             pages = self._pages[delta.slot]
-            pages[delta.index : delta.index + len(delta.pages)] = delta.pages
+            if delta.index < len(pages):
+                self._rows = []
+            pages[delta.index :] = delta.pages
         if plan.admits or plan.frees:
             self._rows = []
 
@@ -49,7 +51,8 @@ class SharedPrefixes:
             self._rows = slots
             from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does whoever asks
 
-            groups = find_groups([self._pages[s] for s in slots], [row.start for row in plan.rows], self._size)
+            held = [row.start - row.shift for row in plan.rows]
+            groups = find_groups([self._pages[s] for s in slots], held, self._size)
             self._found = cut(groups, [1] * len(slots), self._size, self._queries) if groups else None
         if self._found is None or len(self._found[0]) > self.items(rows):
             return None

@@ -12,8 +12,8 @@ A row may carry a draft budget: the worker then guesses up to so many tokens tha
 at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
 drawn; the rest is forgotten. What was guessed never leaves the worker.
 
-Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, forward over
-rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, but not for long.
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, turns, forward
+over rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, not for long.
 """
 
 from __future__ import annotations
@@ -55,13 +55,26 @@ class PageDelta(msgspec.Struct):
     pages: list[int]
 
 
+class Turn(msgspec.Struct):
+    """KV entries at another position: copied from slots `sources` to `targets` (page * tokens_per_page + offset), the
+    keys of every layer rotated by `by` positions. All sources of a plan's copies and turns are read before any target
+    is written."""
+
+    group: int
+    sources: list[int]
+    targets: list[int]
+    by: int
+
+
 class Row(msgspec.Struct):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
     token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
     these positions, "last" for that of the last. `drafts`: how many tokens may be guessed after these; pages are there
-    for all of them, and the row has one sample.
+    for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
+    more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
+    attention these tokens pay to each page.
     """
 
     slot: int
@@ -70,6 +83,8 @@ class Row(msgspec.Struct):
     score: bool = False
     pool: str = ""
     drafts: int = 0
+    shift: int = 0
+    mass: bool = False
 
 
 class Sample(msgspec.Struct):
@@ -89,6 +104,7 @@ class StepPlan(msgspec.Struct):
     writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
+    turns: list[Turn] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
 
@@ -117,6 +133,7 @@ class StepResult(msgspec.Struct):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
+    mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
@@ -129,9 +146,15 @@ class Capacity(msgspec.Struct, frozen=True):
 
     pages: int  # page 0 is the null page and is not among those to hand out
     slots: int
-    max_model_len: int
+    max_model_len: int  # tokens one sequence may have
     max_batch_tokens: int
     depth: int  # steps in flight
     drafts: int = 0  # tokens the worker can guess at once for a row
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
+    context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
+    turns: bool = False  # whether cached keys can be moved to other positions
     naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
+
+    @property
+    def longest(self) -> int:
+        return self.context or self.max_model_len

@@ -63,6 +63,9 @@ class Step(Structure):
         ("taps", c_void_p),
         ("tapped", c_void_p),
         ("tap_count", c_int32),
+        ("asks", c_void_p),
+        ("mass", c_void_p),
+        ("mass_pages", c_int32),
     ]
 
 

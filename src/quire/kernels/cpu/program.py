@@ -208,6 +208,11 @@ class NativeProgram:
             tapped = torch.empty(len(layers), batch.rows, self._weights.hidden)
             step.taps, step.tapped, step.tap_count = layers.data_ptr(), tapped.data_ptr(), len(layers)
             tap.states = list(tapped)
+        step.asks = None
+        if batch.mass is not None:
+            asks = torch.zeros(batch.rows, dtype=torch.uint8)
+            asks[batch.asks] = 1
+            step.asks, step.mass, step.mass_pages = asks.data_ptr(), batch.mass.data_ptr(), batch.mass.shape[1]
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.attention import AttentionSpec, Batch
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights, PackedMatrix
 from quire.kernels.kv import KVViews
+from quire.kernels.measured import MeasuredRows
 from quire.kernels.reference import ops
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.tap import Tap
@@ -73,4 +74,5 @@ class TwinProgram:
         where = batch.groups[mine.group]
         ops.write_kv(k, v, mine, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
-        return ReferenceAttention().forward(spec, q, mine, batch, where, None)
+        backend: AttentionBackend = MeasuredRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
+        return backend.forward(spec, q, mine, batch, where, backend.plan(batch, where, spec))

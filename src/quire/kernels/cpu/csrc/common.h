@@ -111,6 +111,8 @@ struct AttendArgs {
   int32_t head_begin, head_end;  // KV heads to do
   Rows out;  // attention output, quantised [tokens, heads * head_dim]
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
+  float* mass;       // or null: what all queries, which are then of one row, pay to each page is added, [KV heads, pages]
+  int32_t mass_pages;
 };
 
 // How one token is drawn.

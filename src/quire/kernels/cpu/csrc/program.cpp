@@ -54,7 +54,7 @@ void Program::reserve(int tokens) {
 }
 
 static int check(const Step& s, int vocab) {
-  if (s.tokens < 0 || s.rows < 0) return kBadShape;
+  if (s.tokens < 0 || s.rows < 0 || (s.asks && s.groups != 1)) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
@@ -69,7 +69,7 @@ static int check(const Step& s, int vocab) {
         if (s.positions[t] < 0) return kBadShape;
         need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
       }
-      if (need > group.table_stride) return kBadShape;
+      if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
       for (int64_t p = 0; p < need; p++)
         if (pages[p] < 0 || pages[p] >= s.pages) return kBadPage;
@@ -93,6 +93,12 @@ int Program::forward(const Step& step) {
   shape.kv.head_dim = d_.head_dim;
   shape.heads = d_.heads;
   shape.count = int(widest);
+  if (step.asks) {
+    shape.mass_pages = step.mass_pages;
+    size_t size = plans_[0].asking.size() * d_.kv_heads * step.mass_pages;
+    mass_.need(size);
+    std::fill_n(mass_.data(), size, 0.0f);
+  }
   attend_stride_ = (k_.attend_floats(shape) + 15) / 16 * 16;
   attend_scratch_.need(attend_stride_ * pool_.size());
 
@@ -110,7 +116,16 @@ int Program::forward(const Step& step) {
     });
     k_.end();
   });
+  if (step.asks) pay(step);
   return 0;
+}
+
+// What rows paid is summed item by item, head by head: in the same order however the work was shared out.
+void Program::pay(const Step& step) const {
+  const float* from = mass_.data();
+  for (int row : plans_[0].asking)
+    for (int head = 0; head < d_.kv_heads; head++)
+      for (int page = 0; page < step.mass_pages; page++) step.mass[size_t(row) * step.mass_pages + page] += *from++;
 }
 
 void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
@@ -131,10 +146,12 @@ void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
 void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   plan.queries.clear();
   plan.items.clear();
+  plan.asking.clear();
   std::vector<int> single;
   for (int r = 0; r < step.rows; r++) {
     int begin = step.query_start[r], end = step.query_start[r + 1];
-    if (end - begin == 1) {
+    const bool asks = step.asks && step.asks[r];
+    if (end - begin == 1 && !asks) {
       single.push_back(r);
       continue;
     }
@@ -143,7 +160,9 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
       int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
         plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages});
-      plan.items.push_back({first, count, 0, int64_t(count) * step.positions[t + count - 1]});
+      plan.items.push_back(
+          {first, count, 0, int64_t(count) * step.positions[t + count - 1], asks ? int(plan.asking.size()) : -1});
+      if (asks) plan.asking.push_back(r);
     }
   }
   share(step, group, single, plan);
@@ -176,7 +195,7 @@ void Program::share(const Step& step, const StepGroup& group, const std::vector<
       cost += step.positions[step.query_start[rows[j]]];
       add(rows[j]);
     }
-    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost});
+    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost, -1});
   }
 }
 
@@ -218,7 +237,7 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   pool_.barrier(next);
   rotate(step, layer, kv, stage + 2, worker);
   pool_.barrier(next);
-  attend(layer, kv, stage + 3, worker);
+  attend(step, layer, kv, stage + 3, worker);
   pool_.barrier(next);
   const Piece o = whole(layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0});
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
@@ -314,7 +333,7 @@ void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int 
 }
 
 // Queries by queries with all their heads, which lie together in a page; head by head where there is little to share out.
-void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker) {
+void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker) {
   const Plan& plan = plans_[layer.kv_group];
   int items = int(plan.items.size()), parts = items < 4 * pool_.size() ? d_.kv_heads : 1, heads = d_.kv_heads / parts;
   int total = items * parts;
@@ -322,7 +341,11 @@ void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker)
     const Item& item = plan.items[i / parts];
     int head = i % parts * heads;
     AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
-                    head, head + heads, attended_,    nullptr};
+                    head, head + heads, attended_,    nullptr,                          nullptr,    0};
+    if (item.asking >= 0) {
+      args.mass_pages = step.mass_pages;
+      args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;
+    }
     k_.attend(args, attend_scratch_.data() + worker * attend_stride_);
   }
 }
