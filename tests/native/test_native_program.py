@@ -63,12 +63,14 @@ def test_program_equals_its_twin(isa, shape, dtype, page_size):
 
 
 @pytest.mark.parametrize("windows", [(None, None), (9, None)])
-@pytest.mark.parametrize(("page_size", "prefix"), [(16, 40), (4, 30), (5, 33)])
-def test_a_tree_of_guesses_is_its_branches_to_the_bit(windows, page_size, prefix):
+@pytest.mark.parametrize(
+    ("page_size", "prefix", "dtype"), [(16, 40, "float16"), (4, 30, "float32"), (5, 33, "int8"), (4, 31, "int4")]
+)
+def test_a_tree_of_guesses_is_its_branches_to_the_bit(windows, page_size, prefix, dtype):
     """And once K and V of a branch are moved to its positions, whoever goes on from there sees no difference."""
     weights, tree = random_decoder(windows=windows), Tree([3, 4, 5, 6, 7, 8, 9], [-1, -1, 0, 1, 3, 1, 4])
     program = NativeProgram(weights, threads=2)
-    kv, own = kv_for(weights, 80, "float16", page_size), kv_for(weights, 80, "float16", page_size)
+    kv, own = kv_for(weights, 80, dtype, page_size), kv_for(weights, 80, dtype, page_size)
     known, length = ids(prefix), prefix + 20
     tables, alone = own_pages([length], kv), own_pages([length], own)
     program.forward(known, batch_of([(0, prefix)], tables, kv), kv)
