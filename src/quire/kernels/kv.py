@@ -54,10 +54,13 @@ class KVViews:
         return raw[:, : spec.tokens_per_page * spec.token_elements()].unflatten(1, shape)
 
 
-def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V at these KV slots (page * tokens_per_page + offset), each float32 [tokens, layers, kv_heads, dim]."""
+def read_tokens(
+    views: KVViews, group: int, slots: torch.Tensor, layers: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V at these KV slots (page * tokens_per_page + offset), each float32 [tokens, layers, kv_heads, dim]; of
+    all layers of the group, or of some."""
     size = views.layout.groups[group].tokens_per_page
-    found = views.tokens(group)[slots // size, :, :, slots % size].view(views.pool.dtype).float()
+    found = views.tokens(group)[:, layers][slots // size, :, :, slots % size].view(views.pool.dtype).float()
     return found[:, :, 0], found[:, :, 1]
 
 

@@ -96,7 +96,12 @@ class LocalExecutor:
         how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
-        self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
+        self._capacity = replace(
+            self._capacity,
+            tiers=tuple(self._tiers.specs),
+            naming=self._tiers.naming,
+            turns=self.model.inverse_frequencies is not None,
+        )
         self.reasons += self._tiers.reasons
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
 
@@ -205,8 +210,8 @@ class _Ticket:
         result = step.result()
         if self._transfers is not None:
             began = time.perf_counter()
-            result.transfers = self._transfers.poll(0.0 if self._plan.rows else PATIENCE)
-            if not self._plan.rows:
+            result.transfers = self._transfers.poll(0.0 if self._plan.computes else PATIENCE)
+            if not self._plan.computes:
                 result.seconds = time.perf_counter() - began
         return result
 

@@ -19,6 +19,7 @@ from quire.generation.sampler import Sampled, Sampler
 from quire.generation.speculation import Expanded, Speculation
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
+from quire.runtime.probing import probe
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
@@ -112,7 +113,9 @@ class ModelRunner:
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
         if plan.turns:
             turn(plan.turns, self._kv, self.model.inverse_frequencies)
+        probed = probe(plan.probes, self.model, self._kv, self._slots, self._staging) if plan.probes else None
         computed = self._forward(plan) if plan.rows else Computed(None)
+        computed.probed = probed
         return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
 
     def _forward(self, plan: StepPlan) -> Computed:
@@ -225,7 +228,7 @@ def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     return pooled
 
 
-@dataclass(frozen=True)
+@dataclass
 class Computed:
     """What a step came to, on the device."""
 
@@ -234,6 +237,7 @@ class Computed:
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
     padding: int = 0
     hidden: torch.Tensor | None = None  # [samples, hidden], what was drawn from; if somebody wants to know
+    probed: torch.Tensor | None = None  # [tokens of all probes]
 
 
 class PendingStep:
@@ -260,6 +264,7 @@ class PendingStep:
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
         self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
+        self._probed = begin_copy(computed.probed) if computed.probed is not None else None
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -285,9 +290,16 @@ class PendingStep:
                 for row, parts in self._scores.items()
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
+            deviations=self._deviations(),
             seconds=time.perf_counter() - self._began,
             padding=self._padding,
         )
+
+    def _deviations(self) -> list[list[float]]:
+        """By probe."""
+        if self._probed is None:
+            return []
+        return [part.tolist() for part in self._probed.split([p.count for p in self._asked.plan.probes])]
 
     def _accept(self, drawn: list[int]) -> list[Accepted]:
         """What the draws of each sample come to: those that its draft led to, as its grammar allows."""

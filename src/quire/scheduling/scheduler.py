@@ -17,6 +17,7 @@ import msgspec
 
 from quire.memory.manager import Change, Hit, KVManager, PageTable
 from quire.memory.tiers import Directory
+from quire.scheduling.blending import Blending
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
@@ -65,6 +66,7 @@ class Scheduler:
         self.paging = Paging(self.memory, directory, self.stats, options.preempt)
         self.sessions = Sessions(self.memory, directory, session_quota)
         self.diary = Diary(self.memory, self.stats)
+        self.blending = Blending(self.memory, capacity, self.stats, queue=self._queue_apart, add_row=self._add_row)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._pace = Pace(options.step_target, capacity.max_batch_tokens)
@@ -123,6 +125,13 @@ class Scheduler:
         self.diary.arrived(seq)
         return seq
 
+    def _queue_apart(self, request: Request) -> Sequence:
+        """Let a prompt wait, before others, of which only the pages are wanted: nobody else hears of it."""
+        seq = self._sequence(request, 0, len(request.prompt) + 1)
+        seq.draws, seq.cached, seq.log.admitted = False, 0, self.diary.now
+        self._waiting.appendleft(seq)
+        return seq
+
     def abort(self, request_id: str) -> list[TokenEvent]:
         """End all branches now; unknown ids are ignored (the request may just have finished)."""
         return self._end(request_id, FinishReason.ABORT)
@@ -148,17 +157,17 @@ class Scheduler:
         self.diary.now = self.paging.directory.now = now
         self.sessions.expire(now)
         flight = Flight(self._step)
-        budget = self._catch_up(flight, now)
+        budget = self.blending.plan(flight, self._catch_up(flight, now))
         self._seat(flight)
         self.paging.prefetch(self._waiting, self._pressure.spare)
         self._admit(flight, budget, now)
-        if not flight.rows and not self._flights and (self._running or self._forks):
+        if not flight.plan.computes and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
-        if not flight.rows and not self._flights and self.paging.let_go():
+        if not flight.plan.computes and not self._flights and self.paging.let_go():
             self._admit(flight, budget, now)
         self.paging.directory.hand_over(flight.plan)
         moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
-        if not (flight.rows or moves):
+        if not (flight.plan.computes or moves):
             return None
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
@@ -290,7 +299,8 @@ class Scheduler:
                 continue  # preempted; its old pages are still in use, or it would only be so again
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
             hit = self.memory.lookup(seq.table, reusable(seq))
-            if hit.waits or self.paging.fetch(seq):
+            blend = seq.request.blend
+            if hit.waits or self.paging.fetch(seq) or (blend is not None and self.blending.waits(seq, blend)):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
@@ -309,6 +319,9 @@ class Scheduler:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
         if not self.memory.fits(max(seq.known, reserve), hit, spare):
             return False
+        blend = seq.request.blend
+        if blend is not None:
+            reserve = seq.known
         adopted = self.memory.adopt(seq.table, hit)
         extended = self.memory.extend(seq.table, hit.tokens, max(hit.tokens + count, reserve))
         if extended is None:  # enough pages, but not in one piece
@@ -325,6 +338,8 @@ class Scheduler:
         flight.change(seq, adopted)
         flight.change(seq, extended)
         self.memory.promise(seq.table, seq.known)
+        if blend is not None and self.blending.begin(flight, seq, blend, hit.tokens, count):
+            return True
         if count:
             self._add_row(flight, seq, count)
         return True
@@ -340,7 +355,7 @@ class Scheduler:
         self.diary.row(seq, count)
         flight.row(seq, count, drafts)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known and not seq.request.pooling:
+        if seq.computed == seq.known and seq.draws:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
             flight.sample(seq)
@@ -374,6 +389,8 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
+        for apart in self.blending.commit(flight, result):
+            self._retire(apart)
         self.paging.stepped(plan, result)
         self.paging.settle(plan, flight.rows)
         for i, scores in result.scores.items():
@@ -429,6 +446,7 @@ class Scheduler:
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        event.blended = seq.log.blended
         seq.unsent = max(0, len(drawn) - 1 - accepted)
         if offered or seq.unsent:
             self.diary.forced(seq, seq.unsent)
@@ -530,6 +548,8 @@ class Scheduler:
         self.paging.gone(seq)
         self._pressure.ended(seq)
         seq.move(Status.FINISHED)
+        for apart in self.blending.gone(seq):
+            self._retire(apart)
         if not seq.inflight:
             self._release(seq)
 
@@ -539,6 +559,7 @@ class Scheduler:
             self._freed.append(seq.slot)
             seq.slot = -1
         self.memory.release(seq.table, min(seq.computed, len(seq.tokens)))
+        self.blending.released(seq)
         seq.computed = 0
 
     def fail(self, message: str) -> list[TokenEvent]:
@@ -561,7 +582,7 @@ class Scheduler:
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = self.blending.stats = EngineStats(pages_total=self.memory.pool.total)
         self.paging.reset(self.stats)
 
     def snapshot(self) -> EngineStats:
@@ -603,7 +624,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([*(s.table for s in holders), *self.paging.tables(), *self.sessions.tables()])
+        self.memory.check([*(s.table for s in holders), *self.paging.tables(), *self.sessions.tables(), *self.blending.tables()])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:

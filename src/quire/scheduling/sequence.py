@@ -21,7 +21,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "hit", "inflight", "key",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "hit", "inflight", "key",
         "limit", "log", "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request",
         "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
@@ -40,6 +40,7 @@ class Sequence:
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         # Whether what it computes next depends on the token drawn last.
         self.stepwise = request.params.grammar is not None or request.beam is not None
+        self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
         self.drafts = 0  # tokens that its latest row may guess
         self.computed = 0  # as of the last plan, guesses left out
         self.hit = 0  # of them, found in the cache at its last start

@@ -22,7 +22,7 @@ from quire.types.errors import InputError
 from quire.types.fake_tiers import FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
+from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs, Turn
 from quire.types.seams import DraftContext
 
 _MASK = (1 << 61) - 1
@@ -62,6 +62,12 @@ class _Slot:
         self.tokens = list(admit.tokens)
         self.digests: list[int] = []
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]
+        self.turned: int | None = None  # from this position on, KV is not quite what its history makes it
+
+    def holds(self, position: int) -> int:
+        """What is found at a position: its history, or where that is not quite true, its token."""
+        approximate = self.turned is not None and position >= self.turned
+        return ~self.tokens[position] if approximate else self.digest(position)
 
     def digest(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -109,6 +115,7 @@ class FakeExecutor:
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: dict[tuple[int, int], int] = {}  # (page, offset) → digest
+        self._token: dict[int, int] = {}  # that a digest ends with
         self._taken: dict[bytes, dict[int, int]] = {}
 
     def start(self) -> Capacity:
@@ -134,6 +141,7 @@ class FakeExecutor:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
         self._copy(plan.copies)
+        self._turn(plan.turns)
         guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].tokens += guess
@@ -143,8 +151,9 @@ class FakeExecutor:
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].cut(len(guess))
         result = self._draw(plan, guesses)
+        result.deviations = [[self._deviation(p.slot, p.start + i) for i in range(p.count)] for p in plan.probes]
         if self.tiers is not None:
-            result.transfers = self.tiers.poll(self._kv, some=not plan.rows)
+            result.transfers = self.tiers.poll(self._kv, some=not plan.computes)
         return FakeTicket(result)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
@@ -156,6 +165,21 @@ class FakeExecutor:
                 if value is not None:
                     self._kv[target, i] = value
 
+    def _turn(self, turns: list[Turn]) -> None:
+        """Entries at other positions stand for their tokens alone, and only in the slots they were turned for."""
+        found: dict[tuple[int, int], int] = {}
+        for turn in turns:
+            size = self.layout.groups[turn.group].tokens_per_page
+            for source, target in zip(turn.sources, turn.targets, strict=True):
+                value = self._kv[divmod(source, size)]
+                found[divmod(target, size)] = value if value < 0 else ~self._token[value]
+                for slot in self._slots.values():
+                    for index, page in slot.tables[turn.group].items():
+                        if page == target // size:
+                            at = index * size + target % size
+                            slot.turned = at if slot.turned is None else min(slot.turned, at)
+        self._kv |= found
+
     def _write(self, slot: _Slot, start: int, count: int) -> None:
         assert start + count <= len(slot.tokens), "asked to compute tokens nobody knows"
         for group, spec in enumerate(self.layout.groups):
@@ -163,7 +187,8 @@ class FakeExecutor:
             for p in range(start, start + count):
                 page = slot.tables[group][p // size]
                 assert page != 0, "a live position points at the null page"
-                self._kv[page, p % size] = slot.digest(p)
+                self._kv[page, p % size] = slot.holds(p)
+                self._token[slot.digest(p)] = slot.tokens[p]
 
     def _read(self, slot: _Slot, start: int, count: int) -> None:
         for group, spec in enumerate(self.layout.groups):
@@ -171,7 +196,7 @@ class FakeExecutor:
             first = 0 if spec.window is None else max(0, start - spec.window + 1)
             for p in range(first, start + count):
                 found = self._kv.get((slot.tables[group][p // size], p % size))
-                assert found == slot.digest(p), f"{slot.admit.key}: position {p} holds another history"
+                assert found == slot.holds(p), f"{slot.admit.key}: position {p} holds another history"
 
     def _draw(self, plan: StepPlan, guesses: list[list[int]]) -> StepResult:
         drawn, logprobs, drafts = [], {}, {}
@@ -209,6 +234,9 @@ class FakeExecutor:
             scores=scores,
             pooled=pooled,
         )
+
+    def _deviation(self, slot: int, position: int) -> float:
+        return float(_mix(position, self._slots[slot].tokens[position]) % 1000)
 
     def _pool(self, slot: _Slot, row: Row) -> list[float]:
         """A hidden state here is the token itself, and its position."""

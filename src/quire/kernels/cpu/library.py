@@ -60,6 +60,7 @@ class Step(Structure):
         ("pages", c_int64),
         ("page_bytes", c_int64),
         ("hidden", c_void_p),
+        ("layers", c_int32),
     ]
 
 

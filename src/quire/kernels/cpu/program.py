@@ -164,8 +164,9 @@ class NativeProgram:
         """Draws on this program's threads, which it must not outlive."""
         return CompiledDraw(self._pool, self.isa)
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
-        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layers: int | None = None) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32. With fewer `layers` than
+        there are, only their K and V and those of the next are written, and what is returned says nothing."""
         if kv is not self._kv:
             self._build(kv)
         tokens, step, pool = input_ids.shape[0], self._step, kv.pool
@@ -178,6 +179,7 @@ class NativeProgram:
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
         step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        step.layers = len(self._weights.layers) if layers is None else layers
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")

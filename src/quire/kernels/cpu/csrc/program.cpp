@@ -54,7 +54,7 @@ void Program::reserve(int tokens) {
 }
 
 static int check(const Step& s, int vocab) {
-  if (s.tokens < 0 || s.rows < 0) return kBadShape;
+  if (s.tokens < 0 || s.rows < 0 || s.layers < 0) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
@@ -100,11 +100,15 @@ int Program::forward(const Step& step) {
     k_.begin();
     embed(step, kStages * d_.layers, worker);
     pool_.barrier();
-    for (int i = 0; i < d_.layers; i++) layer(step, layers_[i], i, worker);
-    each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
-      size_t at = size_t(t) * d_.hidden;
-      k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
-    });
+    for (int i = 0; i < std::min(step.layers, d_.layers); i++) layer(step, layers_[i], i, worker);
+    if (step.layers < d_.layers) {
+      qkv(step, layers_[step.layers], step.layers, worker);
+    } else {
+      each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
+        size_t at = size_t(t) * d_.hidden;
+        k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
+      });
+    }
     k_.end();
   });
   return 0;
@@ -190,7 +194,8 @@ void Program::embed(const Step& step, int stage, int worker) {
   }
 }
 
-void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
+// Queries, keys and values, rotated; keys and values in their pages. Returns where those are.
+Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) {
   const StepGroup& group = step.group[layer.kv_group];
   Paged kv{};
   kv.tokens_per_page = group.tokens_per_page;
@@ -212,6 +217,13 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   next = ahead(layer.o, worker);
   pool_.barrier(next);
   rotate(step, layer, kv, stage + 2, worker);
+  return kv;
+}
+
+void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
+  const Paged kv = qkv(step, layer, index, worker);
+  const int stage = index * kStages;
+  Ahead next = ahead(layer.o, worker);
   pool_.barrier(next);
   attend(layer, kv, stage + 3, worker);
   pool_.barrier(next);
@@ -219,7 +231,7 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
   next = ahead(layer.gate, worker);
   pool_.barrier(next);
-  x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
+  Rows x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
   gate_up(layer, x, step.tokens, stage + 6, worker);
   next = ahead(layer.down, worker);
   pool_.barrier(next);
