@@ -50,7 +50,7 @@ class SharedPrefixes:
             from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does whoever asks
 
             groups = None
-            if len(set(slots)) == len(slots):  # rows of one slot are not decoding: they move on, and are not found again
+            if len(set(slots)) == len(slots):  # rows of one slot are not decoding: the next are elsewhere
                 groups = find_groups([self._pages[s] for s in slots], [row.start for row in plan.rows], self._size)
             self._found = cut(groups, [1] * len(slots), self._size, self._queries) if groups else None
         if self._found is None or len(self._found[0]) > self.items(rows):

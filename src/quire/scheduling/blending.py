@@ -49,8 +49,8 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
         raise ConfigError("blend moves cached keys to other positions; this model learned its positions one by one")
     if request.beam or request.pooling or request.params.prompt_logprobs is not None:
         raise InputError("blend goes with neither beam search nor embeddings nor prompt_logprobs", param="blend")
-    bounds = [position for chunk in blend.chunks for position in chunk]
-    if len(blend.chunks) > MAX_CHUNKS or bounds != sorted(bounds) or (bounds and not 0 <= bounds[-1] <= len(request.prompt)):
+    bounds = [0, *(position for chunk in blend.chunks for position in chunk), len(request.prompt)]
+    if len(blend.chunks) > MAX_CHUNKS or bounds != sorted(bounds):
         raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")
 
 
@@ -124,11 +124,24 @@ class Blending:
 
     # ---- before it starts -----------------------------------------------------------------------------------
 
-    def waits(self, seq: Sequence, blend: Blend) -> bool:
+    def waits(self, flight: Flight, seq: Sequence, blend: Blend) -> bool:
         """Whether chunks of a waiting sequence are being computed; looks, once, which have to be."""
         if seq not in self._parts:
             self._parts[seq] = self._look(seq, blend)
-        return any(part.apart and part.apart.status is not Status.FINISHED for part in self._parts[seq])
+        parts = self._parts[seq]
+        if any(part.apart and part.apart.status is not Status.FINISHED for part in parts):
+            return True
+        run, written = self._memory.index.run, self._written(flight)  # turns come before rows
+        return any(page in written for part in parts for page in run(0, part.names))
+
+    def _written(self, flight: Flight) -> set[int]:
+        """Pages that rows of this very step fill."""
+        size, rows = self._memory.layout.alignment, zip(flight.rows, flight.plan.rows, strict=True)
+        return {
+            page
+            for (seq, _), row in rows
+            for page in seq.table.pages[0][row.start // size : (row.start + row.count - 1) // size + 1]
+        }
 
     def _look(self, seq: Sequence, blend: Blend) -> list[Part]:
         memory, request = self._memory, seq.request
@@ -193,12 +206,13 @@ class Blending:
 
     def plan(self, flight: Flight, budget: int) -> int:
         """Let all that are under way go on; returns what is left of the budget."""
-        for course in list(self._courses.values()):
-            budget -= self._go_on(flight, course, budget)
+        for seq, course in list(self._courses.items()):
+            if seq.status is Status.RUNNING:  # else its pages are about to go
+                budget -= self._go_on(flight, course, budget)
         return budget
 
     def _go_on(self, flight: Flight, course: Course, budget: int) -> int:
-        """Probe what is left of it, or compute what was chosen, in order of position: what comes later depends on it."""
+        """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it."""
         seq, used = course.seq, 0
         if course.runs is None:
             room = max(1, self._most - sum(probe.count for probe in flight.plan.probes))

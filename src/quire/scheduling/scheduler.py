@@ -300,7 +300,7 @@ class Scheduler:
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
             hit = self.memory.lookup(seq.table, reusable(seq))
             blend = seq.request.blend
-            if hit.waits or self.paging.fetch(seq) or (blend is not None and self.blending.waits(seq, blend)):
+            if hit.waits or self.paging.fetch(seq) or (blend is not None and self.blending.waits(flight, seq, blend)):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
@@ -624,7 +624,8 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        self.memory.check([*(s.table for s in holders), *self.paging.tables(), *self.sessions.tables(), *self.blending.tables()])
+        others = [*self.paging.tables(), *self.sessions.tables(), *self.blending.tables()]
+        self.memory.check([*(s.table for s in holders), *others])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
@@ -633,5 +634,5 @@ class Scheduler:
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
-        if not self._requests and not self._flights and not self.paging.tables() and not self.sessions.tables():
+        if not self._requests and not self._flights and not others:
             assert self.memory.pool.used == 0 and not self._waiting, "idle, yet pages are in use"

@@ -21,8 +21,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "hit", "inflight", "key",
-        "limit", "log", "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "hit", "inflight",
+        "key", "limit", "log", "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request",
         "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
     )  # fmt: skip
 

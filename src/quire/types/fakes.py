@@ -140,6 +140,7 @@ class FakeExecutor:
         for delta in plan.deltas:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
+            self._inherit(self._slots[delta.slot], delta.group)
         self._copy(plan.copies)
         self._turn(plan.turns)
         guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
@@ -164,6 +165,15 @@ class FakeExecutor:
                 value = before[source, i]
                 if value is not None:
                     self._kv[target, i] = value
+
+    def _inherit(self, slot: _Slot, group: int) -> None:
+        """A branch of a request shares what was turned for it."""
+        size, request = self.layout.groups[group].tokens_per_page, slot.admit.key.split("/")[0]
+        for other in self._slots.values():
+            if other.turned is not None and other.admit.key.split("/")[0] == request:
+                at = other.turned // size
+                if slot.tables[group].get(at) == other.tables[group][at]:
+                    slot.turned = other.turned
 
     def _turn(self, turns: list[Turn]) -> None:
         """Entries at other positions stand for their tokens alone, and only in the slots they were turned for."""
