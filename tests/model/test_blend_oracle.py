@@ -65,7 +65,8 @@ class Oracle:
             q, new_k = apply_rotary_pos_emb(q, new_k, cos, sin)
             k[index][:, computed], v[index][:, computed] = new_k[0], new_v[0]
             keys, values = repeat_kv(k[index][None], share), repeat_kv(v[index][None], share)
-            weights = (q @ keys.transpose(2, 3) * layer.self_attn.scaling).masked_fill(unseen, float("-inf")).softmax(-1)
+            scores = q @ keys.transpose(2, 3) * layer.self_attn.scaling
+            weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
             x = x + layer.self_attn.o_proj((weights @ values).transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(inner.norm(x[0, -1])).log_softmax(-1)

@@ -30,7 +30,7 @@ from quire.scheduling.flight import Flight
 from quire.scheduling.paging import reusable
 from quire.scheduling.sequence import Sequence
 from quire.types.blend import MAX_CHUNKS, Blend
-from quire.types.errors import ConfigError, InputError
+from quire.types.errors import InputError
 from quire.types.events import EngineStats
 from quire.types.plan import Capacity, StepResult, Turn
 from quire.types.request import Request, Status
@@ -42,11 +42,12 @@ Span = tuple[int, int]  # positions [start, end)
 def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
     """Refuse what cannot be blended, here or at all."""
     if not memory.prefix_cache:
-        raise ConfigError("blend reuses cached chunks, but the prefix cache is off; serve with it")
+        raise InputError("blend reuses cached chunks, and this engine's prefix cache is off", param="blend")
     if len(memory.layout.groups) > 1 or memory.layout.groups[0].window is not None:
-        raise ConfigError("blend needs full attention in every layer; this model has sliding windows")
+        raise InputError("blend needs full attention in every layer; this model has sliding windows", param="blend")
     if not capacity.turns:
-        raise ConfigError("blend moves cached keys to other positions; this model learned its positions one by one")
+        problem = "blend moves cached keys to other positions; this model learned its positions one by one"
+        raise InputError(problem, param="blend")
     if request.beam or request.pooling or request.params.prompt_logprobs is not None:
         raise InputError("blend goes with neither beam search nor embeddings nor prompt_logprobs", param="blend")
     bounds = [0, *(position for chunk in blend.chunks for position in chunk), len(request.prompt)]
@@ -83,7 +84,7 @@ class Course:
 
     def choose(self, recompute: float) -> int:
         """What to compute: of the tokens turned, those that deviate most, and all others. Returns how many of those."""
-        changed = np.concatenate([self.deviations[at] for at in sorted(self.deviations)] or [np.zeros(0)])
+        changed = np.array([change for at in sorted(self.deviations) for change in self.deviations[at]])
         turned = np.concatenate([np.arange(*span) for span in self.covered])
         count = math.ceil(recompute * len(turned))
         chosen = np.zeros(0, np.int64)

@@ -14,6 +14,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET, UnsetType
+
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.admission import Admission, Permit
@@ -126,6 +128,7 @@ class Generation:
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
+    blended: dict[int, int] = field(default_factory=dict)  # ... of chunks, from another place
 
     @property
     def prompt_tokens(self) -> int:
@@ -140,11 +143,14 @@ class Generation:
             self.prompt_tokens,
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
-            PromptTokensDetails(self.cached_tokens),
+            PromptTokensDetails(self.cached_tokens, self._blended_tokens()),
             CompletionTokensDetails(
                 thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
             ),
         )
+
+    def _blended_tokens(self) -> int | UnsetType:
+        return sum(self.blended.values()) if any(request.blend for request in self.requests) else UNSET
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
@@ -194,6 +200,8 @@ class Generation:
                         self.accepted_tokens += delta.accepted_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
+                        if delta.blended_tokens:
+                            self.blended[index] = max(delta.blended_tokens, self.blended.get(index, 0))
                         delta.branch += index * branches
                     yield deltas
 
