@@ -40,8 +40,7 @@ class Frontend:
     ) -> Request:
         """Tokenise and check; raises InputError for anything that can be told from here. `blend`: how a text is to be
         cut into chunks, or where they are among token ids."""
-        if isinstance(blend, BlendParams):
-            prompt, blend = chunked(prompt, blend, self.text)
+        prompt, chunks = chunked(prompt, blend, self.text)
         return prepare(
             prompt,
             params,
@@ -50,7 +49,7 @@ class Frontend:
             request_id=request_id,
             priority=priority,
             salt=salt,
-            blend=blend,
+            blend=chunks,
         )
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:

@@ -63,8 +63,11 @@ def prepare(
     )
 
 
-def chunked(prompt: Prompt, how: BlendParams, text: TextModel) -> tuple[list[int], Blend]:
-    """A text with separators as token ids without them, and where its chunks are."""
+def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:
+    """A prompt and where its chunks are: said of token ids, or found by a separator in a text, which then is token ids
+    without it."""
+    if not isinstance(how, BlendParams):
+        return prompt, how
     if not isinstance(prompt, str):
         raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
     return encode_chunks(text.tokenizer, prompt, how, add_special=True)

@@ -49,19 +49,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priorities: Sequence[int] | None = None,
-        blend: BlendParams | None = None,
+        blend: BlendParams | Blend | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all. `blend`
-        marks chunks of the prompts whose KV may be reused wherever they stand."""
+        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all. `blend`:
+        the prompts have chunks whose KV may be reused wherever they stand."""
         many = _as_list(prompts)
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
         ranks = list(priorities or [0] * len(many))
-        cut = [chunked(p, blend, self.text) if blend else (p, None) for p in many]
-        return self._collect(
-            many, [self._prepare(p, s, r, b) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
-        )
+        cut = [chunked(p, blend, self.text) for p in many]
+        requests = [self._prepare(p, s, r, b) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
+        return self._collect(many, requests)
 
     def chat(
         self,

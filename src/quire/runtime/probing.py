@@ -21,8 +21,8 @@ LAYER = 1  # compared; all before it are computed whole
 def probe(
     probes: list[Probe], model: Model | NativeModel, kv: KVViews, slots: SlotState, staging: Staging
 ) -> torch.Tensor:
-    """Square of the distance between new and old K and V, relative to the new, for all tokens of the probes [tokens].
-    The KV of the first layers is then the new."""
+    """Square of the distance between new and old values (keys add nothing: measured), for all tokens of the probes
+    [tokens]. The KV of the first layers is then the new."""
     table = staging.upload(np.array([[p.slot, p.start, p.count] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
     input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
@@ -30,11 +30,7 @@ def probe(
     (group,) = kv.layout.groups
     place = slice(group.layers.index(layer), group.layers.index(layer) + 1)
     where = batch.groups[0].kv_slots
-    before = read_tokens(kv, 0, where, place)
+    _, before = read_tokens(kv, 0, where, place)
     model.shallow(input_ids, batch, kv, layer)
-    after = read_tokens(kv, 0, where, place)
-    changed = [
-        (new - old).square().sum((1, 2, 3)) / new.square().sum((1, 2, 3)).clamp_(min=1e-12)
-        for new, old in zip(after, before, strict=True)
-    ]
-    return changed[0] + changed[1]
+    _, after = read_tokens(kv, 0, where, place)
+    return (after - before).square().sum((1, 2, 3))

@@ -133,13 +133,22 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   plan.queries.clear();
   plan.items.clear();
   std::vector<int> single;
-  for (int r = 0; r < step.rows; r++) {
-    int begin = step.query_start[r], end = step.query_start[r + 1];
-    if (end - begin == 1) {
-      single.push_back(r);
+  auto position = [&](int t) { return step.positions[t]; };
+  auto table = [&](int r) { return group.page_table + r * group.table_stride; };
+  auto goes_on = [&](int r) {  // rows further on in what the row before reads and writes: of the same sequence
+    int last = step.query_start[r] - 1;
+    return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
+           std::equal(table(r - 1), table(r - 1) + position(last) / group.tokens_per_page + 1, table(r));
+  };
+  for (int r = 0, next; r < step.rows; r = next) {
+    next = r + 1;
+    while (next < step.rows && goes_on(next)) next++;
+    int begin = step.query_start[r], end = step.query_start[next];
+    if (end - begin == next - r && end - begin < kQueryTile / 2) {
+      for (; r < next; r++) single.push_back(r);
       continue;
     }
-    const int32_t* pages = group.page_table + r * group.table_stride;
+    const int32_t* pages = table(next - 1);
     for (int t = begin; t < end; t += kQueryTile) {
       int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
