@@ -18,7 +18,6 @@ from quire.bench.suite import DATA
 from quire.bench.workloads import chat, fixed, shared_prefix
 from quire.engine.link import open_link
 from quire.kernels.triton import launch
-from quire.model import fused
 from quire.types.config import EngineOptions
 
 overlaps = launch.overlaps
@@ -55,19 +54,17 @@ if __name__ == "__main__":
         flat["dtype"] = "fp8"
     link = open_link(EngineOptions.of(**flat), process=False)
     if "launches" in wanted:
-        for few in (32, 0):
-            fused.FEW_TOKENS = few
-            for apart in (False, True):
-                if apart:
-                    launch.overlaps = lambda device: False
-                for size in (1, 32):
-                    link.core.executor.close()
-                    torch.cuda.empty_cache()
-                    link.core.executor.start()
-                    run_workload(link, fixed(size, 128, 64, seed=5))
-                    best = min(run_workload(link, fixed(size, 128, 64, seed=6 + i)).seconds for i in range(3))
-                    print(f"few {few}, launches apart {apart}, {size} rows: {best / 64 * 1e3:.3f} ms a step")
-                launch.overlaps = overlaps
+        for apart in (False, True):
+            if apart:
+                launch.overlaps = lambda device: False
+            for size in (1, 32):
+                link.core.executor.close()
+                torch.cuda.empty_cache()
+                link.core.executor.start()
+                run_workload(link, fixed(size, 128, 64, seed=5))
+                best = min(run_workload(link, fixed(size, 128, 64, seed=6 + i)).seconds for i in range(3))
+                print(f"launches apart {apart}, {size} rows: {best / 64 * 1e3:.3f} ms a step")
+            launch.overlaps = overlaps
     if "prefill" in wanted:
         kernels(link, fixed(1, 8192, 1, seed=5), "prefill 8192")
         kernels(link, fixed(1, 2048, 1, seed=5), "prefill 2048")

@@ -1,27 +1,28 @@
-"""Train draft heads on a model's own answers: Medusa-type heads, or an EAGLE-type drafter.
+"""Train draft heads on a model's own answers: Medusa-type heads, an EAGLE-type drafter, or both.
 
-    python scripts/train_draft.py --kind eagle --out eagle.safetensors
+    python scripts/train_draft.py --eagle eagle.safetensors
     quire run --speculation eagle:eagle.safetensors
 
-The model answers a few hundred prompts; tokens and the hidden states they were drawn from are recorded as they come,
-and a small network learns to go on from them. Minutes on a CPU. `quire bench spec --workload chat` asks about topics
-that are not among those trained on.
+The model answers prompts (`draft_prompts.py`: put your own there); tokens and the hidden states they were drawn from
+are recorded as they come, and a small network learns to go on from them. Answers about topics kept aside tell how
+well. A GPU takes minutes for thousands of prompts, a CPU for hundreds.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from draft_prompts import prompts, topics
+from torch.nn.utils.rnn import pad_sequence
 
 from quire.assets import resolve
-from quire.bench.spec import edit
 from quire.engine.inputs import prepare
 from quire.engine.link import LocalLink, open_link
 from quire.generation.head_proposers import Recorder
@@ -31,175 +32,247 @@ from quire.types.config import EngineOptions
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Events, Submit
 
-ASKS = (
-    "Explain {} to a child.",
-    "Write a short story about {}.",
-    "What is interesting about {}?",
-    "List five facts about {}.",
-    "How did people come to know {}?",
-    "Why do people like {}?",
-)
-TOPICS = (
-    "horses apples the ocean gold castles dreams snow birds cheese ships gardens clouds wheels honey silk fire "
-    "mountains fish roses clocks kites lamps forests dogs cats rice tea maps money sleep hats shoes doors windows "
-    "planets sand rain thunder islands deserts whales spiders bread-making farming painting dance football swimming "
-    "history numbers letters stones iron copper tigers elephants frogs butterflies onions potatoes lemons grapes sugar "
-    "pepper soap candles bicycles cars planes boats roads towers schools markets libraries hospitals villages cities "
-    "spring summer autumn night morning friendship courage patience laughter memory language writing cooking sewing"
-)
-UNSURE = 0.3  # directions are right from the start, confidence is to be earned
-DEPTHS = (1.0, 0.8, 0.6, 0.5)  # what a wrong guess so far ahead weighs
+DEPTHS = (1.0, 0.8, 0.64, 0.51, 0.41)  # what a wrong guess so far ahead weighs
+MEDUSA = 3  # heads
+UNSURE = 0.3  # directions come first, confidence is to be earned
+SHARE = 16  # one topic of so many is kept aside
 
 
 @dataclass
 class Answer:
     tokens: torch.Tensor  # [n]
-    hidden: torch.Tensor  # [n, hidden]: what each was drawn from
+    shown: torch.Tensor  # [n, (layers + 1) hidden]: what each was drawn from, the last hidden state at the end
 
 
-def record(model: str, count: int, length: int, seed: int) -> tuple[list[Answer], torch.Tensor, int]:
-    """Answers of the model, its head [vocab, hidden], and how many ids it knows."""
-    rng = random.Random(seed)
-    asks = [ask.format(topic) for ask, topic in itertools.product(ASKS, TOPICS.split())]
-    chosen = rng.sample(asks, min(len(asks), count - count // 8)) + [edit(rng) for _ in range(count // 8)]
-    link = open_link(EngineOptions.of(model=model, kv_memory="512M"), process=False)
+@dataclass
+class Records:
+    answers: list[Answer]  # to learn from
+    aside: list[Answer]  # to be examined on
+    head: torch.Tensor  # the model's own, [vocabulary, hidden]
+    layers: tuple[int, ...]  # behind which hidden states were recorded, besides the last
+
+
+def record(options: EngineOptions, count: int, length: int, seed: int) -> Records:
+    rng, about = random.Random(seed), topics()
+    rng.shuffle(about)
+    cut = len(about) // SHARE
+    asks = prompts(rng, count, about[cut:])
+    learned = len(asks)
+    asks += prompts(rng, max(8, count // 50), about[:cut])
+    link = open_link(options, process=False)
     assert isinstance(link, LocalLink)
-    text, recorder, executor = TextModel.load(resolve(model)), Recorder(), link.core.executor
-    executor.watch(recorder)
-    for ask in chosen:
+    text, recorder, executor = TextModel.load(resolve(options.model.model)), Recorder(), link.core.executor
+    layers = depths(executor.model.spec.layers)
+    executor.watch(recorder, layers)
+    for number, ask in enumerate(asks):
         params = SamplingParams(temperature=0, max_tokens=length)
         prompt = text.encode_chat([{"role": "user", "content": ask}])
-        link.send(Submit(prepare(prompt, params, text=text, info=link.info)))
-    left = len(chosen)
+        link.send(Submit(prepare(prompt, params, text=text, info=link.info, request_id=str(number))))
+    left = len(asks)
     while left:
         for message in link.receive(None):
             if isinstance(message, Events):
                 left -= sum(event.finish is not None for event in message.events)
-    with torch.inference_mode():
-        head = executor.model.logits(torch.eye(executor.model.spec.hidden)).float().T.contiguous()
+    head = head_of(executor.model)
     link.close()
-    kept = [(tokens, states) for tokens, states in recorder.answers.values() if len(tokens) > 8]
-    answers = [Answer(torch.tensor(tokens), torch.cat(states)) for tokens, states in kept]
-    return answers, head, link.info.vocab_size
+    found: tuple[list[Answer], list[Answer]] = [], []
+    for key, (tokens, states) in recorder.answers.items():
+        if len(tokens) > 8:
+            shown, aside = torch.cat(states), int(key.partition("/")[0]) >= learned
+            found[aside].append(Answer(torch.tensor(tokens, device=shown.device), shown))
+    return Records(*found, head, layers)
+
+
+def depths(layers: int) -> tuple[int, ...]:
+    """An early and a middle layer; the last hidden state is recorded anyway."""
+    return tuple(sorted({min(2, layers - 1), layers // 2}))
+
+
+@torch.inference_mode()
+def head_of(model: Any) -> torch.Tensor:
+    unit = torch.eye(model.spec.hidden, device=model.device, dtype=model.dtype)
+    return model.logits(unit).float().T.contiguous()
 
 
 class Lesson:
-    """A batch of positions, and what the model itself thinks comes at each of them."""
+    """Some answers, side by side, and what the model itself thinks comes at each of their positions."""
 
-    def __init__(self, batch: list[Answer], teacher: torch.Tensor):
-        self.hidden, self.tokens = torch.cat([a.hidden for a in batch]), torch.cat([a.tokens for a in batch])
-        self.at = torch.cat([torch.arange(len(a.tokens)) for a in batch])
-        self.left = torch.cat([torch.arange(len(a.tokens) - 1, -1, -1) for a in batch])
-        self._thought = (self.hidden @ teacher.T).softmax(-1)  # [n, words]
+    def __init__(self, batch: list[Answer], heads: Heads, teacher: torch.Tensor):
+        self.shown = pad_sequence([a.shown for a in batch], batch_first=True).float()  # [n, t, ...]
+        self.hidden = self.shown[..., -teacher.shape[1] :]
+        self.tokens = pad_sequence([a.tokens for a in batch], batch_first=True)
+        self.places = heads.words.places[self.tokens]  # of the tokens among the words
+        self.at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        self.lengths = torch.tensor([len(a.tokens) for a in batch], device=self.tokens.device)
+        with torch.no_grad():
+            self._thought = (self.hidden @ teacher.T).softmax(-1)  # [n, t, words]
+
+    def there(self, distance: int) -> torch.Tensor:
+        """Which positions have one so many places on, [n, t - distance]."""
+        return self.at[distance:] < self.lengths[:, None]
 
     def loss(self, logits: torch.Tensor, distance: int) -> torch.Tensor:
-        """How far a guess of the word so many places on is from the model's own mind, where there is one."""
-        there = (self.left >= distance).nonzero().squeeze(-1)
-        return F.cross_entropy(logits[there], self._thought[there + distance])
+        """How far guesses of the word so many places on are from the model's own mind."""
+        wrong = -(self._thought[:, distance:] * logits[:, :-distance].float().log_softmax(-1)).sum(-1)
+        there = self.there(distance)
+        return (wrong * there).sum() / there.sum()
+
+    def right(self, logits: torch.Tensor, distance: int) -> torch.Tensor:
+        """Which guesses are what the model drew, [n, t]."""
+        right = torch.zeros_like(self.tokens, dtype=torch.bool)
+        right[:, :-distance] = (logits[:, :-distance].argmax(-1) == self.places[:, distance:]) & self.there(distance)
+        return right
 
     def ahead(self, distance: int) -> torch.Tensor:
         """The token so many places on; any, beyond the end."""
-        return self.tokens[(torch.arange(len(self.at)) + distance).clamp(max=len(self.at) - 1)]
+        return self.tokens.roll(-distance, 1)
 
 
-def medusa_loss(heads: MedusaHeads, lesson: Lesson) -> torch.Tensor:
-    guesses = zip(DEPTHS, heads(lesson.hidden, lesson.tokens), strict=False)
-    return torch.stack([weight * lesson.loss(logits, i + 1) for i, (weight, logits) in enumerate(guesses)]).sum()
+def guesses(heads: Heads, lesson: Lesson) -> Iterator[torch.Tensor]:
+    """Logits [n, t, words] of the guesses for one place on, two, and so forth."""
+    return iter(heads(lesson.hidden, lesson.tokens)) if isinstance(heads, MedusaHeads) else eagle(heads, lesson)
 
 
-def eagle_loss(drafter: EagleDrafter, lesson: Lesson) -> torch.Tensor:
+def eagle(drafter: EagleDrafter, lesson: Lesson) -> Iterator[torch.Tensor]:
     """As it will be used: after the first token it reads its own states, not the model's."""
-    back = torch.arange(WINDOW - 1, -1, -1)
-    valid = lesson.at[:, None] >= back  # [n, WINDOW]
-    joined, own = drafter.inputs(lesson.hidden, lesson.tokens)
-    pages = own[(torch.arange(len(own))[:, None] - back).clamp(min=0)]
-    losses = []
-    for depth, weight in enumerate(DEPTHS):
-        state = drafter(joined, pages, depth, valid)
-        losses.append(weight * lesson.loss(drafter.logits(state), depth + 1))
+    apart = lesson.at[:, None] - lesson.at
+    seen = ((apart >= 0) & (apart < WINDOW))[None]
+    joined, trail = drafter.inputs(drafter.features(lesson.shown), lesson.tokens)
+    own: list[torch.Tensor] = []
+    for depth in range(len(DEPTHS)):
+        state = drafter(joined, trail, (apart + depth).clamp(0, WINDOW + depth), seen, own)
+        yield drafter.logits(state)
         joined, entries = drafter.inputs(state, lesson.ahead(depth + 1))
-        pages = torch.cat((pages, entries[:, None]), 1)
-    return torch.stack(losses).sum()
+        own.append(entries)
 
 
-def build(kind: str, answers: list[Answer], head: torch.Tensor, vocab: int, words: int) -> Heads:
-    counts = Counter(token for a in answers for token in a.tokens.tolist())
+def build(kind: str, records: Records, words: int) -> Heads:
+    counts = Counter(token for a in records.answers for token in a.tokens.tolist())
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(words)))
-    hidden = head.shape[1]
+    known = sum(count for _, count in counts.most_common(words)) / sum(counts.values())
+    vocab, hidden = records.head.shape
+    shown = torch.cat([a.shown for a in records.answers[:256]]).float().unflatten(-1, (-1, hidden))
+    shown = shown / (loud := shown.square().mean(-1, keepdim=True).sqrt())
+    even = 1 / shown.square().mean(0).sqrt()  # [layers + 1, hidden]: brings all numbers of a state to the same size
     heads: Heads
     if kind == "medusa":
-        heads = MedusaHeads(hidden, len(ids), vocab, 3)
-        for block in heads.blocks:
-            torch.nn.init.zeros_(block.weight)
+        heads = MedusaHeads(hidden, len(ids), vocab, MEDUSA)
+        norms, out = heads.norms[:1], heads.norms[2]
+        even = even[-1:]
     else:
-        heads = EagleDrafter(hidden, len(ids), vocab, heads=8 if hidden % 8 == 0 else 1)
+        heads = EagleDrafter(hidden, len(ids), vocab, heads=8 if hidden % 8 == 0 else 1, layers=records.layers)
+        norms, out = heads.depths, heads.norms[4]
+    with torch.no_grad():
+        for norm, weight in zip(norms, even, strict=True):
+            norm.weight.copy_(weight)
+        out.weight.fill_(UNSURE * float(loud[:, -1].mean()))  # in proportion to the model's own logits
     heads.words.ids.copy_(ids)
     heads.words.index()
     with torch.no_grad():
-        heads.words.head.weight.copy_(head[ids])
-        heads.words.embed[:-1] = head[ids]
-        if isinstance(heads, EagleDrafter):  # begins with the two simply added up
-            heads.join.weight.copy_(torch.eye(hidden).repeat(1, 2) + 0.01 * torch.randn(hidden, 2 * hidden))
-            heads.norms[4].weight.fill_(UNSURE)
-        else:
-            heads.norms[0].weight.fill_(UNSURE)
+        heads.words.head.weight.copy_(records.head[ids])
+        heads.words.embed[:-1] = records.head[ids]
     # The model's own words need no learning, and a few answers would only spoil them.
     heads.words.requires_grad_(False)
-    return heads
+    size = sum(p.numel() for p in heads.parameters()) / 1e6
+    print(f"{kind}: {size:.1f}M weights, words cover {known:.1%}", flush=True)
+    return heads.to(records.head.device)
+
+
+def batches(answers: list[Answer], positions: int) -> Iterator[list[Answer]]:
+    batch: list[Answer] = []
+    for answer in answers:
+        batch.append(answer)
+        if len(batch) * max(len(a.tokens) for a in batch) >= positions:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def train(
     heads: Heads, answers: list[Answer], *, epochs: int, rate: float, positions: int, seed: int
-) -> None:
-    rng, loss_of = random.Random(seed), medusa_loss if isinstance(heads, MedusaHeads) else eagle_loss
-    total = sum(len(a.tokens) for a in answers)
-    steps = epochs * total // positions + epochs
-    teacher = heads.words.head.weight
+) -> Iterator[float]:
+    """Goes once through the answers for every mean loss it yields."""
+    rng, answers, teacher = random.Random(seed), list(answers), heads.words.head.weight
+    steps = epochs * (1 + sum(1 for _ in batches(answers, positions)))
     optimizer = torch.optim.AdamW([p for p in heads.parameters() if p.requires_grad], lr=rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, pct_start=0.1)
-    began = time.perf_counter()
-    for epoch in range(epochs):
+    for _ in range(epochs):
         rng.shuffle(answers)
-        losses, batch = [], []
-        for number, answer in enumerate(answers):
-            batch.append(answer)
-            if sum(len(a.tokens) for a in batch) < positions and number + 1 < len(answers):
-                continue
-            loss = loss_of(heads, Lesson(batch, teacher))  # type: ignore[arg-type]
+        losses = []
+        for batch in batches(answers, positions):
+            lesson = Lesson(batch, heads, teacher)
+            with torch.autocast("cuda", torch.bfloat16, enabled=teacher.is_cuda):
+                parts = [
+                    weight * lesson.loss(logits, i + 1)
+                    for i, (weight, logits) in enumerate(zip(DEPTHS, guesses(heads, lesson), strict=False))
+                ]
+            loss = torch.stack(parts).sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
             optimizer.step()
             if schedule.last_epoch < steps:
                 schedule.step()
-            losses.append(loss.item())
-            batch = []
-        mean, seconds = sum(losses) / len(losses), time.perf_counter() - began
-        print(f"epoch {epoch + 1}: loss {mean:.3f}, {seconds:.0f} s", flush=True)
+            losses.append(loss.detach())
+        yield float(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def examine(heads: Heads, answers: list[Answer], positions: int) -> list[float]:
+    """How often the first guess is right, the first two, and so forth."""
+    found, total = torch.zeros(len(DEPTHS)), 0
+    for batch in batches(answers, positions):
+        lesson = Lesson(batch, heads, heads.words.head.weight)
+        so_far = lesson.there(0)
+        total += int(so_far.sum())
+        for i, logits in enumerate(guesses(heads, lesson)):
+            so_far = so_far & lesson.right(logits, i + 1)
+            found[i] += int(so_far.sum())
+    return [float(share) for share in found / total if share > 0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("medusa", "eagle"), required=True)
-    parser.add_argument("--out", required=True, help="safetensors file to write")
+    parser.add_argument("--medusa", metavar="FILE", help="train Medusa-type heads and write them here")
+    parser.add_argument("--eagle", metavar="FILE", help="train an EAGLE-type drafter and write it here")
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda: where the model answers and heads learn")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--length", type=int, default=128, help="longest answer")
+    parser.add_argument("--length", type=int, default=160, help="longest answer")
+    parser.add_argument("--seqs", type=int, default=None, help="answers at once")
+    parser.add_argument("--kv-memory", default="512M")
     parser.add_argument("--words", type=int, default=4096, help="words it can guess")
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rate", type=float, default=1e-3)
-    parser.add_argument("--positions", type=int, default=256, help="of a training step")
+    parser.add_argument("--positions", type=int, default=512, help="of a training step")
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    chosen = parser.parse_args()
+    wanted = {kind: path for kind in ("medusa", "eagle") if (path := getattr(chosen, kind))}
+    if not wanted:
+        parser.error("say what to train: --medusa FILE, --eagle FILE or both")
+    torch.manual_seed(chosen.seed)
     began = time.perf_counter()
-    answers, head, vocab = record(options.model, options.prompts, options.length, options.seed)
-    tokens = sum(len(a.tokens) for a in answers)
-    print(f"{len(answers)} answers, {tokens} tokens in {time.perf_counter() - began:.0f} s", flush=True)
-    heads = build(options.kind, answers, head, vocab, options.words)
-    train(heads, answers, epochs=options.epochs, rate=options.rate, positions=options.positions, seed=options.seed)
-    save_heads(heads, options.out, {"model": options.model, "tokens": tokens})
+    options = EngineOptions.of(
+        model=chosen.model, device=chosen.device, dtype=chosen.dtype, max_seqs=chosen.seqs, kv_memory=chosen.kv_memory,
+        max_waiting=2 * chosen.prompts + 100,
+    )  # fmt: skip
+    records = record(options, chosen.prompts, chosen.length, chosen.seed)
+    tokens = sum(len(a.tokens) for a in records.answers)
+    print(f"{len(records.answers)} answers, {tokens} tokens in {time.perf_counter() - began:.0f} s", flush=True)
+    for kind, path in wanted.items():
+        began = time.perf_counter()
+        heads = build(kind, records, chosen.words)
+        passes = train(heads, records.answers, epochs=chosen.epochs, rate=chosen.rate, positions=chosen.positions,
+                       seed=chosen.seed)  # fmt: skip
+        for epoch, loss in enumerate(passes):
+            right = examine(heads, records.aside, chosen.positions)
+            shares, seconds = " ".join(f"{share:.1%}" for share in right), time.perf_counter() - began
+            print(f"epoch {epoch + 1}: loss {loss:.3f}; right in a row on topics kept aside {shares}: "
+                  f"{1 + sum(right):.2f} tokens a step; {seconds:.0f} s", flush=True)  # fmt: skip
+        save_heads(heads, path, {"model": chosen.model, "tokens": tokens})
 
 
 if __name__ == "__main__":
-    torch.manual_seed(1)
     main()

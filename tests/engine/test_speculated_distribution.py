@@ -15,7 +15,7 @@ from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan
 from quire.types.sampling import SamplingParams
 
 VOCAB, LENGTH, SLOTS, TOP_P = 5, 4, 2500, 0.9
-LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32", 4)
+LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32")
 CAPACITY = Capacity(pages=SLOTS + 1, slots=SLOTS, max_model_len=8, max_batch_tokens=1 << 20, depth=1, drafts=3)
 PARAMS = SamplingParams(temperature=1.0, top_p=TOP_P)
 TABLE = torch.tensor(np.random.default_rng(8).normal(0, 1.2, (VOCAB, VOCAB)), dtype=torch.float32)

@@ -4,6 +4,7 @@ The compiled decoder gives a row the same bits whatever runs beside it, so equal
 """
 
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from prompts import BEGINNINGS, LONG, QUESTIONS, forty
 
 from quire import LLM, SamplingParams
-from quire.generation.head_proposers import Recorder
-from quire.generation.heads import save_heads
+from quire.generation.head_proposers import EagleProposer, MedusaProposer, Recorder
+from quire.generation.heads import load_heads, save_heads
 from quire.types.grammar import GrammarSpec
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -56,30 +57,78 @@ def few(plain):
 @pytest.fixture(scope="module")
 def heads(plain, few, tmp_path_factory):
     """Small heads, taught by the model's answers to a few of the prompts: speculation by kind."""
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    import train_draft
-
-    recorder, executor = Recorder(), plain._link.core.executor
-    executor.watch(recorder)
-    plain.generate(few, SHORT)
-    answers = [train_draft.Answer(torch.tensor(t), torch.cat(h)) for t, h in recorder.answers.values()]
-    with torch.inference_mode():
-        head = executor.model.logits(torch.eye(executor.model.spec.hidden)).float().T.contiguous()
+    train_draft, model = trainer(), plain._link.core.executor.model
+    layers = train_draft.depths(model.spec.layers)
+    answers = watched(plain, few, Recorder(), layers)
+    records = train_draft.Records(answers, answers, train_draft.head_of(model), layers)
     found = {}
     for kind in ("medusa", "eagle"):
         torch.manual_seed(1)
         path = tmp_path_factory.mktemp("heads") / f"{kind}.safetensors"
-        made = train_draft.build(kind, answers, head, len(head), 500)
-        train_draft.train(made, answers, epochs=12, rate=2e-3, positions=128, seed=1)
+        made = train_draft.build(kind, records, 500)
+        losses = list(train_draft.train(made, answers, epochs=12, rate=2e-3, positions=128, seed=1))
+        assert losses[-1] < losses[0] / 2
         save_heads(made, path, {})
         found[kind] = f"{kind}:{path}"
     return found
+
+
+def trainer():
+    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+    import train_draft
+
+    return train_draft
+
+
+def watched(plain, prompts, recorder, layers):
+    """Answers, with the hidden states that they were drawn from."""
+    plain._link.core.executor.watch(recorder, layers)
+    plain.generate(prompts, SHORT)
+    return [trainer().Answer(torch.tensor(t), torch.cat(h)) for t, h in recorder.answers.values()]
 
 
 @pytest.fixture(scope="module")
 def expected(plain, few):
     greedy = [texts(result) for result in plain.generate(few, SHORT)]
     return greedy, {way: [texts(r) for r in plain.generate(few[:3], params)] for way, params in WAYS.items()}
+
+
+class Guessing(Recorder):
+    """Records, and asks another for a guess after every token."""
+
+    def __init__(self, proposer):
+        super().__init__()
+        self.proposer, self.guesses = proposer, {}
+
+    def observe(self, context, tokens):
+        super().observe(context, tokens)
+        self.proposer.observe(context, tokens)
+        self.guesses.setdefault(context.admit.key, []).append(self.proposer.propose([context], [3])[0])
+
+
+@pytest.mark.parametrize(("kind", "proposer"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
+def test_heads_guess_in_the_engine_what_they_guess_in_training(plain, few, heads, kind, proposer):
+    train_draft, spec = trainer(), plain._link.core.executor.model.spec
+    made = load_heads(
+        kind, heads[kind].partition(":")[2], hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    watcher = Guessing(proposer(made))
+    answers = watched(plain, few, watcher, made.layers if kind == "eagle" else ())
+    lesson = train_draft.Lesson(answers, made, made.words.head.weight)
+    with torch.no_grad():
+        logits = list(islice(train_draft.guesses(made, lesson), 3))
+    first, rest = [], []
+    for i, guesses in enumerate(watcher.guesses.values()):
+        for at, guess in enumerate(guesses):
+            offline = [made.words.ids[part[i, at].argmax()].item() for part in logits]
+            first.append(guess[0] == offline[0])
+            drawn = lesson.tokens[i, at + 1 : at + 3].tolist()
+            for depth in (1, 2):  # in training the drafter is told what was drawn: the same, while guesses are right
+                if kind == "medusa" or guess[:depth] == drawn[:depth]:
+                    rest.append(guess[depth] == offline[depth])
+    assert len(first) == sum(len(a.tokens) for a in answers) and len(rest) > 50
+    assert sum(first) >= 0.99 * len(first) and sum(rest) >= 0.99 * len(rest)  # but for near-ties
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "suffix", "draft:smollm2-135m", "medusa", "eagle"])

@@ -10,13 +10,14 @@ from quire.types.plan import Admit
 from quire.types.sampling import SamplingParams
 from quire.types.seams import DraftContext
 
-HIDDEN, WORDS, VOCAB = 16, 20, 50
+HIDDEN, WORDS, VOCAB, LAYERS = 16, 20, 50, (1, 2)
+SHOWN = {"medusa": HIDDEN, "eagle": 3 * HIDDEN}
 CPU = torch.device("cpu")
 
 
 def made(kind, seed=3):
     torch.manual_seed(seed)
-    heads = MedusaHeads(HIDDEN, WORDS, VOCAB, 3) if kind == "medusa" else EagleDrafter(HIDDEN, WORDS, VOCAB, 4)
+    heads = MedusaHeads(HIDDEN, WORDS, VOCAB, 3) if kind == "medusa" else EagleDrafter(HIDDEN, WORDS, VOCAB, 4, LAYERS)
     heads.words.ids.copy_(torch.arange(0, 2 * WORDS, 2))
     heads.words.index()
     with torch.no_grad():
@@ -41,19 +42,22 @@ def grow(proposer, one, tokens, hidden):
 def test_saved_heads_come_back(kind, tmp_path):
     heads, path = made(kind), str(tmp_path / "heads.safetensors")
     save_heads(heads, path, {"model": "m"})
-    loaded = load_heads(kind, path, hidden=HIDDEN, vocab=VOCAB, device=CPU)
+    loaded = load_heads(kind, path, hidden=HIDDEN, layers=4, vocab=VOCAB, device=CPU)
     for name, tensor in heads.state_dict().items():
         assert torch.allclose(loaded.state_dict()[name].float(), tensor.float(), atol=2e-3), name
     with pytest.raises(ConfigError, match="train some"):
-        load_heads("eagle" if kind == "medusa" else "medusa", path, hidden=HIDDEN, vocab=VOCAB, device=CPU)
+        load_heads("eagle" if kind == "medusa" else "medusa", path, hidden=HIDDEN, layers=4, vocab=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="another model"):
-        load_heads(kind, path, hidden=HIDDEN * 2, vocab=VOCAB, device=CPU)
+        load_heads(kind, path, hidden=HIDDEN * 2, layers=4, vocab=VOCAB, device=CPU)
     with pytest.raises(ConfigError, match="another model"):
-        load_heads(kind, path, hidden=HIDDEN, vocab=10, device=CPU)
+        load_heads(kind, path, hidden=HIDDEN, layers=4, vocab=10, device=CPU)
+    if kind == "eagle":
+        with pytest.raises(ConfigError, match="another model"):
+            load_heads(kind, path, hidden=HIDDEN, layers=2, vocab=VOCAB, device=CPU)
     (tmp_path / "cut").write_bytes((tmp_path / "heads.safetensors").read_bytes()[:-5])
     for bad in ("nothing", "cut"):
         with pytest.raises(ModelFileError, match="cannot read"):
-            load_heads(kind, str(tmp_path / bad), hidden=HIDDEN, vocab=VOCAB, device=CPU)
+            load_heads(kind, str(tmp_path / bad), hidden=HIDDEN, layers=4, vocab=VOCAB, device=CPU)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
@@ -62,7 +66,7 @@ def test_drafts_do_not_depend_on_who_else_is_drafted_for(kind):
     make = MedusaProposer if kind == "medusa" else EagleProposer
     together, contexts = make(heads), [context(slot) for slot in range(4)]
     torch.manual_seed(1)
-    steps = [[(slot, [7 + slot] * (1 + step % 3), torch.randn(1 + step % 3, HIDDEN)) for slot in range(4)]
+    steps = [[(slot, [7 + slot] * (1 + step % 3), torch.randn(1 + step % 3, SHOWN[kind])) for slot in range(4)]
              for step in range(2 * WINDOW)]  # fmt: skip
     for step in steps:
         for slot, tokens, hidden in step:
@@ -77,13 +81,13 @@ def test_drafts_do_not_depend_on_who_else_is_drafted_for(kind):
     assert alone.propose([one], [3]) == [batched[2]]
 
 
-@pytest.mark.parametrize("make", [lambda: MedusaProposer(made("medusa")), lambda: EagleProposer(made("eagle"))])
-def test_nothing_is_guessed_where_states_are_unknown(make):
-    proposer, one = make(), context()
+@pytest.mark.parametrize(("kind", "make"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
+def test_nothing_is_guessed_where_states_are_unknown(kind, make):
+    proposer, one = make(made(kind)), context()
     assert proposer.propose([one], [3]) == [[]]
-    grow(proposer, one, [4, 5], torch.randn(1, HIDDEN))  # the second was forced
+    grow(proposer, one, [4, 5], torch.randn(1, SHOWN[kind]))  # the second was forced
     assert proposer.propose([one], [3]) == [[]]
-    grow(proposer, one, [6], torch.randn(1, HIDDEN))
+    grow(proposer, one, [6], torch.randn(1, SHOWN[kind]))
     assert len(proposer.propose([one, context(1)], [2, 3])[0]) == 2
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
 from quire.kernels.dense import DenseRows
 from quire.kernels.eager.attention import TorchSdpa
+from quire.kernels.kv import LayerKV
 from quire.kernels.registry import backends_for, choose_backend
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -78,7 +79,7 @@ def make_case(
 
 def run(backend: AttentionBackend, spec: AttentionSpec, case: Case) -> torch.Tensor:
     plan = backend.plan(case.batch, case.batch.groups[0], spec)
-    args = (spec, case.q, case.k_pages, case.v_pages, case.batch, case.batch.groups[0], plan)
+    args = (spec, case.q, LayerKV(case.k_pages, case.v_pages), case.batch, case.batch.groups[0], plan)
     first = backend.forward(*args)
     assert torch.equal(first, backend.forward(*args)), "a plan serves every layer of its group"
     return first

@@ -10,9 +10,17 @@ from quire.assets import resolve
 from quire.kernels.kv import KVViews, allocate_kv, read_tokens, write_tokens
 from quire.model import load_model
 from quire.runtime import turning
-from quire.runtime.turning import turn
+from quire.runtime.turning import begin_turns
 from quire.types.errors import ConfigError
-from quire.types.plan import Turn
+from quire.types.plan import StepPlan, Turn
+
+
+def turn(turns, views, inverse_frequencies, copies=()):
+    """As the runner does it: page copies happen between the two halves."""
+    end = begin_turns(StepPlan(step=1, turns=turns, copies=list(copies)), views, inverse_frequencies)
+    for source, target in copies:
+        views.pool[target] = views.pool[source]
+    end()
 
 
 def their_entry(model, token: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,8 +33,8 @@ def their_entry(model, token: int, position: int) -> tuple[torch.Tensor, torch.T
 
 
 def views_for(ours, dtype=torch.float32) -> KVViews:
-    layout = ours.spec.kv_layout(page_size=4, dtype=str(dtype).removeprefix("torch."), itemsize=dtype.itemsize)
-    return KVViews(allocate_kv(layout, 8, "cpu", dtype), layout)
+    layout = ours.spec.kv_layout(page_size=4, dtype=str(dtype).removeprefix("torch."))
+    return KVViews(allocate_kv(layout, 8, "cpu"), layout)
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "llama-linear", "yarn-mscale", "one-kv-head", "qwen3"])

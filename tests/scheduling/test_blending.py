@@ -9,7 +9,7 @@ from test_scheduler_property import FULL, VOCAB, WINDOW, World, layout, live
 from quire.scheduling import Scheduler
 from quire.types.blend import Blend
 from quire.types.config import SchedulerOptions
-from quire.types.errors import ConfigError, InputError
+from quire.types.errors import InputError
 from quire.types.fake_tiers import FakeTiers
 from quire.types.fakes import FakeExecutor
 from quire.types.plan import Capacity
@@ -133,11 +133,13 @@ def test_what_cannot_be_blended_is_refused():
         (world(groups=(WINDOW,)), "sliding windows"),
         (world(prefix_cache=False), "prefix cache is off"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(InputError, match=message):
             made[0].submit(ask("a", [0, 1]))
     scheduler, _ = world()
     with pytest.raises(InputError, match="prompt_logprobs"):
         scheduler.submit(ask("a", [0, 1], prompt_logprobs=0))
+    with pytest.raises(InputError, match="kv_budget"):
+        scheduler.submit(ask("a", [0, 1], kv_budget=32))
     for chunks in ([(3, 2)], [(0, 5), (4, 9)], [(40, 400)], [(-1, 4)]):
         with pytest.raises(InputError, match="follow each other"):
             scheduler.submit(replace(ask("a", [0, 1]), blend=Blend(chunks)))
@@ -174,6 +176,6 @@ class BlendedWorld(World):
 def test_random_life_with_chunks(depth, drafts, tiers):
     fakes = FakeTiers((TierSpec("host", 60),), 4, seed=3) if tiers else None
     world = BlendedWorld((FULL,), policy="fcfs", depth=depth, seed=5, pages=50, drafts=drafts, tiers=fakes)
-    live(world, "fcfs", True, 10_000, drafts)
+    live(world, "fcfs", True, 8_000, drafts)
     stats = world.scheduler.stats
     assert stats.blended_tokens > 500 and stats.recomputed_tokens > 200

@@ -27,7 +27,7 @@ class Engine:
         prefix_cache: bool = True,
         padding: int = 0,
     ):
-        layout = layout_for([None], kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32", itemsize=4)
+        layout = layout_for([None], kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
         capacity = Capacity(pages=pages + 1, slots=8, max_model_len=256, max_batch_tokens=batch, depth=depth)
         self.executor = FakeExecutor(layout, capacity)
         self.scheduler = Scheduler(SchedulerOptions(prefill_chunk=chunk), layout, capacity, prefix_cache=prefix_cache)

@@ -24,7 +24,7 @@ VOCAB = 97
 
 
 def layout(*groups: KVGroup) -> KVLayout:
-    return KVLayout(groups=groups, dtype="float32", itemsize=4)
+    return KVLayout(groups=groups, dtype="float32")
 
 
 class World:

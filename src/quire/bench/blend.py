@@ -24,7 +24,7 @@ ANSWER = 32  # tokens
 EVERY = 4  # tokens of an answer between places that are compared
 FRACTIONS = (0.0, 0.15, 0.3, 1.0)
 HEAD = "Read the documents, then answer the question with a short sentence.\n\n"
-_SYLLABLES = ["bar", "den", "fel", "gos", "hul", "kim", "lor", "mar", "nev", "ost", "pil", "ran", "sten", "tor", "ulm", "vik", "wes", "yar", "zol", "bri"]
+_SYLLABLES = ("bar", "den", "fel", "gos", "hul", "kim", "lor", "mar", "nev", "ost", "pil", "ran", "sten", "tor", "ulm")
 _FACTS = (  # sentence, question, values
     ("{town} was founded in {} by travelling {trade}.", "In which year was {town} founded?", range(1100, 1900)),
     ("The market of {town} is famous for its {}.", "What is the market of {town} famous for?",
@@ -172,5 +172,6 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
     for part, run in found["runs"].items():
         times = (f"{run['ttft']:.2f}", f"{run['first_time']:.2f}")
-        lines.append((f"{float(part):.0%}", *times, f"{run['same']:.1%}", f"{run['divergence']:.4f}", f"{run['right']:.0%}"))
+        agreement = (f"{run['same']:.1%}", f"{run['divergence']:.4f}", f"{run['right']:.0%}")
+        lines.append((f"{float(part):.0%}", *times, *agreement))
     return lines

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import asdict
 
+from quire.cli.bench_evict import evict
 from quire.cli.bench_memory import register
 from quire.cli.bench_serve import serve
 from quire.cli.bench_spec import spec
@@ -289,4 +290,5 @@ def suite(
 app.command()(with_engine_options(positional_model=False)(suite))
 app.command()(serve)
 app.command()(spec)
+app.command()(evict)
 register(app)

@@ -37,8 +37,9 @@ def prepare(
     blend: Blend | None = None,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
-    tokens = _tokens(prompt, text, info)
-    room = info.max_model_len - len(tokens)
+    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    check_tokens(tokens, info, info.room(params))
+    room = info.room(params) - len(tokens)
     params.check_vocabulary(info.vocab_size)
     if params.grammar is not None:
         check_grammar(params.grammar, text)
@@ -101,12 +102,6 @@ def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: 
     return replace(prepare(prompt, params, text=text, **where), beam=beam)
 
 
-def _tokens(prompt: Prompt, text: TextModel, info: EngineInfo) -> list[int]:
-    tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    check_tokens(tokens, info)
-    return tokens
-
-
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
@@ -116,13 +111,14 @@ def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
 _alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives
 
 
-def check_tokens(tokens: list[int], info: EngineInfo) -> None:
+def check_tokens(tokens: list[int], info: EngineInfo, room: int) -> None:
     if not tokens:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
-    if len(tokens) >= info.max_model_len:
+    if len(tokens) >= room:
+        longer = "set kv_budget" if len(tokens) < info.stream_len else "serve with a larger max_model_len"
         raise ContextLengthError(
-            f"the prompt has {len(tokens)} tokens but the context holds {info.max_model_len}, one of them for the "
-            "answer; shorten the prompt or serve with a larger max_model_len"
+            f"the prompt has {len(tokens)} tokens but the context holds {room}, one of them for the answer; "
+            f"shorten the prompt or {longer}"
         )
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < info.vocab_size:

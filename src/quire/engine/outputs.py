@@ -95,6 +95,7 @@ class RequestText:
             score=event.score,
             drafted_tokens=event.drafted,
             accepted_tokens=event.accepted,
+            evicted_tokens=event.evicted,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

@@ -28,6 +28,7 @@ class Collector:
         out.forced_tokens += delta.forced_tokens
         out.drafted_tokens += delta.drafted_tokens
         out.accepted_tokens += delta.accepted_tokens
+        out.evicted_tokens = max(out.evicted_tokens, delta.evicted_tokens)
         self._texts[delta.branch].append(delta.text)
         if delta.logprobs:
             out.logprobs = (out.logprobs or []) + delta.logprobs

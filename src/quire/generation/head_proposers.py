@@ -90,7 +90,7 @@ class EagleProposer:
             return
         hidden = torch.cat([part for trail in trails for part in trail.hidden]).float()
         tokens = torch.tensor([token for trail in trails for token in trail.tokens], device=hidden.device)
-        joined, pages = self._drafter.inputs(hidden, tokens)
+        joined, pages = self._drafter.inputs(self._drafter.features(hidden), tokens)
         for trail, new, entries in zip(trails, joined.split(counts), pages.split(counts), strict=True):
             if len(new):
                 trail.joined = new[-1]
@@ -103,16 +103,18 @@ class EagleProposer:
         found = [trail.pages for trail in trails if trail.pages is not None]
         pages = torch.stack([F.pad(p, (0, 0, WINDOW - len(p), 0)) for p in found])  # [n, WINDOW, 2 hidden]
         lengths = torch.tensor([len(p) for p in found], device=pages.device)
-        valid = torch.arange(WINDOW, device=pages.device) >= WINDOW - lengths[:, None]
-        joined = torch.stack([trail.joined for trail in trails if trail.joined is not None])
-        drawn = []
+        apart = torch.arange(WINDOW - 1, -1, -1, device=pages.device)[None]
+        seen = (apart < lengths[:, None])[:, None]  # [n, 1, WINDOW]
+        joined = torch.stack([trail.joined for trail in trails if trail.joined is not None])[:, None]
+        drawn: list[torch.Tensor] = []
+        own: list[torch.Tensor] = []
         for ahead in range(count):
-            state = drafter(joined, pages, ahead, valid)
+            state = drafter(joined, pages, apart + ahead, seen, own)
             drawn.append(drafter.words.ids[drafter.logits(state).argmax(-1)])
             if ahead + 1 < count:
                 joined, entries = drafter.inputs(state, drawn[-1])
-                pages = torch.cat((pages, entries[:, None]), 1)
-        guesses: list[list[int]] = torch.stack(drawn, -1).tolist()
+                own.append(entries)
+        guesses: list[list[int]] = torch.cat(drawn, -1).tolist()
         return guesses
 
 
@@ -137,6 +139,8 @@ class Recorder:
         pass
 
     def _stored(self, rows: torch.Tensor) -> torch.Tensor:
+        if rows.device.type != "cpu":
+            return rows  # a view of what its step showed, kept as it is
         if self._used + len(rows) > len(self._block):
             self._block = torch.empty(BLOCK, rows.shape[-1])
             self._used = 0

@@ -3,8 +3,8 @@
 Both read the hidden state h from which the target drew its last token, and that token's embedding e:
 
     medusa   one residual block of (h, e) for each token ahead, all at once
-    eagle    one decoder layer over the (h, e) of the last positions; its output stands in for the next hidden state,
-             so it goes on by itself, token by token
+    eagle    one decoder layer over the (h, e) of the last positions, h fused from what the target shows behind an
+             early, a middle and the last layer; its output stands in for the next h, so it goes on by itself
 
 Words are those that answers use most, so that the head stays small; what is beyond them is never guessed. Trained by
 `scripts/train_draft.py`, kept as safetensors. Refuses to know: contexts, how the target is run.
@@ -22,7 +22,7 @@ from torch import nn
 
 from quire.types.errors import ConfigError, ModelFileError
 
-WINDOW = 16  # positions an EAGLE-type drafter looks back
+WINDOW = 64  # positions an EAGLE-type drafter looks back
 AHEAD = 8  # ... and the most it goes on by itself
 
 
@@ -51,52 +51,81 @@ class MedusaHeads(nn.Module):
     def __init__(self, hidden: int, words: int, vocab: int, count: int):
         super().__init__()
         self.words = _Words(hidden, words, vocab)
-        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(2))
-        self.blocks = nn.ModuleList(nn.Linear(2 * hidden, hidden) for _ in range(count))
+        self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(3))
+        self.up = nn.Linear(2 * hidden, 2 * hidden, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(4 * hidden, hidden) for _ in range(count))
 
     def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
-        """h [n, hidden] and the token drawn from it [n] → logits over words [n, words], one for each token ahead."""
-        h, e = self.norms[0](hidden), self.norms[1](self.words.embedding(tokens))
-        both = torch.cat((h, e), -1)
-        return [self.words.head(h + F.silu(block(both))) for block in self.blocks]
+        """h [..., hidden] and the token drawn from it [...] → logits over words [..., words] for each token ahead."""
+        both = torch.cat((self.norms[0](hidden), self.norms[1](self.words.embedding(tokens))), -1)
+        both = torch.cat((both, F.silu(self.up(both))), -1)
+        return [self.words.head(self.norms[2](block(both))) for block in self.blocks]
 
 
 class EagleDrafter(nn.Module):
-    def __init__(self, hidden: int, words: int, vocab: int, heads: int):
+    """One decoder layer. `layers`: behind which of the target's it sees hidden states, besides the last."""
+
+    def __init__(self, hidden: int, words: int, vocab: int, heads: int, layers: tuple[int, ...]):
         super().__init__()
         self.words = _Words(hidden, words, vocab)
         self.heads = heads
+        self.layers = layers
+        self.depths = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(len(layers) + 1))
+        self.fuse = nn.Linear((len(layers) + 1) * hidden, hidden, bias=False)
         self.norms = nn.ModuleList(nn.RMSNorm(hidden) for _ in range(5))
         self.join = nn.Linear(2 * hidden, hidden, bias=False)
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.keys = nn.Linear(hidden, 2 * hidden, bias=False)  # and values
         self.out = nn.Linear(hidden, hidden, bias=False)
         self.distance = nn.Parameter(torch.zeros(heads, WINDOW + AHEAD))
-        self.up = nn.Linear(hidden, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, hidden, bias=False)
+        self.up = nn.Linear(hidden, 6 * hidden, bias=False)
+        self.down = nn.Linear(3 * hidden, hidden, bias=False)
 
-    def inputs(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(h, token) of n positions → what the layer reads there [n, hidden], its keys and values [n, 2 hidden]."""
-        joined = self.join(torch.cat((self.norms[0](hidden), self.norms[1](self.words.embedding(tokens))), -1))
+    def features(self, shown: torch.Tensor) -> torch.Tensor:
+        """What the target shows of positions [..., (layers + 1) hidden] → states to go on from [..., hidden]."""
+        parts = shown.chunk(len(self.depths), -1)
+        return self.fuse(torch.cat([norm(part) for norm, part in zip(self.depths, parts, strict=True)], -1))
+
+    def inputs(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and the tokens drawn from them → what the layer reads there [..., hidden], and its keys and values
+        [..., 2 hidden]. A state is the target's (`features`), or the drafter's own."""
+        joined = self.join(torch.cat((self.norms[0](states), self.norms[1](self.words.embedding(tokens))), -1))
         return joined, self.keys(self.norms[2](joined))
 
-    def forward(self, joined: torch.Tensor, pages: torch.Tensor, ahead: int, valid: torch.Tensor) -> torch.Tensor:
-        """joined [n, hidden]; keys and values [n, WINDOW + ahead, 2 hidden], oldest first, the last its own; `valid`
-        [n, WINDOW] tells which of the first are there → the next hidden state, as far as it can be guessed."""
+    def forward(
+        self,
+        joined: torch.Tensor,
+        trail: torch.Tensor,
+        apart: torch.Tensor,
+        seen: torch.Tensor,
+        own: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """The next states, as far as they can be guessed, [n, t, hidden].
+
+        joined [n, t, hidden]: t queries of each of n sequences;  trail [n, s, 2 hidden]: keys and values of the
+        target's positions, which lie `apart` [t, s] from the queries and are `seen` [n or 1, t, s] by them;  own: those
+        of each query's own guesses, [n, t, 2 hidden] each, the query itself last (if the trail does not hold it)."""
         size = joined.shape[-1] // self.heads
-        query = self.query(self.norms[2](joined)).unflatten(-1, (self.heads, size))
-        keys, values = (part.unflatten(-1, (self.heads, size)) for part in pages.chunk(2, -1))
-        scores = torch.einsum("nhd,nmhd->nhm", query, keys) * size**-0.5
-        scores = scores + self.distance[:, : WINDOW + ahead].flip(-1)
-        scores[:, :, :WINDOW] = scores[:, :, :WINDOW].masked_fill(~valid[:, None], float("-inf"))
-        mixed = torch.einsum("nhm,nmhd->nhd", scores.softmax(-1), values).flatten(1)
-        x = joined + self.out(mixed)
+        split = (self.heads, size)
+        query = self.query(self.norms[2](joined)).unflatten(-1, split) * size**-0.5
+        keys, values = (part.unflatten(-1, split) for part in trail.chunk(2, -1))
+        scores = torch.einsum("nthd,nshd->nhts", query, keys) + self.distance[:, apart]
+        parts = [scores.masked_fill(~seen[:, None], float("-inf"))]
+        pairs = [[part.unflatten(-1, split) for part in entry.chunk(2, -1)] for entry in own]
+        for back, (key, _) in zip(range(len(own) - 1, -1, -1), pairs, strict=True):
+            parts.append(((query * key).sum(-1) + self.distance[:, back]).transpose(1, 2)[..., None])
+        shares = torch.cat(parts, -1).softmax(-1)  # [n, heads, t, s + own]
+        count = trail.shape[1]
+        mixed = torch.einsum("nhts,nshd->nthd", shares[..., :count], values)
+        for i, (_, value) in enumerate(pairs):
+            mixed = mixed + shares[..., count + i].transpose(1, 2)[..., None] * value
+        x = joined + self.out(mixed.flatten(2))
         gate, up = self.up(self.norms[3](x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
-    def logits(self, state: torch.Tensor) -> torch.Tensor:
-        """[n, hidden] → [n, words]"""
-        return self.words.head(self.norms[4](state))
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] → [..., words]"""
+        return self.words.head(self.norms[4](states))
 
 
 Heads = MedusaHeads | EagleDrafter
@@ -105,14 +134,17 @@ Heads = MedusaHeads | EagleDrafter
 def save_heads(heads: Heads, path: str | Path, about: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
-    kind = "medusa" if isinstance(heads, MedusaHeads) else "eagle"
+    if isinstance(heads, MedusaHeads):
+        about = {"kind": "medusa", **about}
+    else:
+        about = {"kind": "eagle", "layers": heads.layers, **about}
     tensors = {
-        name: (t if t.dtype == torch.int64 else t.half()).contiguous() for name, t in heads.state_dict().items()
+        name: (t if t.dtype == torch.int64 else t.half()).cpu().contiguous() for name, t in heads.state_dict().items()
     }
-    save_file(tensors, path, metadata={"quire": json.dumps({"kind": kind, **about})})
+    save_file(tensors, path, metadata={"quire": json.dumps(about)})
 
 
-def load_heads(kind: str, path: str, *, hidden: int, vocab: int, device: torch.device) -> Heads:
+def load_heads(kind: str, path: str, *, hidden: int, layers: int, vocab: int, device: torch.device) -> Heads:
     """What `save_heads` wrote, checked against the model it shall draft for."""
     from safetensors import SafetensorError, safe_open
 
@@ -124,14 +156,16 @@ def load_heads(kind: str, path: str, *, hidden: int, vocab: int, device: torch.d
         raise ModelFileError(f"cannot read draft heads from {path!r}: {error}") from None
     if about.get("kind") != kind or "words.ids" not in tensors:
         raise ConfigError(f"{path!r} holds no {kind} heads; train some with scripts/train_draft.py --kind {kind}")
-    words, width = tensors["words.ids"].shape[0], tensors["words.embed"].shape[-1]
-    if width != hidden or int(tensors["words.ids"].max()) >= vocab or int(tensors["words.ids"].min()) < 0:
+    words, width, looks = tensors["words.ids"].shape[0], tensors["words.embed"].shape[-1], about.get("layers", [])
+    foreign = not isinstance(looks, list) or any(not isinstance(i, int) or not 0 <= i < layers for i in looks)
+    if foreign or width != hidden or int(tensors["words.ids"].max()) >= vocab or int(tensors["words.ids"].min()) < 0:
         raise ConfigError(f"the heads in {path!r} were trained for another model; train some for this one")
     heads: Heads
     if kind == "medusa":
         heads = MedusaHeads(hidden, words, vocab, sum(name.endswith("weight") for name in tensors if "blocks" in name))
     else:
-        heads = EagleDrafter(hidden, words, vocab, tensors["distance"].shape[0] if "distance" in tensors else 1)
+        count = tensors["distance"].shape[0] if "distance" in tensors else 1
+        heads = EagleDrafter(hidden, words, vocab, count, tuple(looks))
     try:
         heads.load_state_dict({n: t if t.dtype == torch.int64 else t.float() for n, t in tensors.items()})
     except RuntimeError as error:

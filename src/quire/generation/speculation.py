@@ -53,10 +53,10 @@ class Expanded:
 class Speculation:
     """What a worker knows of its sequences' tokens, and who guesses on."""
 
-    def __init__(self, proposer: Proposer, verify: Verify = verify, *, hidden: bool = False):
-        """`hidden`: whether the proposer wants to see hidden states."""
+    def __init__(self, proposer: Proposer, verify: Verify = verify, *, sees: tuple[int, ...] | None = None):
+        """`sees`: layers behind which the proposer sees hidden states, besides the last; None: not even that."""
         self._proposer = proposer
-        self.hidden = hidden
+        self.sees = sees
         self._contexts: dict[int, DraftContext] = {}
         self._verify = verify
 
@@ -72,7 +72,7 @@ class Speculation:
         for row, draft in zip(plan.rows, drafts, strict=True):
             places.append(len(rows))
             end = row.start + row.count
-            rows += [row, *(Row(row.slot, at, 1) for at in range(end, end + len(draft)))]
+            rows += [row, *(Row(row.slot, at, 1, shift=row.shift) for at in range(end, end + len(draft)))]
             if draft:
                 writes.append(Write(row.slot, end, draft))
         samples = [

@@ -10,10 +10,13 @@ another row of the same step fills.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
+
+from quire.kernels.kv import LayerKV
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Batch:
     counts: list[int]  # query tokens per row
     kv_lens: list[int]  # host's view of kv_len
     groups: tuple[GroupBatch, ...]
+    asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
+    mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
 
     @property
     def rows(self) -> int:
@@ -76,6 +81,37 @@ class Batch:
         )
 
 
+@dataclass
+class Part:
+    """Some rows of a batch as a batch of their own."""
+
+    tokens: torch.Tensor  # their places on the whole batch's token axis
+    batch: Batch
+    group: GroupBatch
+
+
+def part_of(batch: Batch, group: GroupBatch, rows: list[int]) -> Part:
+    starts = list(accumulate(batch.counts, initial=0))
+    counts = [batch.counts[row] for row in rows]
+    tokens = _ship([t for row in rows for t in range(starts[row], starts[row + 1])], batch)
+    which = _ship(rows, batch)
+    part = Batch(
+        positions=batch.positions[tokens],
+        query_start=_ship(list(accumulate(counts, initial=0)), batch).int(),
+        kv_len=batch.kv_len[which],
+        counts=counts,
+        kv_lens=[batch.kv_lens[row] for row in rows],
+        groups=(),
+    )
+    return Part(tokens, part, GroupBatch(group.tokens_per_page, group.page_table[which], group.kv_slots[tokens]))
+
+
+def _ship(values: list[int], batch: Batch) -> torch.Tensor:
+    tensor = torch.tensor(values)
+    device = batch.positions.device
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -91,8 +127,7 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         q: torch.Tensor,  # [tokens, heads, head_dim]
-        k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, head_dim], strided view
-        v_pages: torch.Tensor,  # the same
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Any,

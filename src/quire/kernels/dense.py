@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
+from quire.kernels.kv import LayerKV, take_pages
 
 LONG = 1024  # tokens from which a row is worth calls of its own
 ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
@@ -24,9 +25,7 @@ ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new
 @dataclass
 class Plan:
     dense: list[tuple[int, int, int]]  # (row, first token, tokens)
-    rest: torch.Tensor | None = None  # token indices of all other rows; None: every row is dense
-    batch: Batch | None = None  # of all other rows
-    group: GroupBatch | None = None
+    rest: Part | None = None  # all other rows; None: every row is dense, or none is
     paged: Any = None
 
 
@@ -47,42 +46,30 @@ class DenseRows:
             if count >= self._long and count == batch.kv_lens[row] and (spec.window is None or count <= spec.window)
         ]
         if not dense:
-            return Plan([], batch=batch, group=group, paged=self.paged.plan(batch, group, spec))
+            return Plan([], paged=self.paged.plan(batch, group, spec))
         taken = {row for row, _, _ in dense}
         rows = [row for row in range(batch.rows) if row not in taken]
         if not rows:
             return Plan(dense)
-        tokens = [t for row in rows for t in range(starts[row], starts[row + 1])]
-        rest, which = _ship(tokens, batch), _ship(rows, batch)
-        counts = [batch.counts[row] for row in rows]
-        part = Batch(
-            positions=batch.positions[rest],
-            query_start=_ship(list(accumulate(counts, initial=0)), batch).int(),
-            kv_len=batch.kv_len[which],
-            counts=counts,
-            kv_lens=[batch.kv_lens[row] for row in rows],
-            groups=(),
-        )
-        pages = GroupBatch(group.tokens_per_page, group.page_table[which], group.kv_slots[rest])
-        return Plan(dense, rest, part, pages, self.paged.plan(part, pages, spec))
+        rest = part_of(batch, group, rows)
+        return Plan(dense, rest, self.paged.plan(rest.batch, rest.group, spec))
 
     def forward(
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Plan,
     ) -> torch.Tensor:
         if not plan.dense:
-            return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
+            return self.paged.forward(spec, q, kv, batch, group, plan.paged)
         out = q.new_empty(q.shape)
         for row, first, count in plan.dense:
             table = group.page_table[row, : -(-count // group.tokens_per_page)]
             # keys past the end are seen by padding queries only
-            k, v = (_padded(_rows(side, table, q.dtype)[:count]) for side in (k_pages, v_pages))
+            k, v = (_padded(take_pages(*side, table).flatten(0, 1)[:count].to(q.dtype)) for side in kv.sides)
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
                 mixed = F.scaled_dot_product_attention(
                     _padded(q[first : first + count]),
@@ -97,26 +84,12 @@ class DenseRows:
                 return mixed.contiguous()  # a view where cuDNN keeps its query's layout
             out[first : first + count] = mixed
         if plan.rest is not None:
-            assert plan.batch is not None and plan.group is not None
-            part = self.paged.forward(spec, q[plan.rest], k_pages, v_pages, plan.batch, plan.group, plan.paged)
-            out[plan.rest] = part
+            rest = plan.rest
+            out[rest.tokens] = self.paged.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.paged)
         return out
-
-
-def _rows(pages: torch.Tensor, table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tokens of some pages in order, [tokens, heads, dim]."""
-    if pages.element_size() == 1:  # not every operation knows 8-bit floats
-        return pages.view(torch.uint8)[table].view(pages.dtype).flatten(0, 1).to(dtype)
-    return pages[table].flatten(0, 1)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
     """[tokens, heads, dim] → [1, heads, tokens rounded up, dim]"""
     missing = -x.shape[0] % ROUND
     return (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x).transpose(0, 1)[None]
-
-
-def _ship(values: list[int], batch: Batch) -> torch.Tensor:
-    tensor = torch.tensor(values)
-    device = batch.positions.device
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

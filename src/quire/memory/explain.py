@@ -31,7 +31,9 @@ class PrefixExplainer:
         self._hasher = PageHasher(new_key(), self._size)
         self._salts: OrderedDict[bytes, str] = OrderedDict()
 
-    def outcome(self, table: PageTable, hit: Hit, tokens: Sequence[int], salt: str, scored: bool) -> PrefixOutcome:
+    def outcome(
+        self, table: PageTable, hit: Hit, tokens: Sequence[int], salt: str, scored: bool, reach: int
+    ) -> PrefixOutcome:
         """Why `hit`, and no more, was found for a prompt."""
         memory, step = self._memory, self._memory.layout.alignment
         if not memory.prefix_cache:
@@ -43,6 +45,8 @@ class PrefixExplainer:
             return PrefixOutcome.SHORT
         if hit.tokens == (len(tokens) - 1) // step * step:
             return PrefixOutcome.FULL
+        if hit.tokens + step >= reach:
+            return PrefixOutcome.BUDGET
         name = table.hashes[0][hit.tokens // self._size]
         if memory.index.run(0, [name]):
             return PrefixOutcome.WINDOW

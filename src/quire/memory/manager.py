@@ -17,6 +17,7 @@ from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
+from quire.types.plan import Turn
 
 ALL = 1 << 62
 Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
@@ -58,11 +59,12 @@ class Hit:
 class Change:
     """What `extend` did to one table."""
 
-    __slots__ = ("copies", "deltas")
+    __slots__ = ("copies", "deltas", "turns")
 
     def __init__(self) -> None:
         self.deltas: list[tuple[int, int, list[int]]] = []  # (group, index, pages)
         self.copies: list[tuple[int, int]] = []
+        self.turns: list[Turn] = []
 
 
 UNCHANGED = Change()
@@ -242,7 +244,7 @@ class KVManager:
         for i in range(max(0, start - window + 1) // size - 1, -1, -1):
             if pages[i] == NULL_PAGE:
                 break
-            self._give_back([pages[i]], size, 0)
+            self.give_back([pages[i]], size)
             pages[i] = NULL_PAGE
 
     def fork(self, table: PageTable) -> PageTable:
@@ -255,6 +257,7 @@ class KVManager:
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
         child.exact = table.exact
+        child.due = table.due
         return child
 
     def release(self, table: PageTable, filled: int) -> None:
@@ -262,8 +265,8 @@ class KVManager:
         self.break_promises(table)
         for group, pages in enumerate(table.pages):
             size = self._sizes[group]
-            self._give_back(pages[filled // size :][::-1], size, size - filled % size)
-            self._give_back(pages[: filled // size][::-1], size, 0)
+            self.give_back(pages[filled // size :][::-1], size, size - filled % size)
+            self.give_back(pages[: filled // size][::-1], size)
             table.pages[group] = []
             table.published[group] = table.settled[group] = 0
         table.room = table.due = 0
@@ -273,7 +276,7 @@ class KVManager:
         self.index.withdraw(table.promises, table)
         table.promises = []
 
-    def _give_back(self, pages: Sequence[int], size: int, empty: int) -> None:
+    def give_back(self, pages: Sequence[int], size: int, empty: int = 0) -> None:
         """Release pages, all of them full; or, with `empty`, blank but for the last, which has so many empty slots."""
         gone = self.pool.release(pages)
         self.slots_allocated += len(gone) * size

@@ -9,6 +9,7 @@ import torch
 
 from quire.kernels.attention import AttentionSpec, Batch
 from quire.kernels.kv import KVViews
+from quire.kernels.tap import Tap
 from quire.model.fused import choose_stages
 from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
 from quire.model.rope import inverse_frequencies
@@ -100,9 +101,24 @@ class Model:
         return {name: module for name, module in named.items() if module is not None}
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """What K and V are kept in."""
-        return self.dtype
+    def kv_dtype(self) -> str:
+        """What K and V are kept in unless others are asked for."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_kinds(self) -> tuple[str, ...]:
+        """The kinds of pages it can run on."""
+        return (self.kv_dtype, *self.stages.kv_kinds)
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """Divide keys by factors [layers, kv_heads, head_dim] and multiply queries with them, as `key_factors` says."""
+        for layer, factor in zip(self.layers, factors.to(self.device), strict=True):
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm.weight *= factor[0]
+                layer.k_norm.weight /= factor[0]
+            else:
+                queries = factor.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=0)
+                layer.qkv.scale(torch.cat((queries, 1 / factor, torch.ones_like(factor))).flatten())
 
     @property
     def inverse_frequencies(self) -> torch.Tensor | None:
@@ -128,18 +144,26 @@ class Model:
             if self.rope_divisors is not None:
                 self._frequencies /= self.rope_divisors.weight.float()
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
+    ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
         stages = self.stages
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
+        shown = []
         for layer in self.layers:
             q = stages.qkv(layer, x, residual, step)
             if last and layer is self.layers[-1] and batch.tokens > batch.rows:
                 q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, None)
             x = stages.attend(layer, q, residual, step)
             x = stages.mlp(layer, x, residual)
+            if tap is not None and layer.index in tap.layers:
+                here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
+                shown.append(here if len(here) == batch.rows else here[batch.ends])
+        if tap is not None:
+            tap.states = shown
         return stages.norm(self.final_norm, x, residual)
 
     def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:

@@ -4,8 +4,8 @@
     mlp:  add + norm ─► product ─► SiLU * up ─► product (+ residual)
 
 Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`,
-norm and gate included, and up to `FEW_TOKENS` the product into the residual is Triton's. `InvariantStages` use one
-tiling for everything instead. Refuses to know: graphs.
+norm and gate included, and others `small_matmul` where `configs` has a tiling for it. `InvariantStages` use one tiling
+for everything instead. Refuses to know: graphs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from quire.model.linear import DenseScheme, Linear, Plain
 from quire.model.spec import DecoderSpec
 from quire.model.stages import Layer, Stages, Step
 from quire.types.errors import ConfigError
-
-FEW_TOKENS = 32  # up to here the product into the residual is Triton's, from here on cuBLAS's
 
 
 def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = False) -> Stages:
@@ -40,7 +38,7 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
 
 
 class FusedStages(Stages):
-    eight_bit_kv = True
+    kv_kinds = ("float8_e4m3fn", "int8", "fp8")
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
@@ -52,7 +50,7 @@ class FusedStages(Stages):
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
-        k_pages, v_pages, group = step.kv.layers[layer.index]
+        kv = step.kv.layers[layer.index]
         if x is None and self._single(layer.qkv, residual):
             qkv = self._row(layer.qkv, residual, norm=layer.input_norm.weight, eps=self._eps)
         else:
@@ -61,9 +59,8 @@ class FusedStages(Stages):
             qkv,
             layer.attention.heads,
             *step.rope,
-            k_pages,
-            v_pages,
-            step.batch.groups[group].kv_slots,
+            kv,
+            step.batch.groups[kv.group].kv_slots,
             q_norm=layer.q_norm.weight if layer.q_norm is not None else None,
             k_norm=layer.k_norm.weight if layer.k_norm is not None else None,
             eps=self._eps,
@@ -84,7 +81,7 @@ class FusedStages(Stages):
     def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """residual += x, its norm, and the product with it; an 8-bit product's norm comes out in 8 bits."""
         if not isinstance(linear.scheme, Fp8Scheme):
-            return linear(self.norm(norm, x, residual))
+            return self._multiply(linear, self.norm(norm, x, residual))
         first, second = (residual, None) if x is None else (x, residual)
         return linear.scheme.multiply(
             linear.state, *self._norm_fp8(first, second, norm.weight, self._eps), linear.bias
@@ -96,11 +93,23 @@ class FusedStages(Stages):
             self._row(linear, x, residual=residual, out=residual)
         elif not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return linear(x)
-        elif x.shape[0] <= FEW_TOKENS:
+        elif self._few(linear, x):
             self._gemv.small_matmul(x, linear.state["weight"], residual=residual, out=residual)
         else:
             residual.addmm_(x, linear.state["weight"].t())
         return None
+
+    def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
+        return self._multiply(head, hidden)
+
+    def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        return self._gemv.small_matmul(x, linear.state["weight"]) if self._few(linear, x) else linear(x)
+
+    def _few(self, linear: Linear, x: torch.Tensor) -> bool:
+        """Whether the product with x is one for `small_matmul`."""
+        if not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
+            return False
+        return configs.small_matmul(x.element_size(), x.shape[0], sum(linear.parts)) is not None
 
     def _single(self, linear: Linear, x: torch.Tensor) -> bool:
         """Whether the product with x is one for `row_matmul`."""
@@ -130,9 +139,6 @@ class InvariantStages(FusedStages):
     def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         up = self._product(layer.up, layer.post_norm, x, residual)
         return self._multiply(layer.down, self.ops.act_and_mul(up, "silu"))
-
-    def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
-        return self._multiply(head, hidden)
 
     def _single(self, linear: Linear, x: torch.Tensor) -> bool:
         return False

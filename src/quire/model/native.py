@@ -12,9 +12,10 @@ import torch
 
 from quire.kernels import cpu
 from quire.kernels.attention import Batch
-from quire.kernels.cpu.program import DecoderWeights, LayerWeights
+from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import FORMATS
+from quire.kernels.tap import Tap
 from quire.model.architecture import Target
 from quire.model.rope import inverse_frequencies
 from quire.model.spec import DecoderSpec
@@ -54,7 +55,8 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
 class NativeModel:
     """Made by `load_model` once names and shapes are checked; ready when made."""
 
-    kv_dtype = torch.float16  # what K and V are best kept in; float32 works too
+    kv_dtype = "float16"  # what K and V are best kept in
+    kv_kinds = KV_KINDS
     dtype = torch.float32  # of hidden states and logits
 
     def __init__(
@@ -77,10 +79,16 @@ class NativeModel:
         self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False) -> torch.Tensor:
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `Model.rescale_keys`."""
+        self._program.rescale_keys(factors)
+
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
+    ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]."""
-        hidden = self._program.forward(input_ids, batch, kv)
+        hidden = self._program.forward(input_ids, batch, kv, tap)
         return hidden[batch.ends] if last else hidden
 
     def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:

@@ -19,7 +19,8 @@ SENTENCES = {
     PrefixOutcome.SALT: "the same tokens are known, but under another cache salt, and salts do not share",
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
     PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",
-    PrefixOutcome.SCORED: "prompt logprobs or a mean over the prompt need every position computed",
+    PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position",
+    PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget makes it forget, so it is computed",
     PrefixOutcome.OFF: "the prefix cache is off",
 }
 
@@ -56,6 +57,7 @@ class Branch(msgspec.Struct, kw_only=True):
     index: int
     state: str  # queued, prefill, decode, preempted, or how it finished
     output_tokens: int
+    evicted_tokens: int  # whose KV was dropped to keep the request's budget
     forced_tokens: int  # of them, forced by a grammar: steps saved
     drafted_tokens: int  # guessed ahead
     accepted_tokens: int  # ... of them, right: steps saved
@@ -121,6 +123,7 @@ def _branch(timeline: Timeline, now: float) -> Branch:
         index=timeline.branch,
         state=timeline.finish or _state(timeline),
         output_tokens=timeline.outputs,
+        evicted_tokens=timeline.evicted,
         forced_tokens=timeline.forced,
         drafted_tokens=timeline.drafted,
         accepted_tokens=timeline.accepted,

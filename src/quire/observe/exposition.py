@@ -93,6 +93,8 @@ class _Exposition(Collector):
         yield from self._counter("spec_decode_num_drafts", "Guesses of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.drafted_tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
+        forgot = "Tokens whose KV was dropped to keep a request's budget."
+        yield from self._counter("evicted_tokens", forgot, stats.evicted_tokens, shared=False)
         yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)
         saved = "Tokens that a grammar forced: steps saved."
         yield from self._counter("forced_tokens", saved, stats.forced_tokens, shared=False)

@@ -4,7 +4,7 @@ A captured step is keyed by (tokens, rows). A real step takes the smallest that 
 rows belong to nobody's slot, and the first of them takes all spare tokens. What varies between replays is only
 the small integer table of rows, copied in before.
 
-    rows table [4, rows]:   slot | start | count | slot that receives the drawn token (nobody's: draws nothing)
+    rows table [5, rows]:   slot | start | count | shift | slot that receives the drawn token (nobody's: draws nothing)
 
 Everything is captured at start, except steps whose rows share prefixes: those few sizes when first met.
 """
@@ -33,7 +33,7 @@ MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are capt
 class StepOutput:
     logits: torch.Tensor  # [rows, vocabulary], of each row's last token
     best: torch.Tensor  # [rows], the greedy choice
-    hidden: torch.Tensor  # [rows, hidden], of each row's last token
+    shown: torch.Tensor  # [rows, hidden or more], what a proposer may see of each row's last token
 
 
 # rows table, tokens, counts, kv_lens, shared prefixes
@@ -42,7 +42,7 @@ Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None
 
 @dataclass
 class _Capture:
-    rows: torch.Tensor  # [4, rows] static input
+    rows: torch.Tensor  # [5, rows] static input
     shared: torch.Tensor | None  # int64 view of the static lists of shared prefixes
     output: StepOutput
     replay: Callable[[], Any]
@@ -75,6 +75,7 @@ class CapturedSteps:
     def capture(self) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)
         torch.cuda.synchronize()
@@ -103,7 +104,7 @@ class CapturedSteps:
         return None
 
     def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
-        """Run the capture of `size` on a table [4, rows]; the output is overwritten by the next replay."""
+        """Run the capture of `size` on a table [5, rows]; the output is overwritten by the next replay."""
         return self._run(self._captures[size], table, size, staging)
 
     def prefix_rows(self, rows: int) -> int | None:
@@ -128,7 +129,7 @@ class CapturedSteps:
 
     def _record(self, tokens: int, rows: int, sharing: SharedPrefixes | None = None) -> _Capture:
         counts, kv_lens = bounds(tokens, rows, self._max_kv)
-        empty = pad_table(np.zeros((4, 0), np.int64), (tokens, rows), self._nobody)
+        empty = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
         table = torch.from_numpy(empty).to(self._device)
         shared, lists = None, None
         if sharing is not None:
@@ -164,10 +165,10 @@ def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
 def pad_table(table: Ints, size: tuple[int, int], nobody: int) -> Ints:
     """A table of `size`: spare rows are nobody's, the first of them holds all spare tokens."""
     tokens, rows = size
-    padded = np.zeros((4, rows), dtype=np.int64)
+    padded = np.zeros((5, rows), dtype=np.int64)
     used = table.shape[1]
     padded[:, :used] = table
-    padded[0, used:] = padded[3, used:] = nobody
+    padded[0, used:] = padded[4, used:] = nobody
     spare = tokens - int(table[2].sum())
     if tokens == rows:
         padded[2, used:] = 1

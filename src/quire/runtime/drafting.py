@@ -76,11 +76,7 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | Nat
             f"draft model {name!r} has a vocabulary of {model.spec.vocab_size}, the model it drafts for one of "
             f"{target.spec.vocab_size}; take one with the same tokenizer"
         )
-    kv = model.kv_dtype
-    layout = model.spec.kv_layout(
-        page_size=options.cache.page_size, dtype=str(kv).removeprefix("torch."), itemsize=kv.itemsize
-    )
-    return Drafter(model, layout)
+    return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
 
 
 def make_speculation(
@@ -98,15 +94,18 @@ def make_speculation(
         return Speculation(made, made.verify)
     if drafter is not None:
         model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
-        runner = ModelRunner(model, layout, own, model.device, model.kv_dtype, grammars)
+        runner = ModelRunner(model, layout, own, model.device, grammars)
         if model.device.type == "cuda":
             runner.capture()
         return Speculation(DraftModelProposer(runner, layout, own))
     if kind in ("medusa", "eagle"):
         spec = target.spec
-        heads = load_heads(kind, argument, hidden=spec.hidden, vocab=spec.vocab_size, device=target.device)
-        proposer = MedusaProposer(heads) if isinstance(heads, MedusaHeads) else EagleProposer(heads)
-        return Speculation(proposer, hidden=True)
+        heads = load_heads(
+            kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
+        )
+        if isinstance(heads, MedusaHeads):
+            return Speculation(MedusaProposer(heads), sees=())
+        return Speculation(EagleProposer(heads), sees=heads.layers)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

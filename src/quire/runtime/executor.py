@@ -7,8 +7,9 @@ step is in flight, and in a thread of its own when several are.
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace as with_fields
@@ -20,7 +21,8 @@ from msgspec.structs import replace
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
 from quire.generation.speculation import Speculation
-from quire.model import NativeModel, load_model
+from quire.model import DecoderSpec, Model, NativeModel, load_model
+from quire.model.channels import key_factors
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
@@ -71,19 +73,11 @@ class LocalExecutor:
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
-        self.kv_dtype = self.model.kv_dtype
-        if resolved.kv_fp8:
-            if isinstance(self.model, NativeModel) or not self.model.stages.eight_bit_kv:
-                raise ConfigError(f"8-bit KV pages need the Triton kernels, which do not run {spec.architecture} here")
-            self.kv_dtype = torch.float8_e4m3fn
-        self.layout: KVLayout = spec.kv_layout(
-            page_size=options.cache.page_size,
-            dtype=str(self.kv_dtype).removeprefix("torch."),
-            itemsize=self.kv_dtype.itemsize,
-        )
+        self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
+        kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         beside = drafter.layout.page_bytes if drafter is not None else 0
-        self._capacity, why = capacity_for(options, resolved, self.layout, spec.max_position, beside)
+        self._capacity, why = capacity_for(options, resolved, self.layout, self.model, beside)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
         self._speculation, self._drafter = options.speculation, drafter
         self.vocab_size = spec.vocab_size
@@ -93,17 +87,20 @@ class LocalExecutor:
         self._runner: ModelRunner | None = None
         self._transfers: Transfers | None = None
         model, device = options.model, options.device
-        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
+        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
-        self._capacity = replace(
-            self._capacity,
-            tiers=tuple(self._tiers.specs),
-            naming=self._tiers.naming,
-            turns=self.model.inverse_frequencies is not None,
-        )
+        self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
+
+    def _rescale_keys(self) -> str:
+        """Scale keys by channel; what tells pages with these scales from others."""
+        factors = key_factors(self.model)
+        self.model.rescale_keys(factors)
+        large = (factors > 1).float().mean().item()
+        self.model.reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
+        return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
 
     def start(self) -> Capacity:
         self._runner = self._awaken()
@@ -112,9 +109,7 @@ class LocalExecutor:
     def _awaken(self) -> ModelRunner:
         began = time.perf_counter()
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        runner = ModelRunner(
-            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars, speculation
-        )
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
         self.took["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()
@@ -166,11 +161,13 @@ class LocalExecutor:
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)
 
-    def watch(self, proposer: Proposer) -> None:
-        """Show a proposer all that is drawn from now on, hidden states too; it is not asked for drafts unless plans
-        have budgets."""
+    def watch(self, proposer: Proposer, layers: tuple[int, ...] = ()) -> None:
+        """Show a proposer all that is drawn from now on, hidden states too (the last, and those behind `layers`); it is
+        not asked for drafts unless plans have budgets."""
         assert self._runner is not None, "start() comes first"
-        self._runner.speculate(Speculation(proposer, hidden=True))
+        self._runner.speculate(Speculation(proposer, sees=layers))
+        if self._graphs:
+            self._runner.capture()  # those there are show nothing of these layers
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._thread is None:
@@ -231,6 +228,16 @@ def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def kv_layout(
+    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, own: str, kinds: Collection[str]
+) -> KVLayout:
+    """Pages of the kind asked for, else of the model's `own`, if it is one of the `kinds` that can be run."""
+    dtype = resolved.kv_dtype or own
+    if refusal := spec.kv_refusal(dtype, kinds):
+        raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
+    return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
+
+
 def kv_capacity(
     options: EngineOptions, hardware: Hardware, layout: KVLayout, *, taken: int = 0, beside: int = 0
 ) -> tuple[int, str]:
@@ -244,28 +251,37 @@ def kv_capacity(
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, trained_len: int, beside: int = 0
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, beside: int = 0
 ) -> tuple[Capacity, str]:
-    """How many pages and which longest context, now that the weights are in; says why."""
+    """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
+    context the model was trained for is there for requests with a KV budget."""
     pages, why = kv_capacity(options, probe(resolved.device), layout, beside=beside)
-    longest = options.model.max_model_len or trained_len
-    if longest < 2:
-        raise ConfigError(f"max_model_len must be at least 2, got {longest}")
+    asked = options.model.max_model_len or model.spec.max_position
+    if asked < 2:
+        raise ConfigError(f"max_model_len must be at least 2, got {asked}")
+    rope = model.spec.rope
+    stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
+    longest = asked if stretched else min(asked, model.spec.max_position)
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
         raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
+    why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
     if fits < longest:
-        if options.model.max_model_len:
+        if options.model.max_model_len and asked == longest:
             raise ConfigError(
                 f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
                 "raise kv_memory or lower max_model_len"
             )
         why += f"; context cut from {longest} to the {fits} tokens that fit"
         longest = fits
+    if longest < asked:
+        why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
     capacity = Capacity(
         pages=pages,
         slots=resolved.max_seqs,
-        max_model_len=longest,
+        max_model_len=asked if options.model.max_model_len else longest,
+        context=longest,
+        turns=rope is not None,
         max_batch_tokens=resolved.max_batch_tokens,
         depth=resolved.depth,
         drafts=draft_limit(options.speculation),

@@ -23,7 +23,7 @@ def probe(
 ) -> torch.Tensor:
     """Square of the distance between new and old values (keys add nothing: measured), for all tokens of the probes
     [tokens]. The KV of the first layers is then the new."""
-    table = staging.upload(np.array([[p.slot, p.start, p.count] for p in probes], dtype=np.int64).T)
+    table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
     input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
     layer = min(LAYER, model.spec.layers - 1)

@@ -17,13 +17,14 @@ from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
 from quire.generation.speculation import Expanded, Speculation
+from quire.kernels.tap import Tap
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
 from quire.runtime.probing import probe
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
-from quire.runtime.turning import turn
+from quire.runtime.turning import begin_turns
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 
@@ -38,15 +39,13 @@ class ModelRunner:
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
-        kv_dtype: torch.dtype,
         grammars: GrammarStore,
         speculation: Speculation | None = None,
     ):
         self.model = model
         self._device = device
-        pool = allocate_kv(layout, capacity.pages, device, kv_dtype)
-        self._kv = KVViews(pool, layout)
-        self.pages = pool.view(torch.uint8)  # to copy: not every operation knows every kind of float
+        self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
+        self._kv = KVViews(self.pages, layout)
         self._staging = Staging(device, capacity.depth)
         self._slots = SlotState(layout, capacity, device, self._staging)
         self._tops = [0] * capacity.slots  # how many alternatives each slot's prompt log-probabilities list
@@ -61,7 +60,7 @@ class ModelRunner:
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
-            max_kv=capacity.max_model_len,
+            max_kv=capacity.longest,
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
             device=device,
@@ -74,7 +73,8 @@ class ModelRunner:
 
     def speculate(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
-        self._shows_hidden = speculation is not None and speculation.hidden
+        sees = speculation.sees if speculation is not None else None
+        self._tap = None if sees is None else Tap(sees)
 
     def close(self) -> None:
         self._grammars.close()
@@ -108,11 +108,12 @@ class ModelRunner:
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
+        end_turns = begin_turns(plan, self._kv, self.model.inverse_frequencies) if plan.turns else None
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
-        if plan.turns:
-            turn(plan.turns, self._kv, self.model.inverse_frequencies)
+        if end_turns is not None:
+            end_turns()
         probed = probe(plan.probes, self.model, self._kv, self._slots, self._staging) if plan.probes else None
         computed = self._forward(plan) if plan.rows else Computed(None)
         computed.probed = probed
@@ -121,27 +122,37 @@ class ModelRunner:
     def _forward(self, plan: StepPlan) -> Computed:
         """By a capture, if one fits."""
         counts = [row.count for row in plan.rows]
-        looked_at = any(row.score or row.pool for row in plan.rows)  # captures do not show hidden states
+        # captures do not show hidden states or attention
+        looked_at = any(row.score or row.pool or row.mass for row in plan.rows)
         size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
         return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
 
     def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        table = self._staging.upload(np.array([[r.slot, r.start, r.count] for r in plan.rows], dtype=np.int64).T)
-        kv_lens = [row.start + row.count for row in plan.rows]
+        asked = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(asked, dtype=np.int64).T)
+        kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
-        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at)  # [tokens or rows, hidden]
+        batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
+        if batch.asks:
+            batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
+        # [tokens or rows, hidden]
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at, tap=self._tap)
         scores: dict[int, list[LogprobTensors]] = {}
         pooled: dict[int, torch.Tensor] = {}
         if looked_at:
             scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
+        shown = self._tap.beside(hidden) if self._tap is not None else None
         sampled = None
         if plan.samples:
             rows = [s.row for s in plan.samples]
             if rows != list(range(len(hidden))):
-                hidden = hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
+                where = self._staging.upload(np.array(rows, dtype=np.int64))
+                hidden, shown = hidden[where], shown[where] if shown is not None else None
             sampled = self._sample(plan, self.model.logits(hidden))
-        return Computed(sampled, scores, pooled, hidden=hidden if self._shows_hidden else None)
+        size = batch.groups[0].tokens_per_page
+        mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
+        return Computed(sampled, scores, pooled, mass, shown=shown)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -152,7 +163,7 @@ class ModelRunner:
             for sample in plan.samples:
                 target[sample.row] = sample.slot
         table = np.array(
-            [[r.slot, r.start, r.count, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
+            [[r.slot, r.start, r.count, r.shift, t] for r, t in zip(plan.rows, target, strict=True)], dtype=np.int64
         ).T
         output = self._shared_step(plan, size, table) or self._captured.replay(size, table, self._staging)
         sampled = None
@@ -166,9 +177,9 @@ class ModelRunner:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         computed = output.logits.shape[0] if size[0] == size[1] else size[0]
         shown = None
-        if plan.samples and self._shows_hidden:  # the next replay writes over it: indexing copies
-            shown = output.hidden[self._staging.upload(np.array(rows, dtype=np.int64))]
-        return Computed(sampled, padding=computed - plan.tokens, hidden=shown)
+        if plan.samples and self._tap is not None:  # the next replay writes over it: indexing copies
+            shown = output.shown[self._staging.upload(np.array(rows, dtype=np.int64))]
+        return Computed(sampled, padding=computed - plan.tokens, shown=shown)
 
     def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
         """The step by a capture that reads shared prefixes once, if its rows share any."""
@@ -183,11 +194,11 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
-        hidden = self.model.forward(input_ids, batch, self._kv, last=True)
+        hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
         logits = self.model.logits(hidden)
         chosen = best(logits)
-        self._slots.store(rows[3], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
-        return StepOutput(logits, chosen, hidden)
+        self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
+        return StepOutput(logits, chosen, self._tap.beside(hidden) if self._tap is not None else hidden)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
@@ -235,8 +246,9 @@ class Computed:
     sampled: Sampled | None
     scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
     pooled: dict[int, torch.Tensor] = field(default_factory=dict)
+    mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     padding: int = 0
-    hidden: torch.Tensor | None = None  # [samples, hidden], what was drawn from; if somebody wants to know
+    shown: torch.Tensor | None = None  # [samples, hidden or more], what was drawn from; if somebody wants to know
     probed: torch.Tensor | None = None  # [tokens of all probes]
 
 
@@ -256,7 +268,7 @@ class PendingStep:
         self._grammars = grammars
         self._speculation = speculation
         self._padding = computed.padding
-        self._hidden = computed.hidden
+        self._shown = computed.shown
         self._began = began
         sampled = computed.sampled
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
@@ -264,6 +276,7 @@ class PendingStep:
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
         self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
+        self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
         self._probed = begin_copy(computed.probed) if computed.probed is not None else None
         self._event = None
         if device.type == "cuda":
@@ -290,6 +303,7 @@ class PendingStep:
                 for row, parts in self._scores.items()
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
+            mass={row: paid.tolist() for row, paid in self._mass.items()},
             deviations=self._deviations(),
             seconds=time.perf_counter() - self._began,
             padding=self._padding,
@@ -312,7 +326,7 @@ class PendingStep:
                 tokens = self._speculation.settled(draft, tokens)
             accepted = self._grammars.accept(sample.slot, sample.position, tokens)
             if self._speculation is not None:
-                seen = self._hidden[begin : begin + accepted.drawn] if self._hidden is not None else None
+                seen = self._shown[begin : begin + accepted.drawn] if self._shown is not None else None
                 self._speculation.observe(sample.slot, sample.position, accepted.tokens, seen)
             found.append(accepted)
         return found

@@ -31,7 +31,9 @@ class SharedPrefixes:
             self._pages[admit.slot] = []
         for delta in plan.deltas:
             pages = self._pages[delta.slot]
-            pages[delta.index : delta.index + len(delta.pages)] = delta.pages
+            if delta.index < len(pages):
+                self._rows = []
+            pages[delta.index :] = delta.pages
         if plan.admits or plan.frees:
             self._rows = []
 
@@ -51,7 +53,8 @@ class SharedPrefixes:
 
             groups = None
             if len(set(slots)) == len(slots):  # rows of one slot are not decoding: the next are elsewhere
-                groups = find_groups([self._pages[s] for s in slots], [row.start for row in plan.rows], self._size)
+                held = [row.start - row.shift for row in plan.rows]
+                groups = find_groups([self._pages[s] for s in slots], held, self._size)
             self._found = cut(groups, [1] * len(slots), self._size, self._queries) if groups else None
         if self._found is None or len(self._found[0]) > self.items(rows):
             return None

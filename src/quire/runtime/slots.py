@@ -1,9 +1,9 @@
 """Slot state on the device: every sequence's tokens and page tables, changed by deltas only.
 
-    tokens   [slots + 1, max_len]           prompt, outputs, and what the device drew but the host has not read
+    tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device drew but the host has not read
     tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
 
-A step's batch is assembled on the device from these and four small integers a row. The last slot is nobody's:
+A step's batch is assembled on the device from these and five small integers a row. The last slot is nobody's:
 rows that pad a step to a captured size read and write there, and its pages are all the null page.
 """
 
@@ -18,7 +18,7 @@ from quire.kernels.attention import Batch, GroupBatch
 from quire.kernels.registry import choose_assemble
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan
+from quire.types.plan import Admit, Capacity, StepPlan
 
 
 class SlotState:
@@ -28,19 +28,16 @@ class SlotState:
         self._staging = staging
         self._assemble = choose_assemble(device)
         self.nobody = capacity.slots
-        length = capacity.max_model_len
-        self.tokens = torch.zeros(capacity.slots + 1, length, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(capacity.slots + 1, capacity.max_model_len, dtype=torch.int32, device=device)
         self._tables = [
-            torch.zeros(capacity.slots + 1, -(-length // g.tokens_per_page), dtype=torch.int32, device=device)
+            torch.zeros(capacity.slots + 1, -(-capacity.longest // g.tokens_per_page), dtype=torch.int32, device=device)
             for g in layout.groups
         ]
 
     def apply(self, plan: StepPlan) -> None:
         """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
         if plan.admits:
-            lengths = [len(a.tokens) for a in plan.admits]
-            flat = np.concatenate([np.asarray(a.tokens, dtype=np.int64) for a in plan.admits])
-            self._put(self.tokens, [a.slot for a in plan.admits], [0] * len(lengths), lengths, flat)
+            self._fill(plan.admits)
         if plan.writes:
             flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
             lengths = [len(w.tokens) for w in plan.writes]
@@ -52,6 +49,15 @@ class SlotState:
                 lengths = [len(d.pages) for d in deltas]
                 self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
+    def _fill(self, admits: list[Admit]) -> None:
+        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of their tokens would be too."""
+        flat = np.concatenate([np.asarray(a.tokens, dtype=np.int32) for a in admits])
+        staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
+        end = 0
+        for admit in admits:
+            begin, end = end, end + len(admit.tokens)
+            self.tokens[admit.slot, : end - begin].copy_(staged[begin:end], non_blocking=True)
+
     def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
         """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
         counts = np.asarray(lengths)
@@ -62,7 +68,7 @@ class SlotState:
     def batch(
         self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any = None
     ) -> tuple[torch.Tensor, Batch]:
-        """Input token ids [tokens] and the batch of `rows` [3 or more, rows]: slot, start, count.
+        """Input token ids [tokens] and the batch of `rows` [4 or more, rows]: slot, start, count, shift.
 
         `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
         `prefix`: which rows share pages, for the attention backend.

@@ -48,8 +48,9 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
     if not capacity.turns:
         problem = "blend moves cached keys to other positions; this model learned its positions one by one"
         raise InputError(problem, param="blend")
-    if request.beam or request.pooling or request.params.prompt_logprobs is not None:
-        raise InputError("blend goes with neither beam search nor embeddings nor prompt_logprobs", param="blend")
+    if request.beam or request.pooling or request.params.prompt_logprobs is not None or request.params.kv_budget:
+        problem = "blend goes with neither beam search nor embeddings nor prompt_logprobs nor kv_budget"
+        raise InputError(problem, param="blend")
     bounds = [0, *(position for chunk in blend.chunks for position in chunk), len(request.prompt)]
     if len(blend.chunks) > MAX_CHUNKS or bounds != sorted(bounds):
         raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")

@@ -56,8 +56,8 @@ class Diary:
             self.stats.queue_time.observe(max(0.0, self.now - log.arrival))
             if hit is not None:
                 request = seq.request
-                every = request.params.prompt_logprobs is not None or request.pooling == "mean"
-                log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every)
+                every = request.params.prompt_logprobs is not None or request.pooling == "mean" or seq.reach == 1
+                log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, seq.reach)
         elif log.preemptions:
             last = log.preemptions[-1]
             if not last.resumed:
@@ -104,6 +104,11 @@ class Diary:
         self.stats.drafts += offered > 0
         self.stats.drafted_tokens += offered
         self.stats.accepted_tokens += accepted
+
+    def forgot(self, seq: Sequence, tokens: int) -> None:
+        """KV of so many more of its tokens was dropped."""
+        self.stats.evicted_tokens += tokens
+        seq.log.evicted = max(seq.log.evicted, seq.evicted)
 
     def cut(self, rows: int) -> None:
         """Tokens beyond a stop string are dropped."""

@@ -10,24 +10,26 @@ from collections.abc import Container, Iterable
 
 from quire.memory.manager import KVManager
 from quire.scheduling.blending import check_blend
+from quire.scheduling.forgetting import Memo
 from quire.scheduling.search import check_fits
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.plan import Capacity
 from quire.types.request import Request
 
 
-def longest_length(request: Request, memory: KVManager, capacity: Capacity) -> int:
+def longest_length(request: Request, memory: KVManager, capacity: Capacity, memo: Memo | None) -> int:
     """Tokens that prompt and answer may come to; refuses, with a reason, what could never run."""
-    length, longest = len(request.prompt), capacity.max_model_len
+    length, longest = len(request.prompt), capacity.max_model_len if memo else capacity.longest
     if length == 0:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
     if length >= longest:
+        longer = "raise max_model_len" if length >= capacity.max_model_len else "set kv_budget"
         raise ContextLengthError(
             f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
-            "shorten the prompt or raise max_model_len"
+            f"shorten the prompt or {longer}"
         )
     limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
-    if memory.layout.pages_for(limit) > memory.pool.total:
+    if memory.layout.pages_for(min(limit, memo.peak) if memo else limit) > memory.pool.total:
         raise ContextLengthError(
             f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
             f"({memory.pool.total} pages); lower max_tokens or raise kv_memory"

@@ -48,6 +48,7 @@ class Flight:
         if change is not UNCHANGED:
             self.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
             self.plan.copies += change.copies
+            self.plan.turns += change.turns
 
     def tables(self, seq: Sequence) -> None:
         """Tell the sequence's page tables whole."""
@@ -64,7 +65,8 @@ class Flight:
         seq.drafts = drafts
         score = request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
         pool = request.pooling if request.pooling != "last" or seq.computed == seq.prompt_len else ""
-        self.plan.rows.append(Row(seq.slot, start, count, score=score, pool=pool, drafts=drafts))
+        mass = seq.memo is not None and seq.memo.asks(start, seq.evicted)
+        self.plan.rows.append(Row(seq.slot, start, count, score, pool, drafts, seq.evicted, mass))
         self.rows.append((seq, seq.epoch))
 
     def probe(self, seq: Sequence, start: int, count: int) -> None:

@@ -30,7 +30,7 @@ MODES = ("auto", "recompute", "swap")
 def reusable(seq: Sequence) -> int:
     """How many tokens of a sequence, less one, may come from a cache: none if every position must be computed."""
     request = seq.request
-    return 1 if request.params.prompt_logprobs is not None or request.pooling == "mean" else seq.known
+    return 1 if request.params.prompt_logprobs is not None or request.pooling == "mean" else min(seq.known, seq.reach)
 
 
 class Landing:

@@ -53,4 +53,4 @@ class Pressure:
         self._spare = max(self._least, self._spare * EASE)
 
     def _longest(self, seq: Seq) -> int:
-        return self._memory.layout.pages_for(seq.limit)
+        return self._memory.layout.pages_for(min(seq.limit, seq.peak))

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 
-import msgspec
-
 from quire.memory.manager import Change, Hit, KVManager, PageTable
 from quire.memory.tiers import Directory
 from quire.scheduling.blending import Blending
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
+from quire.scheduling.forgetting import Forgetting
 from quire.scheduling.pace import Pace
 from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import make_policy
@@ -29,7 +28,7 @@ from quire.scheduling.search import Search, answers
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sessions import Sessions
 from quire.scheduling.speculation import DraftPolicy
-from quire.scheduling.view import picture
+from quire.scheduling.view import counters, picture
 from quire.types.config import SchedulerOptions
 from quire.types.errors import DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
@@ -38,6 +37,8 @@ from quire.types.plan import Capacity, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
+
+AT_ONCE = 16  # newcomers taken in while the device is idle; the others are planned while it works on these
 
 
 class Scheduler:
@@ -67,6 +68,7 @@ class Scheduler:
         self.sessions = Sessions(self.memory, directory, session_quota)
         self.diary = Diary(self.memory, self.stats)
         self.blending = Blending(self.memory, capacity, self.stats, queue=self._queue_apart, add_row=self._add_row)
+        self.forgetting = Forgetting(self.memory, capacity, self.diary)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._pace = Pace(options.step_target, capacity.max_batch_tokens)
@@ -92,7 +94,7 @@ class Scheduler:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
         if len(self._waiting) >= self._max_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are already waiting; retry shortly")
-        limit = longest_length(request, self.memory, self.capacity)
+        limit = longest_length(request, self.memory, self.capacity, self.forgetting.memo(request))
         count = 1 if request.beam else request.params.n
         branches = [self._sequence(request, branch, limit) for branch in range(count)]
         self._requests[request.id] = branches
@@ -122,6 +124,8 @@ class Scheduler:
         self._order += 1
         table = PageTable(len(self.memory.layout.groups))
         seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
+        if memo := self.forgetting.memo(request):
+            seq.budgeted(memo)
         self.diary.arrived(seq)
         return seq
 
@@ -168,6 +172,8 @@ class Scheduler:
         self.paging.directory.hand_over(flight.plan)
         moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
         if not (flight.plan.computes or moves):
+            if not self._flights:
+                self.forgetting.landed(self._step)
             return None
         flight.plan.frees, self._freed = self._freed, []
         for seq in flight.members():
@@ -186,7 +192,9 @@ class Scheduler:
         behind = [
             s
             for s in self._running
-            if s.computed < s.known < s.limit and not (s.pending and (s.stepwise or s.drafts or together))
+            if s.computed < s.known < s.limit
+            and not (s.pending and (s.stepwise or s.drafts or together))
+            and not (s.memo is not None and s.inflight and s.memo.measured)
         ]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
         whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
@@ -195,19 +203,21 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
             missing = seq.known - seq.computed
-            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.computed, budget))
+            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.held, budget))
+            if seq.memo is not None:
+                count = min(count, seq.memo.room(seq.computed, seq.evicted))
             if count <= 0:
                 break
             change = self._extend_for_drafts(seq, drafts) if drafts else None
             change = change or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= self._pace.cost(seq.computed, count) if missing > 1 else 0
+                budget -= self._pace.cost(seq.held, count) if missing > 1 else 0
         budget = whole
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
                 if seq.known - seq.computed > 1:
-                    budget -= self._pace.cost(seq.computed, count)
+                    budget -= self._pace.cost(seq.held, count)
                 flight.change(seq, change)
                 self._add_row(flight, seq, count, drafts.get(seq, 0))
         return budget
@@ -243,7 +253,7 @@ class Scheduler:
 
     def _extend_or_preempt(self, seq: Sequence, count: int, now: float) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
-        while (change := self.memory.extend(seq.table, seq.computed, seq.computed + count)) is None:
+        while (change := self._grow(seq, count)) is None:
             if self.paging.let_go() or self.sessions.let_go():
                 continue
             if self._pages_returning():
@@ -253,6 +263,11 @@ class Scheduler:
             if victim is seq:
                 return None
         return change
+
+    def _grow(self, seq: Sequence, count: int) -> Change | None:
+        if seq.memo is not None:
+            return self.forgetting.grow(seq, count, self._step)
+        return self.memory.extend(seq.table, seq.computed, seq.computed + count)
 
     def _extend_for_drafts(self, seq: Sequence, drafts: dict[Sequence, int]) -> Change | None:
         """Pages for the next token and those guessed after it; nobody loses any for a guess."""
@@ -265,7 +280,8 @@ class Scheduler:
 
     def _pages_returning(self) -> bool:
         """Whether pages come back by themselves when a step in flight commits."""
-        return any(seq.status is not Status.RUNNING for flight in self._flights for seq in flight.members())
+        landing = any(seq.status is not Status.RUNNING for flight in self._flights for seq in flight.members())
+        return landing or bool(self._flights and self.forgetting.returning)
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's pages and slot; it keeps its tokens and will catch up later."""
@@ -291,9 +307,11 @@ class Scheduler:
             return
         order = only or list(self.policy.order(self._waiting, now))
         reserve = self.policy.reserve(order[: len(self._slots)])
+        idle = self.capacity.depth > 1 and not (reserve or self._flights or flight.rows)
+        most = AT_ONCE if idle else len(order)
         admitted: set[Sequence] = set()
         for seq in order:
-            if not self._slots or (budget <= 0 and not reserve):
+            if not self._slots or (budget <= 0 and not reserve) or len(admitted) >= most:
                 break
             if seq.inflight or not (only or self._pressure.admits(seq)):
                 continue  # preempted; its old pages are still in use, or it would only be so again
@@ -305,6 +323,8 @@ class Scheduler:
                 self.diary.waits(seq)
                 continue
             count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
+            if seq.memo is not None:
+                count = min(count, seq.memo.room(hit.tokens, 0))
             spare = self._pressure.spare if self._running and not only else 0
             while not (fits := self._start(flight, seq, hit, count, reserve, spare)) and self.sessions.let_go():
                 hit = self.memory.lookup(seq.table, reusable(seq))
@@ -317,7 +337,7 @@ class Scheduler:
 
     def _start(self, flight: Flight, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
-        if not self.memory.fits(max(seq.known, reserve), hit, spare):
+        if not self.memory.fits(min(max(seq.known, reserve), seq.peak), hit, spare):
             return False
         blend = seq.request.blend
         if blend is not None:
@@ -337,7 +357,7 @@ class Scheduler:
         self._run(flight, seq)
         flight.change(seq, adopted)
         flight.change(seq, extended)
-        self.memory.promise(seq.table, seq.known)
+        self.memory.promise(seq.table, min(seq.known, seq.peak))
         if blend is not None and self.blending.begin(flight, seq, blend, hit.tokens, count):
             return True
         if count:
@@ -371,6 +391,7 @@ class Scheduler:
                 continue
             child.table = self.memory.fork(parent.table)
             child.computed = child.hit = parent.computed
+            child.inherit(parent)
             self.diary.started(child)
             self._run(flight, child)
             flight.tables(child)
@@ -389,6 +410,7 @@ class Scheduler:
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
+        self.forgetting.landed(plan.step)
         for apart in self.blending.commit(flight, result):
             self._retire(apart)
         self.paging.stepped(plan, result)
@@ -397,6 +419,8 @@ class Scheduler:
             seq, epoch = flight.rows[i]
             if seq.epoch == epoch:
                 seq.scores += scores[: seq.prompt_len - 1 - len(seq.scores)]
+        if result.mass:
+            self.forgetting.learn(flight, result)
         events: list[TokenEvent] = []
         for i, (seq, epoch) in enumerate(flight.samples):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
@@ -446,7 +470,7 @@ class Scheduler:
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
-        event.blended = seq.log.blended
+        event.blended, event.evicted = seq.log.blended, seq.log.evicted
         seq.unsent = max(0, len(drawn) - 1 - accepted)
         if offered or seq.unsent:
             self.diary.forced(seq, seq.unsent)
@@ -511,7 +535,8 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
         """End a sequence and tell of it."""
         request = seq.request
-        if request.session and seq.status is Status.RUNNING and reason in (FinishReason.STOP, FinishReason.LENGTH):
+        well = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.session and seq.status is Status.RUNNING and well and not seq.evicted:
             self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, request.salt)
             self.sessions.keep(request.session, request.salt, seq.table, self.diary.now + request.hold)
         self._retire(seq)
@@ -558,9 +583,11 @@ class Scheduler:
             self._slots.append(seq.slot)
             self._freed.append(seq.slot)
             seq.slot = -1
-        self.memory.release(seq.table, min(seq.computed, len(seq.tokens)))
+        self.memory.release(seq.table, min(seq.computed, len(seq.tokens)) - seq.evicted)
         self.blending.released(seq)
-        seq.computed = 0
+        seq.computed = seq.evicted = 0
+        if seq.memo is not None:
+            seq.memo.reset()
 
     def fail(self, message: str) -> list[TokenEvent]:
         """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
@@ -569,6 +596,7 @@ class Scheduler:
             events += self._end(request_id, FinishReason.ERROR, message)
         while self._flights:
             self._land(self._flights.popleft())
+        self.forgetting.landed(self._step)
         self.sessions.clear()
         self.memory.pool.forget_idle()
         self.paging.directory.forget()
@@ -587,21 +615,8 @@ class Scheduler:
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""
-        memory, pool = self.memory, self.memory.pool
-        return msgspec.structs.replace(
-            self.stats,
-            finished=dict(self.stats.finished),
-            waste=dict(self.stats.waste),
-            waiting=len(self._waiting),
-            running=len(self._running),
-            pages_used=pool.used,
-            pages_cached=pool.cached,
-            pages_peak=pool.peak,
-            kv_slots_allocated=memory.slots_allocated,
-            kv_slots_filled=memory.slots_filled,
-            kv_bytes=self.capacity.pages * memory.layout.page_bytes,
-            tiers=self.paging.directory.stats(),
-        )
+        tiers = self.paging.directory.stats()
+        return counters(self.stats, len(self._waiting), len(self._running), self.memory, self.capacity, tiers)
 
     def view(self) -> EngineView:
         return picture(
@@ -624,12 +639,13 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        others = [*self.paging.tables(), *self.sessions.tables(), *self.blending.tables()]
+        others = [*self.paging.tables(), *self.sessions.tables(), *self.forgetting.tables(), *self.blending.tables()]
         self.memory.check([*(s.table for s in holders), *others])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"
         for seq in self._running:
             assert seq.status is Status.RUNNING and seq.slot >= 0 and 0 <= seq.computed <= seq.known <= seq.limit
+            assert 0 <= seq.evicted <= seq.computed and seq.held <= seq.peak, f"{seq.key}: more KV than it may have"
             assert seq.inflight == sum(seq in f.members() for f in self._flights), f"{seq.key}: lost a flight"
         for seq in self._waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)

@@ -10,6 +10,7 @@ from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
 
 if TYPE_CHECKING:
+    from quire.scheduling.forgetting import Memo
     from quire.scheduling.speculation import Aim
 
 
@@ -21,9 +22,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "hit", "inflight",
-        "key", "limit", "log", "lost", "order", "pending", "pooled", "preempted", "priority", "prompt_len", "request",
-        "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent", "waits_since",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "evicted", "hit",
+        "inflight", "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted",
+        "priority", "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens",
+        "unsent", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -43,6 +45,7 @@ class Sequence:
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
         self.drafts = 0  # tokens that its latest row may guess
         self.computed = 0  # as of the last plan, guesses left out
+        self.evicted = 0  # of them, those whose KV was forgotten since
         self.hit = 0  # of them, found in the cache at its last start
         self.cached = -1  # prompt tokens found in the cache at first admission
         self.table = table
@@ -54,6 +57,9 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
+        self.memo: Memo | None = None  # what it may hold, if that is less than all
+        self.peak = limit  # KV entries it may have at once, and until then it forgets nothing
+        self.reach = limit  # how many tokens, less one, may come from a cache
         self.aim: Aim | None = None  # how guesses of its tokens have done
         self.log: Timeline  # these four are the diary's
         self.rows = 0  # token rows computed for it that were not in vain
@@ -64,6 +70,11 @@ class Sequence:
     def known(self) -> int:
         """Tokens it has or will have when the steps in flight end: an upper bound."""
         return len(self.tokens) + self.pending
+
+    @property
+    def held(self) -> int:
+        """KV entries it has, as of the last plan: the position its next token takes among them."""
+        return self.computed - self.evicted
 
     @property
     def outputs(self) -> int:
@@ -77,6 +88,16 @@ class Sequence:
         child.cached = self.cached
         child.log = self.log
         return child
+
+    def budgeted(self, memo: Memo) -> None:
+        """It may hold no more than that."""
+        self.memo, self.peak, self.reach = memo, memo.peak, memo.reach
+
+    def inherit(self, parent: Sequence) -> None:
+        """It begins with the KV of its parent, and so without what that has forgotten."""
+        self.evicted = parent.evicted
+        if self.memo is not None and parent.memo is not None:
+            self.memo.scores = list(parent.memo.scores)
 
     def move(self, status: Status) -> None:
         if status is not self.status:

@@ -83,7 +83,7 @@ class DraftPolicy:
         """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
         ready = [s for s in running if s.known - s.computed == 1]
         room = min(self._most, (self._tokens - len(ready)) // max(1, len(ready)))
-        able = [s for s in ready if s.outputs and s.request.beam is None and not s.request.pooling]
+        able = [s for s in ready if s.outputs and s.request.beam is None and s.memo is None and not s.request.pooling]
         if room <= 0 or not able:
             return {}
         costs = self._costs.setdefault(len(ready).bit_length(), _Costs())

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from msgspec.structs import replace
+
 from quire.memory.explain import page_map, prefix_tree, tier_maps
 from quire.memory.manager import KVManager
 from quire.memory.tiers import Directory
 from quire.scheduling.sequence import Sequence as Seq
-from quire.types.events import EngineStats
+from quire.types.events import EngineStats, TierStats
 from quire.types.plan import Capacity
 from quire.types.view import EngineView, LiveSequence
 
@@ -39,6 +41,26 @@ def picture(
         tiers=[page_map(memory, [seq.table for seq in running]), *tier_maps(directory)],
         prefixes=prefix_tree(memory),
         steps=list(steps),
+    )
+
+
+def counters(
+    stats: EngineStats, waiting: int, running: int, memory: KVManager, capacity: Capacity, tiers: list[TierStats]
+) -> EngineStats:
+    """The counters so far, with the gauges of now."""
+    return replace(
+        stats,
+        finished=dict(stats.finished),
+        waste=dict(stats.waste),
+        waiting=waiting,
+        running=running,
+        pages_used=memory.pool.used,
+        pages_cached=memory.pool.cached,
+        pages_peak=memory.pool.peak,
+        kv_slots_allocated=memory.slots_allocated,
+        kv_slots_filled=memory.slots_filled,
+        kv_bytes=capacity.pages * memory.layout.page_bytes,
+        tiers=tiers,
     )
 
 

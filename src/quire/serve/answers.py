@@ -19,6 +19,7 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0  # guessed ahead by the engine, and right
     rejected_prediction_tokens: int = 0  # guessed ahead, and wrong: not part of the answer
+    forced_tokens: int = 0  # Quire's own: the schema left no choice, so they took no step of the model
 
 
 class Usage(msgspec.Struct):
@@ -27,6 +28,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    evicted_tokens: int | UnsetType = UNSET  # with kv_budget: tokens whose KV was dropped
 
 
 class TopLogprob(msgspec.Struct):

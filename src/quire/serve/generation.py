@@ -127,8 +127,10 @@ class Generation:
     completion_tokens: int = 0
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right
+    forced_tokens: int = 0  # of completion_tokens, forced by a grammar
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
     blended: dict[int, int] = field(default_factory=dict)  # ... of chunks, from another place
+    evicted: dict[int, int] = field(default_factory=dict)  # tokens whose KV was dropped, by choice
 
     @property
     def prompt_tokens(self) -> int:
@@ -145,8 +147,9 @@ class Generation:
             self.prompt_tokens + self.completion_tokens,
             PromptTokensDetails(self.cached_tokens, self._blended_tokens()),
             CompletionTokensDetails(
-                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
+                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens, self.forced_tokens
             ),
+            sum(self.evicted.values()) if any(r.params.kv_budget for r in self.requests) else UNSET,
         )
 
     def _blended_tokens(self) -> int | UnsetType:
@@ -198,19 +201,26 @@ class Generation:
                         self.completion_tokens += len(delta.token_ids)
                         self.drafted_tokens += delta.drafted_tokens
                         self.accepted_tokens += delta.accepted_tokens
+                        self.forced_tokens += delta.forced_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
                         if delta.blended_tokens:
                             self.blended[index] = max(delta.blended_tokens, self.blended.get(index, 0))
                         delta.branch += index * branches
+                        if delta.evicted_tokens:
+                            self.evicted[delta.branch] = delta.evicted_tokens
                     yield deltas
 
 
 def price(request: Request, info: EngineInfo) -> int:
     """Tokens that `request` may come to hold, in whole pages: its prompt once, and what each branch may draw."""
     prompt = len(request.prompt)
-    room = info.max_model_len - prompt
-    drawn = 0 if request.pooling else min(request.params.max_tokens or room, room) * request.params.n
+    params = request.params
+    room = info.room(params) - prompt
+    drawn = 0 if request.pooling else min(params.max_tokens or room, room) * params.n
+    if params.kv_budget is not None:
+        drawn = min(drawn, params.kv_budget * params.n)
+        prompt = min(prompt, params.kv_budget) if params.kv_eviction == "sinks" else prompt
     return math.ceil((prompt + drawn) / info.page_size) * info.page_size
 
 

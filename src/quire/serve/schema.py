@@ -31,6 +31,7 @@ Tier = Annotated[
     Literal["auto", "default", "scale", "priority", "fast", "flex"],
     noted("priority and fast run earlier, flex later, where the scheduler is `priority`"),
 ]
+Eviction = Literal["sinks", "snapkv", "h2o"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -81,6 +82,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     session_id: Annotated[str, extension("keep this conversation's pages when the answer has ended")] | None = None
     session_ttl: Annotated[float, extension("for so many seconds (300)", gt=0, le=86_400)] | None = None
     blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
+    kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
+    kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
     guided_json: Annotated[dict[str, Any], extension("the answer keeps to a JSON schema")] | None = None
     guided_regex: Annotated[str, extension("the answer matches a regular expression")] | None = None

@@ -29,6 +29,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     score: float | None = None  # of an answer that beam search found
     drafted: int = 0  # tokens guessed ahead for this event, and how many of them were right
     accepted: int = 0
+    evicted: int = 0  # tokens whose KV was dropped so far, to keep the request's budget
     blended: int = 0  # prompt tokens whose KV came from another place
 
 
@@ -75,6 +76,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafts: int = 0  # guesses, of one token or several
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right: steps saved
+    evicted_tokens: int = 0  # whose KV was dropped to keep a request's budget
     preemptions: int = 0
     preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}

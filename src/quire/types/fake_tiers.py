@@ -8,7 +8,8 @@ from collections import OrderedDict
 from quire.types.plan import StepPlan
 from quire.types.transfer import DEVICE, Bytes, Key, TierDone, TierJob, TierSpec, Transfer, TransferDone
 
-Entries = dict[tuple[int, int], int]  # (page, offset) → digest
+Entry = tuple[int, int, int]  # digest, position it was rotated to, digest of what had been forgotten
+Entries = dict[tuple[int, int], Entry]  # by (page, offset)
 
 
 class FakeTier:
@@ -60,8 +61,8 @@ class FakeTiers:
         self._rng = random.Random(seed)
         self._losses = losses
         self._offsets = range(page_size)
-        self._held: dict[str, dict[Key, dict[int, int]]] = {spec.name: {} for spec in specs}
-        self._under_way: list[tuple[Transfer, list[dict[int, int] | None]]] = []
+        self._held: dict[str, dict[Key, dict[int, Entry]]] = {spec.name: {} for spec in specs}
+        self._under_way: list[tuple[Transfer, list[dict[int, Entry] | None]]] = []
 
     def start(self, plan: StepPlan, kv: Entries) -> None:
         """Begin what a plan asks for: device pages are read at once, and hold nothing while they are being filled."""
@@ -87,7 +88,7 @@ class FakeTiers:
         self._under_way = [entry for entry in self._under_way if entry not in ended]
         return [TransferDone(way.id, self._end(way, contents, kv), 0.001) for way, contents in ended]
 
-    def _end(self, way: Transfer, contents: list[dict[int, int] | None], kv: Entries) -> list[bool]:
+    def _end(self, way: Transfer, contents: list[dict[int, Entry] | None], kv: Entries) -> list[bool]:
         moved = [content is not None and self._rng.random() >= self._losses for content in contents]
         for place, (key, content, ok) in enumerate(zip(way.keys, contents, moved, strict=True)):
             if ok and way.target == DEVICE and content is not None:

@@ -1,8 +1,9 @@
 """Fakes of the seams, for tests and experiments without a device.
 
 `FakeExecutor` has no model but a memory that never lies: each KV entry is a digest of the whole token history
-that led to it. It checks that every row would read exactly its own history through its page table, whatever
-was shared, copied, preempted or re-used, and draws tokens that depend on that history alone.
+that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would
+read exactly its own history through its page table (but what was forgotten of it), whatever was shared, copied,
+turned, preempted or re-used, and draws tokens that depend on that history alone.
 
 `FakeGrammars` knows choices only, and finds what may follow by looking at every token and every choice.
 """
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.types.errors import InputError
-from quire.types.fake_tiers import FakeTiers
+from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs, Turn
@@ -114,9 +115,9 @@ class FakeExecutor:
         self.tiers = tiers
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
-        self._kv: dict[tuple[int, int], int] = {}  # (page, offset) → digest
+        self._kv: Entries = {}
         self._token: dict[int, int] = {}  # that a digest ends with
-        self._taken: dict[bytes, dict[int, int]] = {}
+        self._taken: dict[bytes, dict[int, Entry]] = {}
 
     def start(self) -> Capacity:
         return self.capacity
@@ -141,14 +142,13 @@ class FakeExecutor:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
             self._inherit(self._slots[delta.slot], delta.group)
-        self._copy(plan.copies)
-        self._turn(plan.turns)
+        self._copy(plan)
         guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].tokens += guess
-            self._write(self._slots[row.slot], row.start, row.count + len(guess))
+            self._write(self._slots[row.slot], row, len(guess))
         for row, guess in zip(plan.rows, guesses, strict=True):
-            self._read(self._slots[row.slot], row.start, row.count + len(guess))
+            self._read(self._slots[row.slot], row, len(guess))
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].cut(len(guess))
         result = self._draw(plan, guesses)
@@ -157,14 +157,37 @@ class FakeExecutor:
             result.transfers = self.tiers.poll(self._kv, some=not plan.computes)
         return FakeTicket(result)
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
+    def _copy(self, plan: StepPlan) -> None:
+        """Copies and turns: everything is read before anything is written."""
         size = max(g.tokens_per_page for g in self.layout.groups)
-        before = {(page, i): self._kv.get((page, i)) for page, _ in copies for i in range(size)}
-        for source, target in copies:
-            for i in range(size):
-                value = before[source, i]
-                if value is not None:
-                    self._kv[target, i] = value
+        moves = [((source, i), (target, i), 0) for source, target in plan.copies for i in range(size)]
+        for turn in plan.turns:
+            size = self.layout.groups[turn.group].tokens_per_page
+            moves += [
+                (divmod(source, size), divmod(target, size), turn.by)
+                for source, target in zip(turn.sources, turn.targets, strict=True)
+            ]
+        found = [(self._kv.get(source), target, by) for source, target, by in moves]
+        for entry, target, by in found:
+            if entry is not None:
+                self._kv[target] = entry[0], entry[1] + by, entry[2]
+        if plan.turns:
+            self._blend(plan.turns, [self._slots[admit.slot] for admit in plan.admits])
+
+    def _blend(self, turns: list[Turn], fresh: list[_Slot]) -> None:
+        """What was turned into a fresh slot from another history stands for its tokens alone, and only in that slot."""
+        size = self.layout.groups[0].tokens_per_page
+        changed = {}
+        for slot in fresh:
+            history = {slot.digest(i) for i in range(len(slot.tokens))}
+            owned = {page: index for index, page in slot.tables[0].items()}
+            for place in (divmod(target, size) for turn in turns for target in turn.targets):
+                digest, position, forgotten = self._kv[place]
+                if place[0] in owned and digest not in history:
+                    changed[place] = ~self._token[digest], position, forgotten
+                    at = owned[place[0]] * size + place[1]
+                    slot.turned = at if slot.turned is None else min(slot.turned, at)
+        self._kv |= changed
 
     def _inherit(self, slot: _Slot, group: int) -> None:
         """A branch of a request shares what was turned for it."""
@@ -175,38 +198,57 @@ class FakeExecutor:
                 if slot.tables[group].get(at) == other.tables[group][at]:
                     slot.turned = other.turned
 
-    def _turn(self, turns: list[Turn]) -> None:
-        """Entries at other positions stand for their tokens alone, and only in the slots they were turned for."""
-        found: dict[tuple[int, int], int] = {}
-        for turn in turns:
-            size = self.layout.groups[turn.group].tokens_per_page
-            for source, target in zip(turn.sources, turn.targets, strict=True):
-                value = self._kv[divmod(source, size)]
-                found[divmod(target, size)] = value if value < 0 else ~self._token[value]
-                for slot in self._slots.values():
-                    for index, page in slot.tables[turn.group].items():
-                        if page == target // size:
-                            at = index * size + target % size
-                            slot.turned = at if slot.turned is None else min(slot.turned, at)
-        self._kv |= found
-
-    def _write(self, slot: _Slot, start: int, count: int) -> None:
-        assert start + count <= len(slot.tokens), "asked to compute tokens nobody knows"
+    def _write(self, slot: _Slot, row: Row, guessed: int) -> None:
+        end = row.start + row.count + guessed
+        assert end <= len(slot.tokens), "asked to compute tokens nobody knows"
+        forgotten = self._forgotten(slot, row)
         for group, spec in enumerate(self.layout.groups):
             size = spec.tokens_per_page
-            for p in range(start, start + count):
-                page = slot.tables[group][p // size]
+            for index in range(row.start, end):
+                place = index - row.shift
+                page = slot.tables[group][place // size]
                 assert page != 0, "a live position points at the null page"
-                self._kv[page, p % size] = slot.holds(p)
-                self._token[slot.digest(p)] = slot.tokens[p]
+                held = slot.digest(index) if row.shift else slot.holds(index)
+                self._kv[page, place % size] = held, place, forgotten
+                self._token[slot.digest(index)] = slot.tokens[index]
 
-    def _read(self, slot: _Slot, start: int, count: int) -> None:
+    def _forgotten(self, slot: _Slot, row: Row) -> int:
+        """A digest of which tokens before a row are gone, 0 where none are."""
+        if not row.shift:
+            return 0
+        size, history = self.layout.groups[0].tokens_per_page, [slot.digest(i) for i in range(row.start)]
+        left = {self._kv[slot.tables[0][p // size], p % size][0] for p in range(row.start - row.shift)}
+        state = 1
+        for digest in history:
+            if digest not in left:
+                state = _mix(state, digest)
+        return state
+
+    def _mass(self, slot: _Slot, row: Row) -> list[float]:
+        """Attention paid to pages: any function of page and query will do, if it adds up however rows are cut."""
+        size = self.layout.groups[0].tokens_per_page
+        pages = range(-(-(row.start + row.count - row.shift) // size))
+        first = [self._kv[slot.tables[0][p], 0][0] for p in pages]
+        seen = [range(max(row.start, row.shift + p * size), row.start + row.count) for p in pages]
+        return [sum(_mix(d, q) % 1024 / 1024 for q in queries) for d, queries in zip(first, seen, strict=True)]
+
+    def _read(self, slot: _Slot, row: Row, guessed: int) -> None:
+        """What a row sees is its own history in order, each entry where it was rotated to; with a shift, some of it."""
+        count = row.start + row.count + guessed - row.shift
         for group, spec in enumerate(self.layout.groups):
             size = spec.tokens_per_page
-            first = 0 if spec.window is None else max(0, start - spec.window + 1)
-            for p in range(first, start + count):
-                found = self._kv.get((slot.tables[group][p // size], p % size))
-                assert found == slot.holds(p), f"{slot.admit.key}: position {p} holds another history"
+            first = 0 if spec.window is None else max(0, row.start - spec.window + 1)
+            seen = [self._kv.get((slot.tables[group][p // size], p % size)) for p in range(first, count)]
+            if row.shift:
+                history = {slot.digest(i): i for i in range(row.start + row.count + guessed)}
+                indices = [history.get(entry[0], -1) for entry in seen if entry is not None]
+                assert len(indices) == len(set(indices)) == count and indices == sorted(indices), (
+                    f"{slot.admit.key}: sees another history, or its own out of order"
+                )
+                assert [entry[1] for entry in seen if entry] == list(range(count)), f"{slot.admit.key}: not turned"
+                continue
+            for p, entry in enumerate(seen, first):
+                assert entry == (slot.holds(p), p, 0), f"{slot.admit.key}: position {p} holds another history"
 
     def _draw(self, plan: StepPlan, guesses: list[list[int]]) -> StepResult:
         drawn, logprobs, drafts = [], {}, {}
@@ -236,7 +278,9 @@ class FakeExecutor:
             if row.score
         }
         pooled = {i: self._pool(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.pool}
+        mass = {i: self._mass(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.mass}
         return StepResult(
+            mass=mass,
             step=plan.step,
             tokens=[tokens for _, _, tokens, _ in drawn],
             drafts=drafts,

@@ -24,6 +24,7 @@ class Delta(msgspec.Struct, kw_only=True):
     score: float | None = None  # of an answer that beam search found
     drafted_tokens: int = 0  # guessed ahead on the way to these tokens
     accepted_tokens: int = 0  # ... of them, right
+    evicted_tokens: int = 0  # whose KV was dropped so far, to keep a budget
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -38,6 +39,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     score: float | None = None  # beam search: log-probability, penalised by length
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right: steps saved
+    evicted_tokens: int = 0  # of prompt and answer: KV was dropped to keep a budget
 
 
 class RequestTimes(msgspec.Struct, kw_only=True):

@@ -58,7 +58,8 @@ class PageDelta(msgspec.Struct):
 
 class Turn(msgspec.Struct):
     """KV entries at another position: copied from slots `sources` to `targets` (page * tokens_per_page + offset), the
-    keys of every layer rotated by `by` positions. All sources of a plan are read before any target is written."""
+    keys of every layer rotated by `by` positions. All sources of a plan's copies and turns are read before any target
+    is written."""
 
     group: int
     sources: list[int]
@@ -72,7 +73,9 @@ class Row(msgspec.Struct):
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
     token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
     these positions, "last" for that of the last. `drafts`: how many tokens may be guessed after these; pages are there
-    for all of them, and the row has one sample.
+    for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
+    more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
+    attention these tokens pay to each page.
     """
 
     slot: int
@@ -81,6 +84,8 @@ class Row(msgspec.Struct):
     score: bool = False
     pool: str = ""
     drafts: int = 0
+    shift: int = 0
+    mass: bool = False
 
 
 class Probe(msgspec.Struct):
@@ -144,6 +149,7 @@ class StepResult(msgspec.Struct):
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
     deviations: list[list[float]] = []  # by probe, one for each position
+    mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     seconds: float = 0.0  # time the device was busy with it
@@ -156,10 +162,15 @@ class Capacity(msgspec.Struct, frozen=True):
 
     pages: int  # page 0 is the null page and is not among those to hand out
     slots: int
-    max_model_len: int
+    max_model_len: int  # tokens one sequence may have
     max_batch_tokens: int
     depth: int  # steps in flight
     drafts: int = 0  # tokens the worker can guess at once for a row
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
-    turns: bool = False  # whether KV entries can be moved to other positions
+    context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
+    turns: bool = False  # whether cached keys can be moved to other positions
     naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
+
+    @property
+    def longest(self) -> int:
+        return self.context or self.max_model_len

@@ -15,6 +15,7 @@ MAX_STOPS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD = 64
+EVICTION = ("sinks", "snapkv", "h2o")  # see scheduling/forgetting.py
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -22,7 +23,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `max_tokens=None` means "to the end of the context". `bad_words` are strings; the input processor turns
     them into `bad_token_ids` (each a sequence that must not be completed). `top_k=0` switches top-k off. `best_of`
-    branches are drawn, and the `n` with the best log-probability per token returned.
+    branches are drawn, and the `n` with the best log-probability per token returned. With `kv_budget` no more than so
+    many tokens keep their KV, and `kv_eviction` says which go when it is full; without, all do.
     """
 
     n: int = 1
@@ -48,6 +50,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     grammar: GrammarSpec | None = None
+    kv_budget: int | None = None
+    kv_eviction: str = "sinks"
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -88,6 +92,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens", param="logit_bias")
         for value in self.logit_bias.values():
             _within("logit_bias", value, -100.0, 100.0)
+        if self.kv_budget is not None:
+            _within("kv_budget", self.kv_budget, 1, 1 << 30)
+        if self.kv_eviction not in EVICTION:
+            raise InputError(
+                f"kv_eviction must be one of {', '.join(EVICTION)}, got {self.kv_eviction!r}", param="kv_eviction"
+            )
         for name in ("ignore_eos", "min_tokens"):
             if self.grammar is not None and getattr(self, name):
                 raise InputError(f"{name} contradicts a grammar, which says where the answer ends", param=name)

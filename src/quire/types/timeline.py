@@ -22,7 +22,8 @@ class PrefixOutcome(enum.StrEnum):
     SALT = "salt"  # its tokens were, but for somebody else's salt
     WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
     SHORT = "short"  # the prompt does not fill a page
-    SCORED = "scored"  # prompt logprobs, or a mean over the prompt, need every position computed
+    SCORED = "scored"  # prompt logprobs, a mean over the prompt, or accumulated attention need every position computed
+    BUDGET = "budget"  # beyond what a request with a KV budget holds before it first forgets
     OFF = "off"  # the prefix cache is off
 
 
@@ -49,6 +50,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     cached: int = 0
     blended: int = 0  # prompt tokens whose KV came from another place
     recomputed: int = 0  # tokens of chunks, computed again because their place changes them
+    evicted: int = 0  # tokens whose KV was dropped to keep a budget
     pending: float = 0.0  # seconds spent waiting for pages that somebody else was computing or loading
     chunks: list[tuple[float, int]] = []  # (planned at, tokens) of steps that computed more than one token
     preemptions: list[Preemption] = []

@@ -12,6 +12,7 @@ import msgspec
 from quire.types.cache import CacheOrder, CacheReport
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
+from quire.types.sampling import SamplingParams
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
@@ -116,7 +117,7 @@ class EngineInfo(msgspec.Struct):
     """What a client may need to know of the engine behind it."""
 
     model: str
-    max_model_len: int
+    max_model_len: int  # tokens of prompt and answer
     vocab_size: int
     pages: int
     page_size: int
@@ -126,6 +127,11 @@ class EngineInfo(msgspec.Struct):
     dtype: str
     reasons: list[str]
     slots: int = 0  # sequences that run at once; 0: not known
+    stream_len: int = 0  # tokens of prompt and answer with a KV budget, where that is more
+
+    def room(self, params: SamplingParams) -> int:
+        """Tokens that prompt and answer may come to."""
+        return max(self.max_model_len, self.stream_len) if params.kv_budget is not None else self.max_model_len
 
 
 ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Power | Cache | Reset | Shutdown

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.attention import AttentionSpec, Batch
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights, PackedMatrix
 from quire.kernels.kv import KVViews
+from quire.kernels.measured import MeasuredRows
 from quire.kernels.reference import ops
 from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.tap import Tap
 
 BLOCK = 32
 
@@ -33,8 +35,8 @@ class TwinProgram:
     def __init__(self, weights: DecoderWeights):
         self._weights = weights
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
-        w = self._weights
+    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None) -> torch.Tensor:
+        w, shown = self._weights, []
         x = w.embed.dense()[input_ids]
         rope = ops.rope_tables(batch.positions, w.inverse_frequencies, w.rope_scale, torch.float32)
         for index, layer in enumerate(w.layers):
@@ -43,6 +45,9 @@ class TwinProgram:
             normed = ops.rms_norm(x, layer.post_norm, w.eps)
             gated = ops.act(linear(layer.gate, normed), "silu") * linear(layer.up, normed)
             x = x + linear(layer.down, gated)
+            shown.append(x[batch.ends])
+        if tap is not None:
+            tap.states = [shown[layer] for layer in tap.layers]
         return ops.rms_norm(x, w.final_norm, w.eps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -65,8 +70,9 @@ class TwinProgram:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = ops.rms_norm(q, layer.q_norm, w.eps), ops.rms_norm(k, layer.k_norm, w.eps)
         q, k = ops.rope(q, *rope), ops.rope(k, *rope)
-        k_pages, v_pages, group = kv.layers[index]
-        where = batch.groups[group]
-        ops.write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, where.kv_slots)
+        mine = kv.layers[index]
+        where = batch.groups[mine.group]
+        ops.write_kv(k, v, mine, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
-        return ReferenceAttention().forward(spec, q, k_pages, v_pages, batch, where, None)
+        backend: AttentionBackend = MeasuredRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
+        return backend.forward(spec, q, mine, batch, where, backend.plan(batch, where, spec))

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV, take_pages
 
 PADDING = 1 << 17  # gathered elements a bucket may waste: about what one more bucket costs on a CPU
 BUCKET = 1 << 24  # gathered elements a bucket may hold unless one row alone needs more: bounds the buffer
@@ -45,17 +46,21 @@ class Plan:
     buckets: list[Bucket]
     buffer: torch.Tensor | None = field(default=None)  # made by the first layer, used by all
 
-    def gather(self, bucket: Bucket, k_pages: torch.Tensor, v_pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a bucket, each [rows, keys, kv_heads, dim]; valid until the next gather."""
-        _, page, heads, dim = k_pages.shape
+    def gather(self, bucket: Bucket, kv: LayerKV, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a bucket, each [rows, keys, kv_heads, dim] in q's dtype; valid until the next gather."""
+        page, heads, dim = *kv.k_pages.shape[1:3], q.shape[-1]
         width = heads * dim
         if self.buffer is None:
             most = max(b.gathered for b in self.buckets) + 1  # one more token to absorb stale indices without a place
-            self.buffer = k_pages.new_empty(2 * most * width)
+            self.buffer = q.new_empty(2 * most * width)
         count = bucket.gathered
         both = self.buffer[: 2 * (count + 1) * width].view(2, count + 1, width)
-        for pages, into in zip((k_pages, v_pages), both[:, :count], strict=True):
-            torch.index_select(pages, 0, bucket.pages, out=into.view(count // page, page, heads, dim))
+        for (numbers, scales), flat in zip(kv.sides, both[:, :count], strict=True):
+            into = flat.view(count // page, page, heads, dim)
+            if numbers.dtype == q.dtype:
+                torch.index_select(numbers, 0, bucket.pages, out=into)
+            else:
+                into.copy_(take_pages(numbers, scales, bucket.pages))
         if bucket.stale is not None:
             both.index_fill_(1, bucket.stale, 0)
         k, v = both[:, :count].view(2, bucket.rows, bucket.keys, heads, dim)
@@ -76,17 +81,16 @@ class TorchSdpa:
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Plan,
     ) -> torch.Tensor:
         if len(plan.buckets) == 1:
-            return _attend(spec, q, plan, plan.buckets[0], k_pages, v_pages)
+            return _attend(spec, q, plan, plan.buckets[0], kv)
         out = torch.empty_like(q)
         for bucket in plan.buckets:
-            out[bucket.tokens] = _attend(spec, q[bucket.tokens], plan, bucket, k_pages, v_pages)
+            out[bucket.tokens] = _attend(spec, q[bucket.tokens], plan, bucket, kv)
         return out
 
 
@@ -154,11 +158,9 @@ def _stale(bucket: Bucket, lengths: torch.Tensor, size: int) -> torch.Tensor:
     return torch.where(ends < bucket.keys, base + ends, bucket.gathered).view(-1)
 
 
-def _attend(
-    spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, k_pages: torch.Tensor, v_pages: torch.Tensor
-) -> torch.Tensor:
+def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv: LayerKV) -> torch.Tensor:
     """q [rows * count, heads, dim] of one bucket → the same shape."""
-    k, v = plan.gather(bucket, k_pages, v_pages)
+    k, v = plan.gather(bucket, kv, q)
     if bucket.mask is None:
         k, v = k[:, : bucket.count], v[:, : bucket.count]
     elif bucket.mask.dtype != q.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV, take_pages
 
 
 class ReferenceAttention:
@@ -20,8 +21,7 @@ class ReferenceAttention:
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: None,
@@ -31,8 +31,7 @@ class ReferenceAttention:
         for row, kv_len in enumerate(batch.kv_len.tolist()):
             tokens = slice(bounds[row], bounds[row + 1])
             pages = group.page_table[row, : -(-kv_len // group.tokens_per_page)].long()
-            k = k_pages[pages].flatten(0, 1)[:kv_len]  # [kv_len, kv_heads, dim]
-            v = v_pages[pages].flatten(0, 1)[:kv_len]
+            k, v = (take_pages(*side, pages).flatten(0, 1)[:kv_len] for side in kv.sides)  # [kv_len, kv_heads, dim]
             out[tokens] = attend(spec, q[tokens], k, v, batch.positions[tokens])
         return out
 

@@ -23,26 +23,27 @@ def assemble_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     slot, start = tl.load(table + row), tl.load(table + stride_row + row)
-    count = tl.load(table + 2 * stride_row + row)
+    count, shift = tl.load(table + 2 * stride_row + row), tl.load(table + 3 * stride_row + row)
+    held = start - shift
     every = tl.arange(0, ROWS)
     counts = tl.load(table + 2 * stride_row + every, mask=every < rows, other=0)
     first = tl.sum(tl.where(every < row, counts, 0), 0)
     if row == 0:
         tl.store(query_start, 0)
     tl.store(query_start + row + 1, (first + count).to(tl.int32))
-    tl.store(kv_len + row, (start + count).to(tl.int32))
+    tl.store(kv_len + row, (held + count).to(tl.int32))
     block = tl.arange(0, BLOCK)
     own = pages + slot * stride_pages
     for done in range(0, count, BLOCK):
         here = done + block < count
-        position = start + done + block
+        position = held + done + block
         where = first + done + block
         tl.store(positions + where, position, mask=here)
-        known = tl.load(tokens + slot * stride_tokens + position, mask=here, other=0)
+        known = tl.load(tokens + slot * stride_tokens + shift + position, mask=here, other=0)
         tl.store(input_ids + where, known.to(tl.int64), mask=here)
         page = tl.load(own + position // PAGE, mask=here, other=0).to(tl.int64)
         tl.store(kv_slots + where, page * PAGE + position % PAGE, mask=here)
-    needed = tl.minimum((start + count + PAGE - 1) // PAGE, stride_out)
+    needed = tl.minimum((held + count + PAGE - 1) // PAGE, stride_out)
     for done in range(0, needed, BLOCK):
         here = done + block < needed
         page = tl.load(own + done + block, mask=here, other=0)

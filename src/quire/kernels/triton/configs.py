@@ -31,15 +31,14 @@ class Matmul:
     rows: int = 0
 
 
-# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens, a
-# "crowd" of them fills the chip several times over, "prefix" queries come from rows that share their first keys
+# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
+# "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 2, 64): Tile(16, 128, 4, 3),
-    ("few", 2, 128): Tile(16, 128, 8, 3),
+    ("few", 2, 128): Tile(16, 128, 4, 3),
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
-    ("crowd", 2, 128): Tile(16, 32, 2, 2),
     ("prefix", 2, 128): Tile(64, 64, 4, 3),
     ("many", 2, 64): Tile(64, 64, 4, 3),
     ("many", 2, 128): Tile(128, 32, 4, 3),
@@ -50,16 +49,28 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
 INVARIANT: dict[int, Tile] = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}  # one tiling for every row
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
-SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
+SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own; half of it where processors are idle
 PROGRAMS_PER_PROCESSOR = 2  # split long rows until there are about this many programs
-CROWD = 4  # programs a processor from which many small ones beat few large ones
 
-# Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config)
+# Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config). Tiles and splits
+# are such that all programs are on the chip at once and read alike; shapes that are missing belong to the library.
 SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
-    (2, 32): [(16384, Matmul(64, 128, 4, 4)), (6144, Matmul(64, 256, 4, 3)), (0, Matmul(64, 128, 4, 6, splits=2))],
-    (2, 64): [(16384, Matmul(128, 64, 4, 5)), (0, Matmul(64, 128, 4, 4, splits=2))],
-    (1, 32): [(6144, Matmul(128, 256, 4, 4)), (0, Matmul(64, 256, 4, 4, splits=2))],
-    (1, 64): [(6144, Matmul(128, 128, 4, 5)), (0, Matmul(64, 256, 4, 4, splits=2))],
+    (2, 32): [
+        (16384, Matmul(64, 128, 4, 4)),
+        (6144, Matmul(64, 128, 4, 4, splits=2)),
+        (0, Matmul(64, 128, 4, 4, splits=4)),
+    ],
+    (2, 64): [(16384, Matmul(128, 128, 4, 4))],
+    (1, 32): [
+        (16384, Matmul(64, 256, 4, 4)),
+        (6144, Matmul(64, 256, 4, 4, splits=2)),
+        (0, Matmul(64, 256, 4, 4, splits=4)),
+    ],
+    (1, 64): [
+        (16384, Matmul(128, 256, 4, 4)),
+        (6144, Matmul(64, 256, 4, 3, splits=2)),
+        (0, Matmul(64, 256, 4, 3, splits=4)),
+    ],
     (4, 64): [(0, Matmul(32, 64, 4, 3))],
 }
 # Tiled 8-bit products that beat the library's: (most rows, most outputs, config)
@@ -87,7 +98,7 @@ def row_matmul(outputs: int, width: int) -> Matmul | None:
 
 
 def small_matmul(element: int, rows: int, outputs: int) -> Matmul | None:
-    """None: too many rows, use the tiled product."""
+    """None: the library is as fast."""
     most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
     return look_up(SMALL_MATMUL[element, most[0]], outputs) if most else None
 
@@ -97,5 +108,5 @@ def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
     return next((config for most, widest, config in FP8_MATMUL if rows <= most and outputs <= widest), None)
 
 
-def look_up(table: list[tuple[int, Matmul]], size: int) -> Matmul:
-    return next(config for least, config in table if size >= least)
+def look_up(table: list[tuple[int, Matmul]], size: int) -> Matmul | None:
+    return next((config for least, config in table if size >= least), None)

@@ -54,7 +54,7 @@ void Program::reserve(int tokens) {
 }
 
 static int check(const Step& s, int vocab) {
-  if (s.tokens < 0 || s.rows < 0 || s.layers < 0) return kBadShape;
+  if (s.tokens < 0 || s.rows < 0 || s.layers < 0 || (s.asks && s.groups != 1)) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
@@ -69,7 +69,7 @@ static int check(const Step& s, int vocab) {
         if (s.positions[t] < 0) return kBadShape;
         need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
       }
-      if (need > group.table_stride) return kBadShape;
+      if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
       for (int64_t p = 0; p < need; p++)
         if (pages[p] < 0 || pages[p] >= s.pages) return kBadPage;
@@ -93,6 +93,12 @@ int Program::forward(const Step& step) {
   shape.kv.head_dim = d_.head_dim;
   shape.heads = d_.heads;
   shape.count = int(widest);
+  if (step.asks) {
+    shape.mass_pages = step.mass_pages;
+    size_t size = plans_[0].asking.size() * d_.kv_heads * step.mass_pages;
+    mass_.need(size);
+    std::fill_n(mass_.data(), size, 0.0f);
+  }
   attend_stride_ = (k_.attend_floats(shape) + 15) / 16 * 16;
   attend_scratch_.need(attend_stride_ * pool_.size());
 
@@ -100,7 +106,10 @@ int Program::forward(const Step& step) {
     k_.begin();
     embed(step, kStages * d_.layers, worker);
     pool_.barrier();
-    for (int i = 0; i < std::min(step.layers, d_.layers); i++) layer(step, layers_[i], i, worker);
+    for (int i = 0; i < std::min(step.layers, d_.layers); i++) {
+      layer(step, layers_[i], i, worker);
+      if (step.tap_count) tap(step, i, worker);
+    }
     if (step.layers < d_.layers) {
       qkv(step, layers_[step.layers], step.layers, worker);
     } else {
@@ -111,7 +120,16 @@ int Program::forward(const Step& step) {
     }
     k_.end();
   });
+  if (step.asks) pay(step);
   return 0;
+}
+
+// What rows paid is summed item by item, head by head: in the same order however the work was shared out.
+void Program::pay(const Step& step) const {
+  const float* from = mass_.data();
+  for (int row : plans_[0].asking)
+    for (int head = 0; head < d_.kv_heads; head++)
+      for (int page = 0; page < step.mass_pages; page++) step.mass[size_t(row) * step.mass_pages + page] += *from++;
 }
 
 void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
@@ -132,19 +150,23 @@ void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
 void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   plan.queries.clear();
   plan.items.clear();
+  plan.asking.clear();
   std::vector<int> single;
   auto position = [&](int t) { return step.positions[t]; };
   auto table = [&](int r) { return group.page_table + r * group.table_stride; };
-  auto goes_on = [&](int r) {  // rows further on in what the row before reads and writes: of the same sequence
+  auto asking = [&](int r) { return step.asks && step.asks[r]; };
+  auto goes_on = [&](int r) {  // further on in what the row before reads and writes: of the same sequence
     int last = step.query_start[r] - 1;
     return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
+           !asking(r - 1) && !asking(r) &&
            std::equal(table(r - 1), table(r - 1) + position(last) / group.tokens_per_page + 1, table(r));
   };
   for (int r = 0, next; r < step.rows; r = next) {
     next = r + 1;
     while (next < step.rows && goes_on(next)) next++;
     int begin = step.query_start[r], end = step.query_start[next];
-    if (end - begin == next - r && end - begin < kQueryTile / 2) {
+    const bool asks = asking(r);
+    if (end - begin == next - r && end - begin < kQueryTile / 2 && !asks) {
       for (; r < next; r++) single.push_back(r);
       continue;
     }
@@ -153,7 +175,9 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
       int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
         plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages});
-      plan.items.push_back({first, count, 0, int64_t(count) * step.positions[t + count - 1]});
+      plan.items.push_back(
+          {first, count, 0, int64_t(count) * step.positions[t + count - 1], asks ? int(plan.asking.size()) : -1});
+      if (asks) plan.asking.push_back(r);
     }
   }
   share(step, group, single, plan);
@@ -186,7 +210,7 @@ void Program::share(const Step& step, const StepGroup& group, const std::vector<
       cost += step.positions[step.query_start[rows[j]]];
       add(rows[j]);
     }
-    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost});
+    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost, -1});
   }
 }
 
@@ -210,10 +234,12 @@ Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) 
   kv.tokens_per_page = group.tokens_per_page;
   kv.kv_heads = d_.kv_heads;
   kv.head_dim = d_.head_dim;
-  kv.half = step.half;
+  kv.kind = step.kind;
   kv.v_offset = size_t(group.tokens_per_page) * kv.token_stride();
   kv.page_stride = size_t(step.page_bytes);
   kv.k = step.pool + size_t(layer.place) * 2 * kv.v_offset;
+  kv.scales = reinterpret_cast<uint16_t*>(step.pool + size_t(group.layers) * 2 * kv.v_offset) +
+              size_t(layer.place) * 2 * kv.v_scales();
   int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
   float* qkv = qkv_buffer_.data();
 
@@ -234,7 +260,7 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   const int stage = index * kStages;
   Ahead next = ahead(layer.o, worker);
   pool_.barrier(next);
-  attend(layer, kv, stage + 3, worker);
+  attend(step, layer, kv, stage + 3, worker);
   pool_.barrier(next);
   const Piece o = whole(layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0});
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
@@ -247,6 +273,17 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   const Piece down = whole(layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0});
   multiply(stage + 7, &down, 1, gated_, step.tokens, worker);
   pool_.barrier();
+}
+
+// The residual behind a layer, if it was asked for. Nobody writes to it before all have met again.
+void Program::tap(const Step& step, int index, int worker) {
+  for (int i = 0; i < step.tap_count; i++) {
+    if (step.taps[i] != index) continue;
+    float* to = step.tapped + size_t(i) * step.rows * d_.hidden;
+    for (int r = pool_.start(worker, step.rows); r < pool_.start(worker + 1, step.rows); r++)
+      std::copy_n(x_.data() + size_t(std::max(0, step.query_start[r + 1] - 1)) * d_.hidden, d_.hidden,
+                  to + size_t(r) * d_.hidden);
+  }
 }
 
 // Where a worker will begin to read these weights.
@@ -308,17 +345,18 @@ void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int 
       if (weight) k_.norm(x, weight, d_.eps, dim, x);
       k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
     }
-    int64_t slot = group.kv_slots[t];
-    uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
-                  size_t(slot % group.tokens_per_page) * kv.token_stride();
+    int64_t page = group.kv_slots[t] / group.tokens_per_page;
+    int offset = int(group.kv_slots[t] % group.tokens_per_page);
+    uint8_t* to = kv.k + size_t(page) * kv.page_stride + offset * kv.token_stride();
+    uint16_t* scales = kv.scales_of(page, offset, 0);
     const float* k = heads + d_.heads * dim;
-    k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
-    k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+    k_.store_kv(k, kv, to, scales);
+    k_.store_kv(k + d_.kv_heads * dim, kv, to + kv.v_offset, scales + kv.v_scales());
   });
 }
 
 // Queries by queries with all their heads, which lie together in a page; head by head where there is little to share out.
-void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker) {
+void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker) {
   const Plan& plan = plans_[layer.kv_group];
   int items = int(plan.items.size()), parts = items < 4 * pool_.size() ? d_.kv_heads : 1, heads = d_.kv_heads / parts;
   int total = items * parts;
@@ -326,7 +364,11 @@ void Program::attend(const Layer& layer, const Paged& kv, int stage, int worker)
     const Item& item = plan.items[i / parts];
     int head = i % parts * heads;
     AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
-                    head, head + heads, attended_,    nullptr};
+                    head, head + heads, attended_,    nullptr,                          nullptr,    0};
+    if (item.asking >= 0) {
+      args.mass_pages = step.mass_pages;
+      args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;
+    }
     k_.attend(args, attend_scratch_.data() + worker * attend_stride_);
   }
 }

@@ -32,7 +32,7 @@ struct StepGroup {
   const int32_t* page_table;  // [rows, table_stride]
   int64_t table_stride;
   const int64_t* kv_slots;  // [tokens]
-  int32_t tokens_per_page, layers;
+  int32_t tokens_per_page, layers;  // layers that share its pages
 };
 
 struct Step {
@@ -40,11 +40,17 @@ struct Step {
   const int64_t *ids, *positions;
   const int32_t* query_start;  // [rows + 1]
   const StepGroup* group;
-  int32_t groups, half;
+  int32_t groups, kind;  // of the pages: `KvKind`
   uint8_t* pool;
   int64_t pages, page_bytes;
   float* hidden;   // [tokens, hidden], out
   int32_t layers;  // run so many, and of the next, if there is one, keys and values; `hidden` only after all of them
+  const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
+  float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
+  int32_t tap_count;
+  const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to each page of their only group
+  float* mass;          // [rows, mass_pages], out: of those rows
+  int32_t mass_pages;
 };
 
 class Program {
@@ -59,10 +65,12 @@ class Program {
   struct Item {  // attention work: queries [first, first + count) of a group's list
     int32_t first, count, shared;
     int64_t cost;
+    int32_t asking;  // which of the items that ask for mass, or -1
   };
   struct Plan {
     std::vector<Query> queries;
     std::vector<Item> items;
+    std::vector<int> asking;  // row of each item that asks for mass
   };
   static constexpr int kMost = 3;  // matrices multiplied in one stage
 
@@ -75,7 +83,9 @@ class Program {
   void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
   Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);
   void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
-  void attend(const Layer& layer, const Paged& kv, int stage, int worker);
+  void attend(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
+  void pay(const Step& step) const;
+  void tap(const Step& step, int index, int worker);
   void gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker);
   Ahead ahead(const Matrix& w, int worker) const;
   template <typename Visit>
@@ -108,7 +118,7 @@ class Program {
     Rows reserve(int rows, int k);
   };
 
-  Buffer<float> x_, qkv_buffer_, angles_, gates_, attend_scratch_;
+  Buffer<float> x_, qkv_buffer_, angles_, gates_, attend_scratch_, mass_;
   Buffer<uint8_t> scratch_;
   RowBuffers normed_store_, attended_store_, gated_store_, head_store_;
   Rows normed_{}, attended_{}, gated_{};
