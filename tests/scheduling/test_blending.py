@@ -176,6 +176,6 @@ class BlendedWorld(World):
 def test_random_life_with_chunks(depth, drafts, tiers):
     fakes = FakeTiers((TierSpec("host", 60),), 4, seed=3) if tiers else None
     world = BlendedWorld((FULL,), policy="fcfs", depth=depth, seed=5, pages=50, drafts=drafts, tiers=fakes)
-    live(world, "fcfs", True, 8_000, drafts)
+    live(world, "fcfs", True, 10_000, drafts)
     stats = world.scheduler.stats
     assert stats.blended_tokens > 500 and stats.recomputed_tokens > 200
