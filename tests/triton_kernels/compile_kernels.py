@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for a GPU that need not be here, at the shapes of an 8B model. Run by test_triton_compiles.
+"""Compile the Triton kernels for a GPU that need not be here, at the shapes of an 8B model; see test_triton_compiles.
 
 Every launch ends after its kernel was compiled, so nothing is computed; what comes out is the list of kernels met.
 """
@@ -51,8 +51,8 @@ def random(*shape, dtype=BF16):
 
 def pages(dtype):
     k, v = (random(9, PAGE, KV, DIM, dtype=dtype) for _ in range(2))
-    scales = [torch.ones(9, PAGE, KV, 1, dtype=torch.float16) for _ in range(2)] if dtype == torch.int8 else [None, None]
-    return LayerKV(k, v, 0, *scales)
+    scales = torch.ones(9, PAGE, KV, 1, dtype=torch.float16) if dtype == torch.int8 else None
+    return LayerKV(k, v, 0, scales, scales)
 
 
 def attention(dtype, rows, shared=0, **options):
@@ -60,7 +60,8 @@ def attention(dtype, rows, shared=0, **options):
     table = torch.ones(len(rows), 8, dtype=torch.int32)
     positions = torch.cat([torch.arange(n - c, n) for c, n in rows])
     group = GroupBatch(PAGE, table, positions)
-    made = Batch(positions, torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(lens).int(), counts, lens, (group,))
+    start = torch.tensor([0, *counts]).cumsum(0).int()
+    made = Batch(positions, start, torch.tensor(lens).int(), counts, lens, (group,))
     spec, backend, prefix = AttentionSpec(HEADS, KV, DIM, 0.1), TritonAttention(**options), None
     if shared:
         found = cascade.find_groups(table.tolist(), [n - c for c, n in rows], PAGE)
