@@ -152,14 +152,16 @@ def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Te
             scales.index_put_(where, beside)
 
 
-def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def read_tokens(
+    views: KVViews, group: int, slots: torch.Tensor, layers: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of some tokens, whatever kind of page they lie in: each float32 [slots, layers, kv_heads, head_dim], a
-    copy, layers in the group's order. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to the
+    copy, layers in the group's order, all or some. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to the
     position they were computed at; rotating them further and writing them back moves a token."""
     size = views.layout.groups[group].tokens_per_page
     page, offset = slots // size, slots % size
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for index in views.layout.groups[group].layers:
+    for index in views.layout.groups[group].layers[layers]:
         for (numbers, scales), side in zip(views.layers[index].sides, found, strict=True):
             side.append(take_tokens(numbers, scales, page, offset).float())
     return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)

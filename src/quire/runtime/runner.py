@@ -22,6 +22,7 @@ from quire.kernels.attention import NO_TREE, Batch, Paths
 from quire.kernels.tap import Tap
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
+from quire.runtime.probing import probe
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
@@ -116,7 +117,9 @@ class ModelRunner:
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
         if end_turns is not None:
             end_turns()
+        probed = probe(plan.probes, self.model, self._kv, self._slots, self._staging) if plan.probes else None
         computed = self._forward(asked) if plan.rows else Computed(None)
+        computed.probed = probed
         return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation, self._keep)
 
     def _forward(self, asked: Expanded) -> Computed:
@@ -270,7 +273,7 @@ def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
     return pooled
 
 
-@dataclass(frozen=True)
+@dataclass
 class Computed:
     """What a step came to, on the device."""
 
@@ -280,6 +283,7 @@ class Computed:
     mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     padding: int = 0
     shown: torch.Tensor | None = None  # [samples, hidden or more], what was drawn from; if somebody wants to know
+    probed: torch.Tensor | None = None  # [tokens of all probes]
 
 
 class PendingStep:
@@ -310,6 +314,7 @@ class PendingStep:
         self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
         self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
         self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
+        self._probed = begin_copy(computed.probed) if computed.probed is not None else None
         self._event = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()
@@ -336,9 +341,16 @@ class PendingStep:
             },
             pooled={row: vector.tolist() for row, vector in self._pooled.items()},
             mass={row: paid.tolist() for row, paid in self._mass.items()},
+            deviations=self._deviations(),
             seconds=time.perf_counter() - self._began,
             padding=self._padding,
         )
+
+    def _deviations(self) -> list[list[float]]:
+        """By probe."""
+        if self._probed is None:
+            return []
+        return [part.tolist() for part in self._probed.split([p.count for p in self._asked.plan.probes])]
 
     def _accept(self, drawn: list[int]) -> list[Accepted]:
         """What the draws of each sample come to: those that its draft led to, as its grammar allows."""

@@ -50,7 +50,7 @@ class SlotState:
                 self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
     def _fill(self, admits: list[Admit]) -> None:
-        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of their tokens would be too."""
+        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
         flat = np.concatenate([np.asarray(a.tokens, dtype=np.int32) for a in admits])
         staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
         end = 0

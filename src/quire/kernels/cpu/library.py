@@ -60,6 +60,7 @@ class Step(Structure):
         ("pages", c_int64),
         ("page_bytes", c_int64),
         ("hidden", c_void_p),
+        ("layers", c_int32),
         ("taps", c_void_p),
         ("tapped", c_void_p),
         ("tap_count", c_int32),

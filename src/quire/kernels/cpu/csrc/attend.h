@@ -103,23 +103,30 @@ inline void gather(const Paged& kv, const Table& table, int head, int first, int
   }
 }
 
-// sum = sum * keep + p[first .. last] . v, for C vectors from dimension `at` on.
-template <int C>
-inline void weigh(float* sum, float keep, const float* p, const float* v, int first, int last, int at) {
-  vf acc[C];
-  for (int c = 0; c < C; c++) acc[c] = load(sum + at + c * W) * keep;
+// sum = sum * keep + p[first .. last] . v of S states, for C vectors from dimension `at` on.
+template <int S, int C>
+inline void weigh(State* s, const float* keep, const float (*p)[kKeys], const float* v, int first, int last, int at) {
+  vf acc[S][C];
+#pragma GCC unroll 4
+  for (int i = 0; i < S; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) acc[i][c] = load(s[i].sum + at + c * W) * keep[i];
   const float* from = v + at * kKeys;
   for (int j = first; j < last; j++)
-    for (int c = 0; c < C; c++) acc[c] = fma(load(from + (c * kKeys + j) * W), splat(p[j]), acc[c]);
-  for (int c = 0; c < C; c++) store(sum + at + c * W, acc[c]);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) {
+      vf x = load(from + (c * kKeys + j) * W);
+#pragma GCC unroll 4
+      for (int i = 0; i < S; i++) acc[i][c] = fma(x, splat(p[i][j]), acc[i][c]);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < S; i++)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++) store(s[i].sum + at + c * W, acc[i][c]);
 }
 
-// With kMass, `paid` [pages] becomes the weights of each page so far, as `total` is of all of them.
-template <bool kMass>
-__attribute__((always_inline)) inline void attend_block_as(State& s, const float* k, const float* v, int dim, int first,
-                                                           int last, float* paid, int at, int size) {
-  float p[kKeys] = {};
-  for (int j = 0; j < last; j += 16) dots16(s.q, k + j * W, dim, p + j);
+// Scores of keys [first, last) in p become their shares of the softmax, zero elsewhere. Returns what earlier sums keep.
+inline float soften(State& s, float* p, int first, int last) {
   vf low = splat(-__builtin_inff()), most = low;
   for (int i = 0; i < kKeys; i += W) {
     vi lane = lane_numbers() + i;
@@ -140,23 +147,44 @@ __attribute__((always_inline)) inline void attend_block_as(State& s, const float
     total += e;
   }
   s.total = s.total * keep + sum(total);
-  if (kMass) {
-    for (int page = 0; keep != 1.0f && page <= at / size; page++) paid[page] *= keep;
-    for (int j = first; j < last; j++) paid[(at + j) / size] += p[j];
+  return keep;
+}
+
+constexpr int kTogether = 4;  // states that one call takes
+
+// S states that see keys [first, last) of a block: nothing crosses them, but one does not wait for another's results.
+template <int S>
+__attribute__((noinline)) void attend_block(State* s, const float* k, const float* v, int dim, int first, int last) {
+  float p[S][kKeys] = {}, keep[S];
+  for (int j = 0; j < last; j += 16)
+    for (int i = 0; i < S; i++) dots16(s[i].q, k + j * W, dim, p[i] + j);
+  for (int i = 0; i < S; i++) keep[i] = soften(s[i], p[i], first, last);
+  constexpr int C = W == 8 && S > 1 ? 2 : 4;  // what the registers hold
+  int at = 0;
+  for (; at + C * W <= dim; at += C * W) weigh<S, C>(s, keep, p, v, first, last, at);
+  for (; at < dim; at += W) weigh<S, 1>(s, keep, p, v, first, last, at);
+}
+
+inline void attend_block(int count, State* s, const float* k, const float* v, int dim, int first, int last) {
+  switch (count) {
+    case 1: return attend_block<1>(s, k, v, dim, first, last);
+    case 2: return attend_block<2>(s, k, v, dim, first, last);
+    case 3: return attend_block<3>(s, k, v, dim, first, last);
+    case 4: return attend_block<4>(s, k, v, dim, first, last);
   }
+}
+
+// One state, and what it pays to each page so far, as `total` is of all of them.
+inline void attend_block_paid(State& s, const float* k, const float* v, int dim, int first, int last, float* paid, int at,
+                              int size) {
+  float p[1][kKeys] = {};
+  for (int j = 0; j < last; j += 16) dots16(s.q, k + j * W, dim, p[0] + j);
+  float keep = soften(s, p[0], first, last);
+  for (int page = 0; keep != 1.0f && page <= at / size; page++) paid[page] *= keep;
+  for (int j = first; j < last; j++) paid[(at + j) / size] += p[0][j];
   int i = 0;
-  for (; i + 4 * W <= dim; i += 4 * W) weigh<4>(s.sum, keep, p, v, first, last, i);
-  for (; i < dim; i += W) weigh<1>(s.sum, keep, p, v, first, last, i);
-}
-
-__attribute__((noinline)) void attend_block(State& s, const float* k, const float* v, int dim, int first,
-                                            int last) {
-  attend_block_as<false>(s, k, v, dim, first, last, nullptr, 0, 1);
-}
-
-__attribute__((noinline)) void attend_block_paid(State& s, const float* k, const float* v, int dim, int first, int last,
-                                                 float* paid, int at, int size) {
-  attend_block_as<true>(s, k, v, dim, first, last, paid, at, size);
+  for (; i + 4 * W <= dim; i += 4 * W) weigh<1, 4>(&s, &keep, p, v, first, last, i);
+  for (; i < dim; i += W) weigh<1, 1>(&s, &keep, p, v, first, last, i);
 }
 
 // All keys of queries of one row, and what each state pays to each page, [states, pages].
@@ -199,11 +227,13 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
       if (block + 1 < end) fetch(a.kv, table, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
       gather(a.kv, table, head, at, written < kKeys ? written : kKeys, k, v);
       State* mine = states + (head - a.head_begin) * stride;
-      for (int i = 0; i < count; i++) {
-        int first = a.window ? mine[i].position - a.window + 1 - at : 0, last = mine[i].position + 1 - at;
+      for (int i = 0, n = 1; i < count; i += n, n = 1) {
+        const int position = mine[i].position;
+        while (n < kTogether && i + n < count && mine[i + n].position == position) n++;
+        int first = a.window ? position - a.window + 1 - at : 0, last = position + 1 - at;
         first = first < 0 ? 0 : first;
         last = last > kKeys ? kKeys : last;
-        if (first < last) attend_block(mine[i], k, v, dim, first, last);
+        if (first < last) attend_block(n, mine + i, k, v, dim, first, last);
       }
     }
   }

@@ -3,7 +3,7 @@
 // same bits, sooner.
 
 constexpr int kAbreast = W == 8 ? 2 : 4;  // keys scored at a time: what the registers hold
-constexpr int kFewStates = W / 3;         // so many are sooner done one by one
+constexpr int kFewStates = W == 16 ? 5 : W / 2;  // so many are sooner done one by one
 
 // Lane i of the result: lane i / 2 (of the upper halves: W / 2 + i / 2) of a where i is even, else of b.
 template <bool Upper, int... I>

@@ -43,7 +43,8 @@ struct Step {
   int32_t groups, kind;  // of the pages: `KvKind`
   uint8_t* pool;
   int64_t pages, page_bytes;
-  float* hidden;  // [tokens, hidden], out
+  float* hidden;   // [tokens, hidden], out
+  int32_t layers;  // run so many, and of the next, if there is one, keys and values; `hidden` only after all of them
   const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
   float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
   int32_t tap_count;
@@ -79,6 +80,7 @@ class Program {
   void plan(const Step& step, const StepGroup& group, Plan& plan) const;
   void share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const;
   void embed(const Step& step, int stage, int worker);
+  Paged qkv(const Step& step, const Layer& layer, int index, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
   void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
   Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);
