@@ -15,8 +15,10 @@ MOST = 4
 class World:
     """Steps of `rows` sequences that take `seconds(tokens)`, guesses right with chance `rate`."""
 
-    def __init__(self, rows, rate, seconds, depth=1):
-        capacity = Capacity(pages=9, slots=rows, max_model_len=10**6, max_batch_tokens=4096, depth=depth, drafts=MOST)
+    def __init__(self, rows, rate, seconds, depth=1, adapts=True):
+        capacity = Capacity(
+            pages=9, slots=rows, max_model_len=10**6, max_batch_tokens=4096, depth=depth, drafts=MOST, adapts=adapts
+        )
         self.policy = DraftPolicy(capacity)
         self.seconds, self.rate, self.now, self.step = seconds, rate, 0.0, 0
         self.seqs = []
@@ -78,6 +80,10 @@ def test_where_guesses_lose_they_end_and_trials_are_rare(rate, seconds):
     speed, guessed = world.run(2000)
     assert speed > 0.97 * 32 / seconds(32)
     assert guessed < 0.1
+
+
+def test_a_policy_that_does_not_adapt_always_guesses_in_full():
+    assert World(4, 0.0, dear, adapts=False).run(50)[1] == MOST
 
 
 def test_a_dear_guess_is_a_short_one():

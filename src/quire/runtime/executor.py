@@ -285,5 +285,6 @@ def capacity_for(
         max_batch_tokens=resolved.max_batch_tokens,
         depth=resolved.depth,
         drafts=draft_limit(options.speculation),
+        adapts=options.speculation.draft_adapt,
     )
     return capacity, why

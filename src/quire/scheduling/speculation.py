@@ -68,6 +68,7 @@ class DraftPolicy:
     def __init__(self, capacity: Capacity):
         self._most = capacity.drafts
         self._tokens = capacity.max_batch_tokens
+        self._adapts = capacity.adapts
         self._overlapped = capacity.depth > 1
         self._costs: dict[int, _Costs] = {}
         self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
@@ -86,6 +87,8 @@ class DraftPolicy:
         able = [s for s in ready if s.outputs and s.request.beam is None and s.memo is None and not s.request.pooling]
         if room <= 0 or not able:
             return {}
+        if not self._adapts:
+            return self._capped(dict.fromkeys(able, room))
         costs = self._costs.setdefault(len(ready).bit_length(), _Costs())
         if not costs.plain or self._guessed >= PLAIN_EVERY:
             return {}

@@ -83,6 +83,7 @@ class SpeculationOptions:
         "off", "who guesses: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)"
     )
     draft_tokens: int | None = option(None, "most tokens guessed at once (default: by who guesses)")
+    draft_adapt: bool = option(True, "guess less, or nothing, where guesses have not paid lately")
 
 
 @dataclass(frozen=True)

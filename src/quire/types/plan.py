@@ -166,6 +166,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     depth: int  # steps in flight
     drafts: int = 0  # tokens the worker can guess at once for a row
+    adapts: bool = True  # whether fewer are guessed, or none, where that pays better
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
     turns: bool = False  # whether cached keys can be moved to other positions
