@@ -34,7 +34,7 @@ class World:
         self.rng = random.Random(seed)
         self.depth = depth
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
-        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else ())
+        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else (), turns=True)
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
         self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB, tiers=tiers)

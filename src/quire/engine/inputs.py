@@ -11,8 +11,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.generation.guidance import DOOR_SECONDS, Guidance
-from quire.text import TextModel, alphabet_of
+from quire.text import TextModel, alphabet_of, encode_chunks
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
@@ -33,6 +34,7 @@ def prepare(
     request_id: str | None = None,
     priority: int = 0,
     salt: str = "",
+    blend: Blend | None = None,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
     tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -58,7 +60,18 @@ def prepare(
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
+        blend=blend,
     )
+
+
+def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:
+    """A prompt and where its chunks are: said of token ids, or found by a separator in a text, which then is token ids
+    without it."""
+    if not isinstance(how, BlendParams):
+        return prompt, how
+    if not isinstance(prompt, str):
+        raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
+    return encode_chunks(text.tokenizer, prompt, how, add_special=True)
 
 
 def branches_of(params: SamplingParams) -> tuple[SamplingParams, int]:

@@ -150,13 +150,7 @@ class Model:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
         stages = self.stages
-        residual = stages.ops.take(self.embed.weight, input_ids)
-        rope = None
-        if self.positions is not None:
-            residual += stages.ops.take(self.positions.weight, batch.positions)
-        else:
-            rope = stages.ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
-        step = Step(batch, kv, rope)
+        residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         shown = []
         for layer in self.layers:
@@ -171,6 +165,25 @@ class Model:
         if tap is not None:
             tap.states = shown
         return stages.norm(self.final_norm, x, residual)
+
+    def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
+        """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        residual, step = self._begin(input_ids, batch, kv)
+        x: torch.Tensor | None = None
+        for whole in self.layers[:layer]:
+            x = self.stages.attend(whole, self.stages.qkv(whole, x, residual, step), residual, step)
+            x = self.stages.mlp(whole, x, residual)
+        self.stages.qkv(self.layers[layer], x, residual, step)
+
+    def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
+        """Embeddings [tokens, hidden], and what the layers share."""
+        ops, rope = self.stages.ops, None
+        residual = ops.take(self.embed.weight, input_ids)
+        if self.positions is not None:
+            residual += ops.take(self.positions.weight, batch.positions)
+        else:
+            rope = ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
+        return residual, Step(batch, kv, rope)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""

@@ -91,6 +91,10 @@ class NativeModel:
         hidden = self._program.forward(input_ids, batch, kv, tap)
         return hidden[batch.ends] if last else hidden
 
+    def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
+        """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        self._program.forward(input_ids, batch, kv, layers=layer)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
         return self._program.logits(hidden)

@@ -36,6 +36,8 @@ class Prefix(msgspec.Struct, kw_only=True):
     explanation: str
     tier_tokens: dict[str, int]  # of the cached tokens, those that came from each tier below the device
     moved_bytes: int  # loaded for that
+    blended_tokens: int  # of chunks that were cached for another place, and reused here
+    recomputed_tokens: int  # of chunks, computed again because their place changes them
     saved_s: float  # estimate: computing them would have taken so much longer
 
 
@@ -159,6 +161,8 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         explanation=SENTENCES[reason],
         tier_tokens=timeline.tiers,
         moved_bytes=timeline.moved,
+        blended_tokens=timeline.blended,
+        recomputed_tokens=timeline.recomputed,
         saved_s=timeline.saved,
     )
 

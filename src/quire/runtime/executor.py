@@ -207,8 +207,8 @@ class _Ticket:
         result = step.result()
         if self._transfers is not None:
             began = time.perf_counter()
-            result.transfers = self._transfers.poll(0.0 if self._plan.rows else PATIENCE)
-            if not self._plan.rows:
+            result.transfers = self._transfers.poll(0.0 if self._plan.computes else PATIENCE)
+            if not self._plan.computes:
                 result.seconds = time.perf_counter() - began
         return result
 

@@ -136,7 +136,7 @@ class Diary:
     def stepped(self, plan: StepPlan, result: StepResult, rows: list[tuple[Sequence, int]]) -> None:
         """A step is done; rows of sequences that had stopped before it were for nothing."""
         stats, tokens = self.stats, plan.tokens
-        if not plan.rows:
+        if not plan.computes:
             return  # it only waited for pages
         stats.steps += 1
         offered, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))

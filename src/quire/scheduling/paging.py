@@ -277,9 +277,9 @@ class Paging:
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """A step is done; some transfers may have ended by then."""
-        if plan.rows:
+        if plan.rows and not plan.probes:
             self.directory.costs.step(plan.tokens, result.seconds)
-        elif self.moving:
+        elif self.moving and not plan.computes:
             self.stats.tier_waits += result.seconds
         for done in result.transfers:
             self.finish(done)

@@ -12,6 +12,7 @@ from quire.serve.schema import ToolCall
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
+    blended_tokens: int | UnsetType = UNSET  # of chunks that were cached for another place
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -246,7 +246,7 @@ def router(serving: Serving) -> APIRouter:
         body = decode(_COUNT, await read_body(request, serving.max_body))
         serving.check_model(body.model)
         refuse_unsupported(body)
-        tokens = await render(serving, turn_of(body, SamplingParams()))
+        tokens, _ = await render(serving, turn_of(body, SamplingParams()))
         return Response(json(TokenCount(len(tokens))), media_type="application/json")
 
     return routes

@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
@@ -129,6 +129,7 @@ class Generation:
     accepted_tokens: int = 0  # ... of them, right
     forced_tokens: int = 0  # of completion_tokens, forced by a grammar
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
+    blended: dict[int, int] = field(default_factory=dict)  # ... of chunks, from another place
     evicted: dict[int, int] = field(default_factory=dict)  # tokens whose KV was dropped, by choice
 
     @property
@@ -144,12 +145,15 @@ class Generation:
             self.prompt_tokens,
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
-            PromptTokensDetails(self.cached_tokens),
+            PromptTokensDetails(self.cached_tokens, self._blended_tokens()),
             CompletionTokensDetails(
                 thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens, self.forced_tokens
             ),
             sum(self.evicted.values()) if any(r.params.kv_budget for r in self.requests) else UNSET,
         )
+
+    def _blended_tokens(self) -> int | UnsetType:
+        return sum(self.blended.values()) if any(request.blend for request in self.requests) else UNSET
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
@@ -200,6 +204,8 @@ class Generation:
                         self.forced_tokens += delta.forced_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
+                        if delta.blended_tokens:
+                            self.blended[index] = max(delta.blended_tokens, self.blended.get(index, 0))
                         delta.branch += index * branches
                         if delta.evicted_tokens:
                             self.evicted[delta.branch] = delta.evicted_tokens

@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from quire.serve.fields import Count, Int, Name, extension, noted, refused, unused
 from quire.text import Tool
+from quire.types.blend import BlendParams
 from quire.types.sampling import MAX_LOGPROBS, MAX_N
 
 MAX_TOOLS = 128
@@ -80,6 +81,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
     session_id: Annotated[str, extension("keep this conversation's pages when the answer has ended")] | None = None
     session_ttl: Annotated[float, extension("for so many seconds (300)", gt=0, le=86_400)] | None = None
+    blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
     kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None

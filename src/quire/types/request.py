@@ -10,6 +10,7 @@ import enum
 import msgspec
 
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend
 from quire.types.sampling import SamplingParams
 
 
@@ -28,6 +29,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     session: str = ""  # whose pages stay for a while after its end
     hold: float = 0.0  # ... so many seconds
+    blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -188,8 +188,11 @@ class NativeProgram:
         """Draws on this program's threads, which it must not outlive."""
         return CompiledDraw(self._pool, self.isa)
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None) -> torch.Tensor:
-        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None, *, layers: int | None = None
+    ) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32. With fewer `layers` than
+        there are, only their K and V and those of the next are written, and what is returned says nothing."""
         if kv is not self._kv:
             self._build(kv)
         tokens, step, pool = input_ids.shape[0], self._step, kv.pool
@@ -202,11 +205,15 @@ class NativeProgram:
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
         step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        step.tree_base = step.tree_path = None
+        if batch.paths is not None:
+            step.tree_base, step.tree_path = batch.paths.base.data_ptr(), batch.paths.path.data_ptr()
+        step.layers = len(self._weights.layers) if layers is None else layers
         step.tap_count = 0
         if tap is not None and tap.layers:
-            layers = torch.tensor(tap.layers, dtype=torch.int32)
-            tapped = torch.empty(len(layers), batch.rows, self._weights.hidden)
-            step.taps, step.tapped, step.tap_count = layers.data_ptr(), tapped.data_ptr(), len(layers)
+            tapping = torch.tensor(tap.layers, dtype=torch.int32)
+            tapped = torch.empty(len(tapping), batch.rows, self._weights.hidden)
+            step.taps, step.tapped, step.tap_count = tapping.data_ptr(), tapped.data_ptr(), len(tapping)
             tap.states = list(tapped)
         step.asks = None
         if batch.mass is not None:
