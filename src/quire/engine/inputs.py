@@ -41,6 +41,7 @@ def prepare(
     check_tokens(tokens, info, info.room(params))
     room = info.room(params) - len(tokens)
     params.check_vocabulary(info.vocab_size)
+    params.check_budget(info.page_size, info.max_model_len)
     if params.grammar is not None:
         check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
