@@ -11,9 +11,10 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.engine.inputs import branches_of
+from quire.engine.inputs import branches_of, chunked
 from quire.text.reasoning import ReasoningReader
 from quire.text.tool_formats import HERMES
+from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
@@ -141,7 +142,9 @@ class FakeFrontend:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        blend: BlendParams | Blend | None = None,
     ) -> Request:
+        prompt, chunks = chunked(prompt, blend, self.text)  # type: ignore[arg-type, assignment]
         tokens = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not tokens:
             raise InputError("the prompt is empty", param="prompt")
@@ -152,6 +155,7 @@ class FakeFrontend:
         params.check_vocabulary(VOCAB)
         params, keep = branches_of(params)
         request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt, keep=keep)
+        request.blend = chunks
         self.requests.append(request)
         return request
 

@@ -44,7 +44,17 @@ from quire.types.wire import EngineInfo
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-__all__ = ["Collected", "Generation", "Serving", "check", "collect", "hold_session", "off_loop", "price", "sampling_params"]
+__all__ = [
+    "Collected",
+    "Generation",
+    "Serving",
+    "check",
+    "collect",
+    "hold_session",
+    "off_loop",
+    "price",
+    "sampling_params",
+]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
