@@ -62,19 +62,21 @@ class FakeText:
         self.reasons = False
         self.template = "{{ messages }}"
 
-    def encode_chat(
+    def encode_chat(self, messages: list[dict[str, Any]], *, prefix: str = "", **how: Any) -> list[int]:
+        return self.tokenizer.encode(self.render_chat(messages, **how) + prefix)
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        prefix: str = "",
         **variables: Any,
-    ) -> list[int]:
+    ) -> str:
         self.threads.add(threading.current_thread().name)
         self.rendered.append({"messages": messages, "tools": tools, **variables})
         turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else "") + prefix)
+        return turns + ("assistant: " if add_generation_prompt else "")
 
     def reasoning_reader(self, prompt: list[int]) -> ReasoningReader | None:
         return ReasoningReader() if self.reasons else None

@@ -21,7 +21,7 @@ from quire.types.sampling import MAX_LOGPROBS, SamplingParams
 
 SEPARATOR = "<|chunk|>"  # in no document
 ANSWER = 32  # tokens
-EVERY = 4  # tokens of an answer between places that are compared
+EVERY = 8  # tokens of an answer between places that are compared
 FRACTIONS = (0.0, 0.15, 0.3, 1.0)
 HEAD = "Read the documents, then answer the question with a short sentence.\n\n"
 _SYLLABLES = ("bar", "den", "fel", "gos", "hul", "kim", "lor", "mar", "nev", "ost", "pil", "ran", "sten", "tor", "ulm")
