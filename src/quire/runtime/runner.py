@@ -183,9 +183,8 @@ class ModelRunner:
         self._slots.tokens[slot, at] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
         moved = [(place, i) for i, place in enumerate(places) if place != i]
         if moved:
-            source, target = (torch.tensor(side, device=self._device) + position for side in zip(*moved, strict=True))
-            for group, (there, here) in enumerate(zip(self._slots.kv_slots(slot, source),
-                                                      self._slots.kv_slots(slot, target), strict=True)):  # fmt: skip
+            sides = (torch.tensor(side, device=self._device) + position for side in zip(*moved, strict=True))
+            for group, (there, here) in enumerate(zip(*(self._slots.kv_slots(slot, s) for s in sides), strict=True)):
                 self._kv.move(group, there, here)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
