@@ -116,5 +116,5 @@ def test_what_a_gpu_runs(default_model):
     assert layout("auto") == "bfloat16"
     assert layout("int8") == layout("int8-kivi") == "int8"
     assert layout("fp8") == layout("auto", dtype="fp8") == "float8_e4m3fn"
-    with pytest.raises(ConfigError, match="pages cannot be int4: .* takes pages of bfloat16, .*int8"):
+    with pytest.raises(ConfigError, match=r"pages cannot be int4: .* takes pages of bfloat16, .*int8"):
         layout("int4")
