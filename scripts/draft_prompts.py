@@ -88,7 +88,8 @@ checks whether a word is a palindrome|converts Celsius to Fahrenheit|reads a fil
 parses a date|computes the average of a list|finds the longest word of a sentence|capitalizes every word|shuffles a list
 flattens a list of lists|counts how often each letter occurs|generates a random password
 computes the greatest common divisor|converts a number to binary|multiplies two matrices
-transposes a matrix|checks whether two strings are anagrams|validates an email address|downloads a web page|draws a triangle of stars|plays rock, paper, scissors|guesses a number
+transposes a matrix|checks whether two strings are anagrams|validates an email address|downloads a web page
+draws a triangle of stars|plays rock, paper, scissors|guesses a number
 """
 NEEDS = (
     "Write an email to my {0} to say that {1}.",

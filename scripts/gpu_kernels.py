@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV
 from quire.kernels.reference import ops as plain
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, norm, rope, sampling, twins
@@ -115,13 +116,13 @@ def rotations(tokens: int) -> Iterator[Trial]:
 
         def check(norms: dict = norms) -> float:
             a, b = pool.clone(), pool.clone()
-            q = rope.rope_and_write(qkv.clone(), HEADS, cos, sin, a[:, 1, 0], a[:, 1, 1], slots, **norms)
-            r = twins.rope_and_write(qkv.clone(), HEADS, cos, sin, b[:, 1, 0], b[:, 1, 1], slots, **norms)
+            q = rope.rope_and_write(qkv.clone(), HEADS, cos, sin, LayerKV(a[:, 1, 0], a[:, 1, 1]), slots, **norms)
+            r = twins.rope_and_write(qkv.clone(), HEADS, cos, sin, LayerKV(b[:, 1, 0], b[:, 1, 1]), slots, **norms)
             return distance(q, r) + distance(a, b)
 
         out = torch.empty(tokens, HEADS, DIM, device="cuda", dtype=BF16)
         run = lambda i, n=norms, out=out: rope.rope_and_write(  # noqa: E731
-            qkv, HEADS, cos, sin, pool[:, 1, 0], pool[:, 1, 1], slots, q_out=out, **n
+            qkv, HEADS, cos, sin, LayerKV(pool[:, 1, 0], pool[:, 1, 1]), slots, q_out=out, **n
         )
         yield Trial(name, f"{tokens}", "triton", run, 1, 4 * tokens * QKV, 0, check)
 
@@ -310,7 +311,7 @@ class Rows:
 
     def run(self, i: int, backend: paged.TritonAttention, plan: paged.Plan) -> torch.Tensor:
         layer = self.pool[:, i % self.layers]
-        return backend.forward(self.spec, self.q, layer[:, 0], layer[:, 1], self.batch, self.group, plan)
+        return backend.forward(self.spec, self.q, LayerKV(layer[:, 0], layer[:, 1]), self.batch, self.group, plan)
 
     def error(self, backend: paged.TritonAttention, plan: paged.Plan, rows: int = 4) -> float:
         got = self.run(0, backend, plan)
@@ -322,8 +323,8 @@ class Rows:
             one = replace(self.batch, positions=self.batch.positions[part], kv_len=self.batch.kv_len[r : r + 1],
                           query_start=torch.tensor([0, part.stop - part.start], device="cuda"))  # fmt: skip
             group = replace(self.group, page_table=self.group.page_table[r : r + 1])
-            k, v = self.pool[:, 0, 0], self.pool[:, 0, 1]
-            expected = ReferenceAttention().forward(self.spec, self.q[part], k, v, one, group, None)
+            kv = LayerKV(self.pool[:, 0, 0], self.pool[:, 0, 1])
+            expected = ReferenceAttention().forward(self.spec, self.q[part], kv, one, group, None)
             worst = max(worst, distance(got[part], expected))
         return worst
 

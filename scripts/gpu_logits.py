@@ -29,7 +29,7 @@ def main() -> None:
         for kind, tensor in module.tensors().items():
             tensor.copy_(model.modules()[name].tensors()[kind])
     exact.finish()
-    layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype="", itemsize=m.dtype.itemsize) for m in (model, exact)}
+    layouts = {m.dtype: m.spec.kv_layout(page_size=16, dtype=m.kv_dtype) for m in (model, exact)}
     overlaps = launch.overlaps
     eight = load_model(source, device=device, dtype=torch.bfloat16, random_weights=True, scheme=Fp8Scheme())
     assert isinstance(eight, Model)
@@ -43,9 +43,8 @@ def main() -> None:
             model.stages = Stages(model.spec, device, plain=True) if plain else choose_stages(model.spec, device)
             found = sequence_logits(model, layouts[torch.bfloat16], tokens, 1)
             errors[name] = ((found - truth).norm() / truth.norm()).item()
-        for name, kv in (("fp8", torch.bfloat16), ("fp8, KV too", torch.float8_e4m3fn)):
-            layout = model.spec.kv_layout(page_size=16, dtype="", itemsize=kv.itemsize)
-            found = sequence_logits(eight, layout, tokens, 1, kv)
+        for name, kv in (("fp8", "bfloat16"), ("fp8, KV too", "float8_e4m3fn"), ("fp8, KV int8", "int8")):
+            found = sequence_logits(eight, model.spec.kv_layout(page_size=16, dtype=kv), tokens, 1)
             errors[name] = ((found - truth).norm() / truth.norm()).item()
         print(count, {name: f"{error:.4f}" for name, error in errors.items()})
 

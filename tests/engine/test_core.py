@@ -19,7 +19,7 @@ from quire.types.request import FinishReason, Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Abort, EngineInfo, Events, GetStats, Stats, Submit
 
-LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32", 4)
+LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32")
 VOCAB = 97
 
 

@@ -14,7 +14,7 @@ def manager(*windows, pages=32, size=4, **options):
         KVGroup(layers=(i,), tokens_per_page=size, kv_heads=1, head_dim=1, window=w)
         for i, w in enumerate(windows or (None,))
     )
-    return KVManager(KVLayout(groups=groups, dtype="float32", itemsize=4), pages, **options)
+    return KVManager(KVLayout(groups=groups, dtype="float32"), pages, **options)
 
 
 def start(memory, tokens, salt=""):
@@ -189,7 +189,7 @@ def test_contiguous_pool_hands_out_unbroken_runs():
 
 
 def test_layout_groups_layers_by_window_in_equal_bytes():
-    layout = layout_for([None, 8, None, 8, None, None], kv_heads=2, head_dim=4, page_size=16, dtype="f", itemsize=2)
+    layout = layout_for([None, 8, None, 8, None, None], kv_heads=2, head_dim=4, page_size=16, dtype="float16")
     full, window = layout.groups
     assert full.layers == (0, 2, 4, 5) and window.layers == (1, 3)
     assert (full.tokens_per_page, window.tokens_per_page) == (16, 32)

@@ -9,19 +9,23 @@ import torch
 
 from quire.kernels.attention import Batch, GroupBatch
 from quire.kernels.kv import KVViews, allocate_kv
+from quire.kernels.tap import Tap
 from quire.model import Model
 
 
 def run_model(
-    model: Model, prompts: Sequence[Sequence[int]], chunk: int | None = None, page_size: int = 4
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    chunk: int | None = None,
+    page_size: int = 4,
+    tap: Tap | None = None,
+    last: bool = False,
 ) -> list[torch.Tensor]:
-    """Logits [len(prompt), vocabulary] of every prompt. All prompts advance together, at most `chunk` tokens a
-    step each; their pages lie scattered over the pool."""
-    layout = model.spec.kv_layout(
-        page_size=page_size, dtype=str(model.dtype).removeprefix("torch."), itemsize=model.dtype.itemsize
-    )
+    """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance
+    together, at most `chunk` tokens a step each; their pages lie scattered over the pool."""
+    layout = model.spec.kv_layout(page_size=page_size, dtype=str(model.dtype).removeprefix("torch."))
     pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
-    pool = allocate_kv(layout, 1 + len(pages), model.device, model.dtype)
+    pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)
     tables = [[[pages.pop() for _ in range(-(-len(p) // g.tokens_per_page))] for p in prompts] for g in layout.groups]
     kv = KVViews(pool, layout)
@@ -39,8 +43,8 @@ def run_model(
         batch = _batch(rows, groups, model.device)
         ids = torch.tensor([t for i, a, b in rows for t in prompts[i][a:b]], device=model.device)
         with torch.inference_mode():
-            out = model.logits(model.forward(ids, batch, kv)).cpu()
-        for (i, _, end), part in zip(rows, out.split(batch.counts), strict=True):
+            out = model.logits(model.forward(ids, batch, kv, tap=tap, last=last)).cpu()
+        for (i, _, end), part in zip(rows, out.split([1] * len(rows) if last else batch.counts), strict=True):
             logits[i].append(part)
             done[i] = end
     return [torch.cat(parts) for parts in logits]

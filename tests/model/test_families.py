@@ -11,6 +11,7 @@ from tiny_models import CONFIGS, prompts, their_logits, tiny
 from transformers import AutoModelForCausalLM
 
 from quire.assets import resolve
+from quire.kernels.tap import Tap
 from quire.model import Model, load_model
 
 CPU = {"device": "cpu", "dtype": torch.float32}
@@ -39,6 +40,22 @@ def test_logits_match_transformers(pair):
     for chunk in (None, 7, 1):
         for got, want in zip(run_model(ours, [first, second], chunk=chunk), expected, strict=True):
             close(got, want)
+
+
+@pytest.mark.parametrize("pair", ["llama3", "gpt2"], indirect=True)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_tap_shows_what_transformers_has_behind_a_layer(pair, last):
+    theirs, ours = pair
+    first, second = prompts(41, 29)
+    inner = range(ours.spec.layers - 1)  # behind the last layer theirs has its final norm
+    with torch.no_grad():
+        states = [theirs(torch.tensor([p]), output_hidden_states=True).hidden_states for p in (first, second)]
+    tap = Tap(tuple(inner))
+    plain, shown = (run_model(ours, [first, second], last=last, tap=t) for t in (None, tap))
+    assert all(torch.equal(a, b) for a, b in zip(plain, shown, strict=True))
+    assert tap.states and len(tap.states) == len(inner)
+    for layer, state in zip(inner, tap.states, strict=True):
+        close(state, torch.stack([s[layer + 1][0, -1] for s in states]))
 
 
 def test_dynamic_rope_beyond_the_trained_context(tmp_path):

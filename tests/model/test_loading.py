@@ -197,7 +197,7 @@ def test_sizes(name):
 
 def test_windows_reach_the_kv_layout():
     spec = read_spec(source_of("qwen2-mixed-windows"))
-    layout = spec.kv_layout(page_size=4, dtype="float32", itemsize=4)
+    layout = spec.kv_layout(page_size=4, dtype="float32")
     assert [(g.layers, g.window) for g in layout.groups] == [((0, 1, 2), None), ((3,), 7)]
 
 

@@ -33,8 +33,8 @@ def their_entry(model, token: int, position: int) -> tuple[torch.Tensor, torch.T
 
 
 def views_for(ours, dtype=torch.float32) -> KVViews:
-    layout = ours.spec.kv_layout(page_size=4, dtype=str(dtype).removeprefix("torch."), itemsize=dtype.itemsize)
-    return KVViews(allocate_kv(layout, 8, "cpu", dtype), layout)
+    layout = ours.spec.kv_layout(page_size=4, dtype=str(dtype).removeprefix("torch."))
+    return KVViews(allocate_kv(layout, 8, "cpu"), layout)
 
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "llama-linear", "yarn-mscale", "one-kv-head", "qwen3"])

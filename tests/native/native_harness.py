@@ -73,13 +73,13 @@ def random_decoder(
     )  # fmt: skip
 
 
-def kv_for(weights: DecoderWeights, pages: int, dtype: torch.dtype, page_size: int) -> KVViews:
+def kv_for(weights: DecoderWeights, pages: int, dtype: str, page_size: int) -> KVViews:
     layout = layout_for(
         [layer.window for layer in weights.layers], kv_heads=weights.kv_heads, head_dim=weights.head_dim,
-        page_size=page_size, dtype=str(dtype), itemsize=dtype.itemsize,
+        page_size=page_size, dtype=dtype,
     )  # fmt: skip
-    pool = allocate_kv(layout, pages, "cpu", dtype)
-    pool[1:] = float("nan")  # what nobody wrote must not be read
+    pool = allocate_kv(layout, pages, "cpu")
+    pool[1:] = 255  # what nobody wrote must not be read: no number, in any float
     return KVViews(pool, layout)
 
 

@@ -133,19 +133,28 @@ void test_rows(const Kernels& fast, const Kernels& plain) {
 }
 
 void test_attend(const Kernels& fast, const Kernels& plain) {
-  for (int round = 0; round < 24; round++) {
+  for (int round = 0; round < 30; round++) {
     int dim = 32 << below(3), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(4)), tokens = 1 + below(24);
-    int pages = 40, half = below(2), window = round % 3 ? 0 : 1 + below(40), count = 1 + below(5);
-    Paged kv{nullptr, 0, 0, tokens, kv_heads, dim, half};
+    int pages = 40, kind = round % 5, window = round % 3 ? 0 : 1 + below(40), count = 1 + below(5);
+    Paged kv{nullptr, nullptr, 0, 0, tokens, kv_heads, dim, kind};
     kv.v_offset = size_t(tokens) * kv.token_stride();
-    kv.page_stride = 2 * kv.v_offset;
-    Array<uint8_t> pool(pages * kv.page_stride);
+    kv.page_stride = 2 * kv.v_offset + 4 * kv.v_scales();
+    Array<uint8_t> pool(pages * kv.page_stride), other(pages * kv.page_stride);
     kv.k = pool.data;
+    kv.scales = reinterpret_cast<uint16_t*>(pool.data + 2 * kv.v_offset);
     std::vector<float> token(size_t(kv_heads) * dim);
-    for (int i = 0; i < pages * 2 * tokens; i++) {
-      for (float& v : token) v = uniform();
-      plain.store_kv(token.data(), pool.data + i * kv.token_stride(), int(token.size()), half);
-    }
+    for (int i = 0; i < pages * tokens; i++)
+      for (int part = 0; part < 2; part++) {
+        for (float& v : token) v = uniform();
+        size_t at = i / tokens * kv.page_stride + part * kv.v_offset + i % tokens * kv.token_stride();
+        uint16_t* scales = kv.scales_of(i / tokens, i % tokens, 0) + part * kv.v_scales();
+        plain.store_kv(token.data(), kv, pool.data + at, scales);
+        uint8_t* beside = reinterpret_cast<uint8_t*>(scales) - pool.data + other.data;
+        fast.store_kv(token.data(), kv, other.data + at, reinterpret_cast<uint16_t*>(beside));
+      }
+    size_t apart = 0;  // a fused multiply may round a tie the other way
+    for (size_t i = 0; i < pool.size; i++) apart += pool.data[i] != other.data[i];
+    expect(apart * 1000 <= pool.size, fast.name, "store_kv", dim, kind, int(apart));
     int length = (pages - 1) * tokens, base = below(length - count + 1);
     std::vector<int32_t> table(pages);
     for (int i = 0; i < pages; i++) table[i] = (i * 7 + 3) % pages;
@@ -165,8 +174,8 @@ void test_attend(const Kernels& fast, const Kernels& plain) {
         args.head_end = args.head_begin + 1;
         fast.attend(args, scratch.data());
       }
-    expect(close(a.data(), b.data(), a.size(), 1e-5f), fast.name, "attend", dim, window, half);
-    expect(!std::memcmp(a.data(), c.data(), a.size() * 4), fast.name, "a query among others", dim, window, half);
+    expect(close(a.data(), b.data(), a.size(), 1e-5f), fast.name, "attend", dim, window, kind);
+    expect(!std::memcmp(a.data(), c.data(), a.size() * 4), fast.name, "a query among others", dim, window, kind);
   }
 }
 

@@ -1,4 +1,5 @@
-"""The compiled path against the fp32 path on the same weights: perplexity of a text written for it, greedy choices."""
+"""The compiled path against the fp32 path on the same weights: perplexity of a text written for it, greedy choices; and
+what smaller KV pages cost."""
 
 import math
 from pathlib import Path
@@ -13,24 +14,58 @@ TOKENS = 2000
 ASK = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
 
-def scored(engine: LLM, prompt: list[int]):
+def scored(engine: LLM):
     """(perplexity, the likeliest token after each position)."""
+    prompt = engine.text.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TOKENS]
     entries = engine.generate([prompt], ASK)[0].prompt_logprobs
     assert len(entries) == TOKENS - 1
     return math.exp(-sum(e.logprob for e in entries) / len(entries)), [e.top_ids[0] for e in entries]
 
 
-def test_perplexity_is_that_of_fp32(llm, capsys):
+def compiled(kv_dtype: str = "auto"):
     if reason := library.available():
         pytest.skip(reason)
-    prompt = llm.text.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TOKENS]
-    assert len(prompt) == TOKENS
-    plain, choices = scored(llm, prompt)
-    with LLM(kv_memory="128M") as compiled:
-        assert any("compiled" in reason for reason in compiled.info.reasons)
-        fast, fast_choices = scored(compiled, prompt)
-    same = sum(a == b for a, b in zip(choices, fast_choices, strict=True)) / len(choices)
+    with LLM(kv_memory="128M", kv_dtype=kv_dtype) as engine:
+        assert any("compiled" in reason for reason in engine.info.reasons)
+        return scored(engine)
+
+
+@pytest.fixture(scope="module")
+def plain(llm):
+    return scored(llm)
+
+
+@pytest.fixture(scope="module")
+def fast(default_model):
+    return compiled()
+
+
+def same(a, b):
+    return sum(x == y for x, y in zip(a[1], b[1], strict=True)) / len(a[1])
+
+
+def test_perplexity_is_that_of_fp32(plain, fast, capsys):
+    ratio, alike = fast[0] / plain[0], same(fast, plain)
     with capsys.disabled():
-        print(f"\nperplexity: fp32 {plain:.3f}, compiled {fast:.3f}, ratio {fast / plain:.4f}; same greedy {same:.1%}")
-    assert abs(fast / plain - 1) < 0.01
-    assert same > 0.9
+        print(f"\nperplexity: fp32 {plain[0]:.3f}, compiled {fast[0]:.3f}, ratio {ratio:.4f}; same greedy {alike:.1%}")
+    assert abs(ratio - 1) < 0.01
+    assert alike > 0.9
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"),
+    [
+        ("int8", 0.01),
+        pytest.param("int8-kivi", 0.01, marks=pytest.mark.slow),
+        pytest.param("fp8", 0.02, marks=pytest.mark.slow),
+        pytest.param("int4", 0.1, marks=pytest.mark.slow),
+    ],
+)
+def test_perplexity_over_smaller_pages(plain, fast, kind, within, capsys):
+    small = compiled(kind)
+    with capsys.disabled():
+        print(f"\nperplexity: {kind} pages {small[0]:.3f}, {small[0] / fast[0] - 1:+.2%} of fp16's; "
+              f"{small[0] / plain[0] - 1:+.2%} of fp32's; same greedy {same(small, fast):.1%}")  # fmt: skip
+    assert abs(small[0] / fast[0] - 1) < within
+    assert abs(small[0] / plain[0] - 1) < within + 0.005
+    assert same(small, fast) > (0.8 if kind == "int4" else 0.9)

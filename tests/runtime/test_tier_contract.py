@@ -16,7 +16,7 @@ from quire.types.kv import KVGroup, KVLayout
 from quire.types.transfer import TierJob
 
 GROUP = KVGroup(layers=(0, 1), tokens_per_page=4, kv_heads=2, head_dim=8)
-LAYOUT = KVLayout(groups=(GROUP,), dtype="uint8", itemsize=1)
+LAYOUT = KVLayout(groups=(GROUP,), dtype="float8_e4m3fn")
 SIZE = LAYOUT.page_bytes
 
 

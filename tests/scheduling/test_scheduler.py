@@ -13,7 +13,7 @@ from quire.types.plan import Capacity
 from quire.types.request import TRANSITIONS, FinishReason, Request, Status
 from quire.types.sampling import SamplingParams
 
-LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32", 4)
+LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32")
 
 
 def world(*, pages=100, slots=8, tokens=32, depth=1, **options):

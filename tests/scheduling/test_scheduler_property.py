@@ -24,7 +24,7 @@ VOCAB = 97
 
 
 def layout(*groups: KVGroup) -> KVLayout:
-    return KVLayout(groups=groups, dtype="float32", itemsize=4)
+    return KVLayout(groups=groups, dtype="float32")
 
 
 class World:
@@ -34,7 +34,7 @@ class World:
         self.rng = random.Random(seed)
         self.depth = depth
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
-        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else ())
+        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else (), turns=True)
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
         self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB, tiers=tiers)

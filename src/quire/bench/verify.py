@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from quire.kernels.attention import Batch, GroupBatch
-from quire.kernels.kv import KVViews, allocate_kv
+from quire.kernels.batch import whole_sequence
 from quire.model.decoder import Model
 from quire.model.stages import Stages
 from quire.types.kv import KVLayout
@@ -37,27 +36,8 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
     return found
 
 
-def sequence_logits(
-    model: Model, layout: KVLayout, tokens: list[int], last: int, kv_dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def sequence_logits(model: Model, layout: KVLayout, tokens: list[int], last: int) -> torch.Tensor:
     """Of the last positions of one sequence, [last, vocabulary]."""
-    device, count = model.device, len(tokens)
-    positions = torch.arange(count, device=device)
-    groups, used = [], 1
-    for spec in layout.groups:
-        pages = -(-count // spec.tokens_per_page)
-        table = torch.arange(used, used + pages, dtype=torch.int32, device=device)[None]
-        slots = table[0, positions // spec.tokens_per_page].long() * spec.tokens_per_page
-        groups.append(GroupBatch(spec.tokens_per_page, table, slots + positions % spec.tokens_per_page))
-        used += pages
-    batch = Batch(
-        positions=positions,
-        query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
-        kv_len=torch.tensor([count], dtype=torch.int32, device=device),
-        counts=[count],
-        kv_lens=[count],
-        groups=tuple(groups),
-    )
-    kv = KVViews(allocate_kv(layout, used, device, kv_dtype or model.dtype), layout)
-    hidden = model.forward(torch.tensor(tokens, device=device), batch, kv)
+    batch, kv = whole_sequence(layout, len(tokens), model.device)
+    hidden = model.forward(torch.tensor(tokens, device=model.device), batch, kv)
     return model.logits(hidden[-last:]).float()

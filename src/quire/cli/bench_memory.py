@@ -1,4 +1,5 @@
-"""bench multi-turn, bench oversubscribed: KV memory that is too small, with and without what helps."""
+"""bench multi-turn, bench oversubscribed: KV memory that is too small, with and without what helps; bench blend: KV
+memory reused where it was not computed."""
 
 from __future__ import annotations
 
@@ -52,11 +53,30 @@ def oversubscribed(
     _show(found, oversubscribed_rows(found), json_)
 
 
-def _show(found: dict[str, Any], lines: list[tuple[str, ...]], path: Path | None) -> None:
+def blend(
+    *,
+    engine: EngineOptions,
+    num: Annotated[int, typer.Option(help="prompts")] = 24,
+    documents: Annotated[int, typer.Option(help="that there are")] = 12,
+    chosen: Annotated[int, typer.Option(help="of them, in each prompt")] = 6,
+    json_: JsonOption = None,
+) -> None:
+    """Ask about documents in ever other orders; report time to first token and agreement with prompts computed whole,
+    for each part of the documents' tokens that is computed again."""
+    from quire.bench.blend import measure, rows
+    from quire.engine.llm import LLM
+
+    with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
+        found = measure(llm, num, documents=documents, chosen=chosen)
+    title = f"{num} prompts of {found['prompt_tokens']:.0f} tokens, computed whole in {found['ttft']:.2f} s"
+    _show(found, rows(found), json_, title)
+
+
+def _show(found: dict[str, Any], lines: list[tuple[str, ...]], path: Path | None, title: str = "") -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{found['pages']} pages on the device, {found['pages_needed']} needed")
+    table = Table(title=title or f"{found['pages']} pages on the device, {found['pages_needed']} needed")
     for title in lines[0]:
         table.add_column(title)
     for line in lines[1:]:
@@ -67,5 +87,5 @@ def _show(found: dict[str, Any], lines: list[tuple[str, ...]], path: Path | None
 
 
 def register(app: typer.Typer) -> None:
-    for command in (multi_turn, oversubscribed):
+    for command in (multi_turn, oversubscribed, blend):
         app.command()(with_engine_options(positional_model=False)(command))

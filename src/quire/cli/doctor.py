@@ -32,7 +32,7 @@ def doctor(
     from quire.kernels import cpu
     from quire.model import NativeModel, compiled_refusal, parameter_count, read_spec, weight_bytes
     from quire.model.fused import choose_stages
-    from quire.runtime.executor import kv_capacity
+    from quire.runtime.executor import kv_capacity, kv_layout
     from quire.runtime.hardware import DTYPES, probe
     from quire.runtime.hardware import resolve as decide
 
@@ -44,13 +44,14 @@ def doctor(
     source, device = local.open(), torch.device(decisions.device)
     refused = "dtype was chosen" if engine.model.dtype != "auto" else compiled_refusal(source, device)
     if refused is None:
-        weights, kv_dtype = sum(t.nbytes for t in source.tensors().values()), NativeModel.kv_dtype
+        weights, kinds = sum(t.nbytes for t in source.tensors().values()), NativeModel.kv_kinds
+        own = NativeModel.kv_dtype
         kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights stay quantised"]
     else:
-        weights, kv_dtype = weight_bytes(spec, dtype), dtype
-        kernels = [f"decoder: not the compiled one, {refused}", *choose_stages(spec, device).reasons]
-    kv_name = str(kv_dtype).removeprefix("torch.")
-    layout = spec.kv_layout(page_size=engine.cache.page_size, dtype=kv_name, itemsize=kv_dtype.itemsize)
+        stages, own = choose_stages(spec, device), decisions.dtype
+        weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)
+        kernels = [f"decoder: not the compiled one, {refused}", *stages.reasons]
+    layout = kv_layout(engine, decisions, spec, own, kinds)
     pages, why = kv_capacity(engine, hardware, layout, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
 
@@ -63,7 +64,7 @@ def doctor(
             ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
             ("attention", f"{spec.heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {spec.layers} layers"),
             ("weights", _size(weights)),
-            ("KV per token", f"{_size(layout.token_bytes)} in {kv_name}"),
+            ("KV per token", f"{_size(layout.token_bytes)} in {layout.dtype}"),
             ("KV memory", f"{pages - 1} pages of {_size(layout.page_bytes)}; {why}"),
             ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
         ],

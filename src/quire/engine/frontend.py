@@ -9,14 +9,15 @@ from typing import Any
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
-from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
+from quire.engine.inputs import Prompt, chunked, prepare, prepare_beam, prepare_embedding
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
-from quire.text import TextModel
+from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import Request
+from quire.types.request import HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.seams import EngineClient
 
@@ -35,10 +36,24 @@ class Frontend:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        blend: BlendParams | Blend | None = None,
+        session: str = "",
+        hold: float = HOLD,
     ) -> Request:
-        """Tokenise and check; raises InputError for anything the engine would refuse."""
+        """Tokenise and check; raises InputError for anything that can be told from here. `blend`: how a text is to be
+        cut into chunks, or where they are among token ids."""
+        prompt, chunks = chunked(prompt, blend, self.text)
         return prepare(
-            prompt, params, text=self.text, info=self.client.info, request_id=request_id, priority=priority, salt=salt
+            prompt,
+            params,
+            text=self.text,
+            info=self.client.info,
+            request_id=request_id,
+            priority=priority,
+            salt=salt,
+            blend=chunks,
+            session=session,
+            hold=hold,
         )
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
@@ -102,13 +117,32 @@ class AsyncLLM(Frontend):
         client = await AsyncClient.open(EngineOptions.of(model=model, **options), process=process)
         return cls(client, TextModel.load(local), local.name)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestOutput:
-        """The whole answer."""
-        request = self.prepare(prompt, params or SamplingParams())
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        blend: BlendParams | Blend | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
+    ) -> RequestOutput:
+        """The whole answer; `blend` and sessions as for `LLM.generate`."""
+        request = self.prepare(
+            prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl
+        )
         return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
-    async def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
-        return await self.generate(self.text.encode_chat(messages), params)
+    async def chat(
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        blend: BlendParams | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
+    ) -> RequestOutput:
+        tokens, chunks = chat_prompt(self.text, messages, blend)
+        return await self.generate(tokens, params, blend=chunks, session_id=session_id, session_ttl=session_ttl)
 
     async def close(self) -> None:
         await self.client.close()

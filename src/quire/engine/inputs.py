@@ -11,11 +11,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from quire.generation.guidance import DOOR_SECONDS, Guidance
-from quire.text import TextModel, alphabet_of
+from quire.text import TextModel, alphabet_of, encode_chunks
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
-from quire.types.request import Request
+from quire.types.request import HOLD, MAX_HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
@@ -33,6 +34,9 @@ def prepare(
     request_id: str | None = None,
     priority: int = 0,
     salt: str = "",
+    blend: Blend | None = None,
+    session: str = "",
+    hold: float = HOLD,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
     tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -59,7 +63,26 @@ def prepare(
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
+        blend=blend,
+        session=session,
+        hold=_held(hold) if session else 0.0,
     )
+
+
+def _held(seconds: float) -> float:
+    if not 0 < seconds <= MAX_HOLD:
+        raise InputError(f"session_ttl must be above 0 and at most {MAX_HOLD:.0f} seconds", param="session_ttl")
+    return seconds
+
+
+def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:
+    """A prompt and where its chunks are: said of token ids, or found by a separator in a text, which then is token ids
+    without it."""
+    if not isinstance(how, BlendParams):
+        return prompt, how
+    if not isinstance(prompt, str):
+        raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
+    return encode_chunks(text.tokenizer, prompt, how, add_special=True)
 
 
 def branches_of(params: SamplingParams) -> tuple[SamplingParams, int]:

@@ -10,17 +10,18 @@ from quire.assets import resolve
 from quire.engine.client import AsyncClient
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
 from quire.engine.frontend import Frontend
-from quire.engine.inputs import Prompt, prepare, prepare_beam, prepare_embedding
+from quire.engine.inputs import Prompt, chunked, prepare, prepare_beam, prepare_embedding
 from quire.engine.link import LentLink, open_link
 from quire.engine.outputs import RequestText, embedding_in
 from quire.engine.results import Collector
-from quire.text import TextModel
+from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import Request
+from quire.types.request import HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
 
@@ -48,24 +49,43 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priorities: Sequence[int] | None = None,
+        blend: BlendParams | Blend | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all."""
+        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all. `blend`:
+        the prompts have chunks whose KV may be reused wherever they stand. `session_id`: the pages of the one prompt
+        and its answer stay for `session_ttl` seconds."""
         many = _as_list(prompts)
+        if session_id and len(many) > 1:
+            raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
         ranks = list(priorities or [0] * len(many))
-        return self._collect(many, [self._prepare(p, s, r) for p, s, r in zip(many, each, ranks, strict=True)])
+        cut = [chunked(p, blend, self.text) for p in many]
+        session = {"session": session_id, "hold": session_ttl}
+        requests = [self._prepare(p, s, r, blend=b, **session) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
+        return self._collect(many, requests)
 
     def chat(
         self,
         conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
         params: SamplingParams | None = None,
+        *,
+        blend: BlendParams | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
         **template: Any,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several."""
+        """One conversation (a list of messages) or several; `blend` and sessions as for `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
-        return self.generate([self.text.encode_chat(c, **template) for c in many], params)  # type: ignore[arg-type]
+        cut = [chat_prompt(self.text, c, blend, **template) for c in many]  # type: ignore[arg-type]
+        if session_id and len(cut) > 1:
+            raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")
+        params, session = params or SamplingParams(), {"session": session_id, "hold": session_ttl}
+        requests = [self._prepare(p, params, 0, blend=b, **session) for p, b in cut]
+        return self._collect([tokens for tokens, _ in cut], requests)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
         """The best answers that beam search finds for each prompt, best first, with their scores."""
@@ -155,8 +175,8 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
-        return prepare(prompt, params, text=self.text, info=self.info, priority=priority)
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, **more: Any) -> Request:
+        return prepare(prompt, params, text=self.text, info=self.info, priority=priority, **more)
 
     def _collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
         collectors = {

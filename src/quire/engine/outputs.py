@@ -90,6 +90,7 @@ class RequestText:
             finish_reason=finish,
             stop_reason=stop_reason,
             cached_tokens=event.cached,
+            blended_tokens=event.blended,
             forced_tokens=event.forced,
             score=event.score,
             drafted_tokens=event.drafted,

@@ -36,6 +36,7 @@ class Collector:
         if delta.prompt_logprobs is not None:
             result.prompt_logprobs = delta.prompt_logprobs
         result.cached_tokens = max(result.cached_tokens, delta.cached_tokens)
+        result.blended_tokens = max(result.blended_tokens, delta.blended_tokens)
         times.first_token = times.first_token or now
         if delta.branch == 0:
             times.token_times += [now] * len(delta.token_ids)

@@ -27,7 +27,7 @@ from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-DOOR_SECONDS = 0.9  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
+DOOR_SECONDS = 0.7  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
 ENGINE_SECONDS = 10.0
 PATIENCE = 10  # times these seconds are waited for them, on a machine that is busy otherwise
 POLL = 0.02

@@ -155,7 +155,7 @@ def load_heads(kind: str, path: str, *, hidden: int, layers: int, vocab: int, de
     except (OSError, SafetensorError, ValueError) as error:
         raise ModelFileError(f"cannot read draft heads from {path!r}: {error}") from None
     if about.get("kind") != kind or "words.ids" not in tensors:
-        raise ConfigError(f"{path!r} holds no {kind} heads; train some with scripts/train_draft.py --kind {kind}")
+        raise ConfigError(f"{path!r} holds no {kind} heads; train some with scripts/train_draft.py --{kind} FILE")
     words, width, looks = tensors["words.ids"].shape[0], tensors["words.embed"].shape[-1], about.get("layers", [])
     foreign = not isinstance(looks, list) or any(not isinstance(i, int) or not 0 <= i < layers for i in looks)
     if foreign or width != hidden or int(tensors["words.ids"].max()) >= vocab or int(tensors["words.ids"].min()) < 0:

@@ -15,6 +15,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.attention import Batch, GroupBatch
+from quire.kernels.kv import KVViews, allocate_kv
+from quire.types.kv import KVLayout
+
 
 class Assembled(NamedTuple):
     input_ids: torch.Tensor  # [tokens] int64
@@ -50,3 +54,24 @@ def assemble(
         kv_len=(starts + lengths - shifts).int(),
         page_table=pages[:, :width][slots],
     )
+
+
+def whole_sequence(layout: KVLayout, count: int, device: torch.device) -> tuple[Batch, KVViews]:
+    """One sequence of `count` tokens from its first on, and pages for it: to run a model without an engine."""
+    positions = torch.arange(count, device=device)
+    groups, used = [], 1
+    for spec in layout.groups:
+        pages = -(-count // spec.tokens_per_page)
+        table = torch.arange(used, used + pages, dtype=torch.int32, device=device)[None]
+        slots = table[0, positions // spec.tokens_per_page].long() * spec.tokens_per_page
+        groups.append(GroupBatch(spec.tokens_per_page, table, slots + positions % spec.tokens_per_page))
+        used += pages
+    batch = Batch(
+        positions=positions,
+        query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
+        kv_len=torch.tensor([count], dtype=torch.int32, device=device),
+        counts=[count],
+        kv_lens=[count],
+        groups=tuple(groups),
+    )
+    return batch, KVViews(allocate_kv(layout, used, device), layout)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, page_rows, part_of
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
+from quire.kernels.kv import LayerKV, take_pages
 
 LONG = 1024  # tokens from which a row is worth calls of its own
 ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
@@ -57,19 +58,18 @@ class DenseRows:
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Plan,
     ) -> torch.Tensor:
         if not plan.dense:
-            return self.paged.forward(spec, q, k_pages, v_pages, batch, group, plan.paged)
+            return self.paged.forward(spec, q, kv, batch, group, plan.paged)
         out = q.new_empty(q.shape)
         for row, first, count in plan.dense:
             table = group.page_table[row, : -(-count // group.tokens_per_page)]
             # keys past the end are seen by padding queries only
-            k, v = (_padded(page_rows(side, table, q.dtype)[:count]) for side in (k_pages, v_pages))
+            k, v = (_padded(take_pages(*side, table).flatten(0, 1)[:count].to(q.dtype)) for side in kv.sides)
             with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
                 mixed = F.scaled_dot_product_attention(
                     _padded(q[first : first + count]),
@@ -85,9 +85,7 @@ class DenseRows:
             out[first : first + count] = mixed
         if plan.rest is not None:
             rest = plan.rest
-            out[rest.tokens] = self.paged.forward(
-                spec, q[rest.tokens], k_pages, v_pages, rest.batch, rest.group, plan.paged
-            )
+            out[rest.tokens] = self.paged.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.paged)
         return out
 
 

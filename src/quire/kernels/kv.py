@@ -1,8 +1,9 @@
-"""The page pool as a tensor, and each layer's K and V in it as views that copy nothing.
+"""The page pool as bytes, and each layer's K and V in it as views that copy nothing.
 
-    pool [pages, page_elements];  page of group g:  [layer in g][K, V][token in page][kv head][head dim]
+    pool uint8 [pages, page_bytes];  page of group g:  [layer in g][K, V][token in page][kv head][head dim]  numbers
+                                                       [layer in g][K, V][token in page][kv head][scales]    fp16
 
-Knows the layout's arithmetic. Refuses to know who owns which page.
+Knows the layout's arithmetic and how each kind of page rounds. Refuses to know who owns which page.
 """
 
 from __future__ import annotations
@@ -12,22 +13,40 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from quire.types.kv import KVLayout
+from quire.types.kv import KVGroup, KVLayout, blocks_of
+
+STORED = {  # what the numbers of each kind lie in memory as; 4 bits: number i and i + head_dim / 2 share a byte
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+    "int4": torch.uint8,
+}
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scaled head's largest number becomes
 
 
 class LayerKV(NamedTuple):
-    k_pages: torch.Tensor  # [pages, tokens_per_page, kv_heads, head_dim], strided
+    """Where one layer keeps its K and V."""
+
+    k_pages: torch.Tensor  # [pages, tokens_per_page, kv_heads, head_dim], strided; of 4-bit numbers half as many bytes
     v_pages: torch.Tensor
-    group: int
+    group: int = 0
+    k_scales: torch.Tensor | None = None  # [pages, tokens_per_page, kv_heads, scales] float16, if pages are scaled
+    v_scales: torch.Tensor | None = None
+
+    @property
+    def sides(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
+        return (self.k_pages, self.k_scales), (self.v_pages, self.v_scales)
 
 
-def allocate_kv(layout: KVLayout, pages: int, device: torch.device | str, dtype: torch.dtype) -> torch.Tensor:
+def allocate_kv(layout: KVLayout, pages: int, device: torch.device | str) -> torch.Tensor:
     """Zeroed, so that pages nobody has written (the null page above all) hold finite numbers. On a CPU the system
     hands out zeroed memory as it is touched, so a page takes no room before its first use."""
     if torch.device(device).type != "cpu":
-        return torch.zeros(pages, layout.page_elements, device=device, dtype=dtype)
-    untouched = np.zeros((pages, layout.page_elements * dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(untouched).view(dtype)
+        return torch.zeros(pages, layout.page_bytes, device=device, dtype=torch.uint8)
+    return torch.from_numpy(np.zeros((pages, layout.page_bytes), dtype=np.uint8))
 
 
 class KVViews:
@@ -38,30 +57,117 @@ class KVViews:
         self.layout = layout
         views: dict[int, LayerKV] = {}
         for index, group in enumerate(layout.groups):
-            used = group.tokens_per_page * group.token_elements()
-            shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, group.head_dim)
-            by_layer = pool[:, :used].unflatten(1, shape)
+            numbers, scales = _numbers(pool, layout, group), _scales(pool, layout, group)
             for place, layer in enumerate(group.layers):
-                views[layer] = LayerKV(by_layer[:, place, 0], by_layer[:, place, 1], index)
+                beside = (None, None) if scales is None else (scales[:, place, 0], scales[:, place, 1])
+                views[layer] = LayerKV(numbers[:, place, 0], numbers[:, place, 1], index, *beside)
         self.layers = tuple(views[layer] for layer in range(len(views)))
 
-    def tokens(self, group: int) -> torch.Tensor:
-        """The pages of a group by token, as integers of the elements' size (not every operation knows every kind of
-        float): [pages, layers of the group, K and V, tokens_per_page, kv_heads, head_dim]."""
+    def move(self, group: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """K and V at these KV slots (page * tokens_per_page + offset) to those; all are read before any is written."""
         spec = self.layout.groups[group]
-        shape = (len(spec.layers), spec.parts, spec.tokens_per_page, spec.kv_heads, spec.head_dim)
-        raw = self.pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[self.pool.itemsize])
-        return raw[:, : spec.tokens_per_page * spec.token_elements()].unflatten(1, shape)
+        size = spec.tokens_per_page
+        for part in (_numbers(self.pool, self.layout, spec), _scales(self.pool, self.layout, spec)):
+            if part is not None:
+                raw = part.view(torch.uint8) if part.element_size() == 1 else part
+                raw[targets // size, :, :, targets % size] = raw[sources // size, :, :, sources % size]
 
 
-def read_tokens(views: KVViews, group: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V at these KV slots (page * tokens_per_page + offset), each float32 [tokens, layers, kv_heads, dim]."""
+def _numbers(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor:
+    """[pages, layers, K and V, tokens, kv_heads, head_dim]"""
+    dtype, width = STORED[layout.dtype], group.head_dim * min(layout.kind.bits, 8) // 8
+    shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, width)
+    return pool.view(dtype)[:, : int(np.prod(shape))].unflatten(1, shape)
+
+
+def _scales(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor | None:
+    """[pages, layers, K and V, tokens, kv_heads, scales]"""
+    count = layout.kind.scales(group.head_dim)
+    if not count:
+        return None
+    shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, count)
+    first = group.tokens_per_page * group.token_heads * group.head_dim * layout.kind.bits // 16
+    return pool.view(torch.float16)[:, first : first + int(np.prod(shape))].unflatten(1, shape)
+
+
+def encode(x: torch.Tensor, dtype: torch.dtype, *, scaled: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Numbers [..., head_dim] as pages of this stored type keep them, and their scales."""
+    if not scaled:
+        return x.to(dtype), None
+    wide = x.float()
+    if dtype == torch.uint8:
+        return _encode_4_bits(wide)
+    largest = LARGEST[dtype]
+    scale = (wide.abs().amax(-1, keepdim=True) / largest).clamp_(max=65504).half()
+    # against the scale as it will be read
+    steps = (wide * torch.where(scale > 0, 1 / scale.float(), 0.0)).clamp_(-largest, largest)
+    return (steps.round_() if dtype == torch.int8 else steps).to(dtype), scale
+
+
+def _encode_4_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.unflatten(-1, (blocks_of(x.shape[-1]), -1))
+    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    low = low.clamp(-65504, 65504).half()
+    scale = ((high - low.float()) / 15).clamp_(0, 65504).half()
+    steps = (blocks - low.float()) * torch.where(scale > 0, 1 / scale.float(), 0.0)
+    first, second = steps.round_().clamp_(0, 15).flatten(-2).to(torch.uint8).chunk(2, dim=-1)
+    return first | second << 4, torch.cat((scale, low), dim=-2).squeeze(-1)
+
+
+def decode(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    """The reverse of `encode`, in float32 where there are scales."""
+    if scales is None:
+        return numbers
+    if numbers.dtype != torch.uint8:
+        return numbers.float() * scales
+    steps = torch.cat((numbers & 15, numbers >> 4), dim=-1).float()
+    scale, low = scales.float().unsqueeze(-1).chunk(2, dim=-2)
+    return (steps.unflatten(-1, (scale.shape[-2], -1)) * scale + low).flatten(-2)
+
+
+def take_pages(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
+    """One side of some pages decoded, [pages, tokens_per_page, kv_heads, head_dim]."""
+    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers  # indexing knows no 8-bit floats
+    return decode(plain[pages].view(numbers.dtype), None if scales is None else scales[pages])
+
+
+def take_tokens(
+    numbers: torch.Tensor, scales: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """One side of some tokens decoded, [tokens, kv_heads, head_dim]."""
+    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers
+    return decode(plain[page, offset].view(numbers.dtype), None if scales is None else scales[page, offset])
+
+
+def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Tensor) -> None:
+    """K and V [tokens, kv_heads, head_dim] of one layer into their places; what `Ops.write_kv` does, in plain torch."""
+    size = kv.k_pages.shape[1]
+    where = (kv_slots // size, kv_slots % size)
+    for (numbers, scales), x in zip(kv.sides, (k, v), strict=True):
+        stored, beside = encode(x, numbers.dtype, scaled=scales is not None)
+        if numbers.element_size() == 1:
+            numbers, stored = numbers.view(torch.uint8), stored.view(torch.uint8)
+        numbers.index_put_(where, stored)
+        if scales is not None and beside is not None:
+            scales.index_put_(where, beside)
+
+
+def read_tokens(
+    views: KVViews, group: int, slots: torch.Tensor, layers: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some tokens, whatever kind of page they lie in: each float32 [slots, layers, kv_heads, head_dim], a
+    copy, layers in the group's order, all or some. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to
+    the position they were computed at; rotating them further and writing them back moves a token."""
     size = views.layout.groups[group].tokens_per_page
-    found = views.tokens(group)[slots // size, :, :, slots % size].view(views.pool.dtype).float()
-    return found[:, :, 0], found[:, :, 1]
+    page, offset = slots // size, slots % size
+    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for index in views.layout.groups[group].layers[layers]:
+        for (numbers, scales), side in zip(views.layers[index].sides, found, strict=True):
+            side.append(take_tokens(numbers, scales, page, offset).float())
+    return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
 
 def write_tokens(views: KVViews, group: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """The way back of `read_tokens`."""
-    size, pages = views.layout.groups[group].tokens_per_page, views.tokens(group)
-    pages[slots // size, :, :, slots % size] = torch.stack((k, v), 2).to(views.pool.dtype).view(pages.dtype)
+    """Put K and V, shaped as `read_tokens` gives them, into the pages; rounded as these round."""
+    for place, index in enumerate(views.layout.groups[group].layers):
+        put_tokens(views.layers[index], k[:, place], v[:, place], slots)

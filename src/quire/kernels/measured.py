@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, page_rows, part_of
+from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
+from quire.kernels.kv import LayerKV, take_pages
 
 SCORES = 1 << 26  # held at once
 
@@ -45,8 +46,7 @@ class MeasuredRows:
         self,
         spec: AttentionSpec,
         q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         batch: Batch,
         group: GroupBatch,
         plan: Plan,
@@ -54,15 +54,13 @@ class MeasuredRows:
         assert batch.mass is not None
         out = torch.empty_like(q)
         if rest := plan.rest:
-            out[rest.tokens] = self.other.forward(
-                spec, q[rest.tokens], k_pages, v_pages, rest.batch, rest.group, plan.other
-            )
+            out[rest.tokens] = self.other.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.other)
         starts = list(accumulate(batch.counts, initial=0))
         for row in batch.asks:
             keys, size = batch.kv_lens[row], group.tokens_per_page
             pages = -(-keys // size)
             table = group.page_table[row, :pages]
-            k, v = (page_rows(side, table, torch.float32)[:keys] for side in (k_pages, v_pages))
+            k, v = (take_pages(*side, table).flatten(0, 1)[:keys].float() for side in kv.sides)
             step = max(1, SCORES // (spec.heads * keys))
             for first in range(starts[row], starts[row + 1], step):
                 here = slice(first, min(first + step, starts[row + 1]))

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from quire.kernels.kv import LayerKV
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
@@ -49,7 +51,6 @@ class Ops(Protocol):
         self,
         k: torch.Tensor,  # [tokens, kv_heads, dim]
         v: torch.Tensor,
-        k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, dim], strided view
-        v_pages: torch.Tensor,
+        kv: LayerKV,
         kv_slots: torch.Tensor,  # [tokens] int64: page * tokens_per_page + offset
     ) -> None: ...

@@ -19,24 +19,28 @@ from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
 from quire.types.plan import Turn
 
+ALL = 1 << 62
 Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
 
 
 class PageTable:
     """The pages of one sequence; `hashes` names its full pages as far as its tokens are known.
 
+    Of its first `exact` tokens, pages hold what their names say; behind them, whatever is there is not named.
     `room` and `due` let a step that stays inside its pages skip all work: up to `room` tokens may be written as
     things are, and before `due` tokens are computed there is nothing new to publish.
     """
 
-    __slots__ = ("due", "hashes", "pages", "promises", "published", "room", "settled")
+    __slots__ = ("due", "exact", "hashes", "owner", "pages", "promises", "published", "room", "settled")
 
-    def __init__(self, groups: int):
+    def __init__(self, groups: int, owner: str = ""):
+        self.owner = owner  # the request it belongs to
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
         self.settled = [0] * groups  # ... and known to be computed
         self.promises: list[Key] = []
+        self.exact = ALL
         self.room = 0
         self.due = 0
 
@@ -158,6 +162,7 @@ class KVManager:
 
     def publish(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """The first `upto` of `tokens` are (or will be, before anyone attends) computed: enter their full pages."""
+        upto = min(upto, table.exact)
         if upto < table.due or not self.prefix_cache:
             return
         self.hash_pages(table, tokens, salt)
@@ -200,7 +205,7 @@ class KVManager:
             need += max(0, -(-end // size) - len(pages))
             if start % size and start // size < len(pages) and self.pool.refs(pages[start // size]) > 1:
                 shared.append(group)
-        fresh = self.pool.take(need + len(shared)) if need or shared else []
+        fresh = self.pool.take(need + len(shared), table.owner) if need or shared else []
         if fresh is None:
             return None
         change = Change()
@@ -245,13 +250,14 @@ class KVManager:
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages; whoever writes first copies."""
-        child = PageTable(len(self._sizes))
+        child = PageTable(len(self._sizes), table.owner)
         table.room = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
             self.pool.share(pages)
             child.pages[group] = list(pages)
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
+        child.exact = table.exact
         child.due = table.due
         return child
 
@@ -265,6 +271,7 @@ class KVManager:
             table.pages[group] = []
             table.published[group] = table.settled[group] = 0
         table.room = table.due = 0
+        table.exact = ALL
 
     def break_promises(self, table: PageTable) -> None:
         self.index.withdraw(table.promises, table)

@@ -5,6 +5,8 @@ One class runs every family; what differs is in the spec. Refuses to know: files
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch
@@ -101,9 +103,26 @@ class Model:
         return {name: module for name, module in named.items() if module is not None}
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """What K and V are kept in."""
-        return self.dtype
+    def kv_dtype(self) -> str:
+        """What K and V are kept in unless others are asked for."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_kinds(self) -> tuple[str, ...]:
+        """The kinds of pages it can run on."""
+        return (self.kv_dtype, *self.stages.kv_kinds)
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `model.channels` says."""
+        for layer, factor in zip(self.layers, factors.to(self.device), strict=True):
+            most = factor.max()
+            layer.attention = replace(layer.attention, scale=layer.attention.scale / most.item())
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm.weight *= factor[0]
+                layer.k_norm.weight *= most / factor[0]
+            else:
+                queries = factor.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=0)
+                layer.qkv.scale(torch.cat((queries, most / factor, torch.ones_like(factor))).flatten())
 
     @property
     def inverse_frequencies(self) -> torch.Tensor | None:
@@ -135,13 +154,7 @@ class Model:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
         stages = self.stages
-        residual = stages.ops.take(self.embed.weight, input_ids)
-        rope = None
-        if self.positions is not None:
-            residual += stages.ops.take(self.positions.weight, batch.positions)
-        else:
-            rope = stages.ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
-        step = Step(batch, kv, rope)
+        residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         shown = []
         for layer in self.layers:
@@ -156,6 +169,25 @@ class Model:
         if tap is not None:
             tap.states = shown
         return stages.norm(self.final_norm, x, residual)
+
+    def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
+        """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        residual, step = self._begin(input_ids, batch, kv)
+        x: torch.Tensor | None = None
+        for whole in self.layers[:layer]:
+            x = self.stages.attend(whole, self.stages.qkv(whole, x, residual, step), residual, step)
+            x = self.stages.mlp(whole, x, residual)
+        self.stages.qkv(self.layers[layer], x, residual, step)
+
+    def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
+        """Embeddings [tokens, hidden], and what the layers share."""
+        ops, rope = self.stages.ops, None
+        residual = ops.take(self.embed.weight, input_ids)
+        if self.positions is not None:
+            residual += ops.take(self.positions.weight, batch.positions)
+        else:
+            rope = ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
+        return residual, Step(batch, kv, rope)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""

@@ -38,6 +38,9 @@ class Fp8Scheme:
         state["scale"][place] = scale
         state["weight"][place] = (rows.float() / scale[:, None]).to(torch.float8_e4m3fn)
 
+    def scale(self, state: State, factors: torch.Tensor) -> None:
+        state["scale"] *= factors
+
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from quire.kernels.triton.activation import quantise_fp8
 

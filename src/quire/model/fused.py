@@ -38,7 +38,7 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
 
 
 class FusedStages(Stages):
-    eight_bit_kv = True
+    kv_kinds = ("float8_e4m3fn", "int8", "fp8")
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
@@ -50,7 +50,7 @@ class FusedStages(Stages):
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
-        k_pages, v_pages, group = step.kv.layers[layer.index]
+        kv = step.kv.layers[layer.index]
         if x is None and self._single(layer.qkv, residual):
             qkv = self._row(layer.qkv, residual, norm=layer.input_norm.weight, eps=self._eps)
         else:
@@ -59,9 +59,8 @@ class FusedStages(Stages):
             qkv,
             layer.attention.heads,
             *step.rope,
-            k_pages,
-            v_pages,
-            step.batch.groups[group].kv_slots,
+            kv,
+            step.batch.groups[kv.group].kv_slots,
             q_norm=layer.q_norm.weight if layer.q_norm is not None else None,
             k_norm=layer.k_norm.weight if layer.k_norm is not None else None,
             eps=self._eps,

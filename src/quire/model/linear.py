@@ -31,6 +31,10 @@ class QuantScheme(Protocol):
         """Put plain numbers there."""
         ...
 
+    def scale(self, state: State, factors: torch.Tensor) -> None:
+        """Multiply each row by a factor, a power of two."""
+        ...
+
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [tokens, columns] → [tokens, rows]."""
         ...
@@ -49,6 +53,9 @@ class DenseScheme:
 
     def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
         state["weight"][first_row : first_row + rows.shape[0]] = rows
+
+    def scale(self, state: State, factors: torch.Tensor) -> None:
+        state["weight"] *= factors[:, None].to(state["weight"].dtype)
 
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return F.linear(x, state["weight"], bias)
@@ -96,6 +103,12 @@ class Linear:
         else:
             assert self.bias is not None
             stored.copy_into(self.bias[first : first + stored.shape[0]])
+
+    def scale(self, factors: torch.Tensor) -> None:
+        """Multiply each output by a factor, a power of two: [sum(parts)]."""
+        self.scheme.scale(self.state, factors)
+        if self.bias is not None:
+            self.bias *= factors.to(self.bias.dtype)
 
     def tensors(self) -> State:
         own = {} if self.tied else dict(self.state)

@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels import cpu
 from quire.kernels.attention import Batch
-from quire.kernels.cpu.program import DecoderWeights, LayerWeights
+from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
 from quire.kernels.kv import KVViews
 from quire.kernels.reference.dequant import FORMATS
 from quire.kernels.tap import Tap
@@ -55,7 +55,8 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
 class NativeModel:
     """Made by `load_model` once names and shapes are checked; ready when made."""
 
-    kv_dtype = torch.float16  # what K and V are best kept in; float32 works too
+    kv_dtype = "float16"  # what K and V are best kept in
+    kv_kinds = KV_KINDS
     dtype = torch.float32  # of hidden states and logits
 
     def __init__(
@@ -78,6 +79,10 @@ class NativeModel:
         self.draw = self._program.drawer()
         self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
 
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `Model.rescale_keys`."""
+        self._program.rescale_keys(factors)
+
     def forward(
         self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
     ) -> torch.Tensor:
@@ -85,6 +90,10 @@ class NativeModel:
         `last`: of each row's last token only, [rows, hidden]."""
         hidden = self._program.forward(input_ids, batch, kv, tap)
         return hidden[batch.ends] if last else hidden
+
+    def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
+        """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        self._program.forward(input_ids, batch, kv, layers=layer)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""

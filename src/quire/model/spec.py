@@ -5,7 +5,7 @@ Refuses to know: torch, where the facts came from, how they are computed with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -48,12 +48,19 @@ class DecoderSpec:
     qk_norm: bool = False
     tie_embeddings: bool = False
 
-    def kv_layout(self, *, page_size: int, dtype: str, itemsize: int) -> KVLayout:
+    def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
+        """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
+        if dtype not in kinds:
+            return f"what runs {self.architecture} here takes pages of {', '.join(kinds)}"
+        if dtype == "int4" and (self.head_dim % 2 or self.head_dim > 256):
+            return f"4-bit pages take heads of an even number of up to 256 dimensions, not {self.head_dim}"
+        return None
+
+    def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
         return layout_for(
             list(self.windows),
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=dtype,
-            itemsize=itemsize,
         )

@@ -52,7 +52,7 @@ class Step:
 
 class Stages:
     invariant = False  # whether a row's bits are the same in any batch
-    eight_bit_kv = False  # whether pages may hold 8-bit floats
+    kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")  # of pages, beside the model's own type
 
     def __init__(self, spec: DecoderSpec, device: torch.device, *, plain: bool = False):
         """`plain`: torch's own operations wherever it runs; what faster ones are checked against."""
@@ -88,8 +88,8 @@ class Stages:
             qk = torch.cat((q, k), dim=1)
         if step.rope is not None:
             qk = self.ops.rope(qk, *step.rope)
-        k_pages, v_pages, group = step.kv.layers[layer.index]
-        self.ops.write_kv(qk[:, heads:], v, k_pages, v_pages, step.batch.groups[group].kv_slots)
+        kv = step.kv.layers[layer.index]
+        self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
         return qk[:, :heads]
 
     def attend(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
@@ -98,14 +98,14 @@ class Stages:
 
     def attention(self, layer: Layer, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[tokens, heads, dim]; the backend plans once a step for all layers of a KV group."""
-        k_pages, v_pages, index = step.kv.layers[layer.index]
-        group = step.batch.groups[index]
+        kv = step.kv.layers[layer.index]
+        group = step.batch.groups[kv.group]
         backend = self.backends[layer.attention.window]
         if step.batch.asks:
             backend = MeasuredRows(backend)
-        if index not in step.plans:
-            step.plans[index] = backend.plan(step.batch, group, layer.attention)
-        return backend.forward(layer.attention, q, k_pages, v_pages, step.batch, group, step.plans[index])
+        if kv.group not in step.plans:
+            step.plans[kv.group] = backend.plan(step.batch, group, layer.attention)
+        return backend.forward(layer.attention, q, kv, step.batch, group, step.plans[kv.group])
 
     def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
         up = layer.up(self.norm(layer.post_norm, x, residual))

@@ -85,6 +85,10 @@ class _Exposition(Collector):
         yield from self._gauge("kv_bytes", "Bytes of the KV page pool.", stats.kv_bytes, shared=False)
         yield from self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
         yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)
+        moved = "Prompt tokens of chunks cached for another place."
+        yield from self._counter("blended_tokens", moved, stats.blended_tokens, shared=False)
+        again = "Tokens of chunks computed again because their place changes them."
+        yield from self._counter("recomputed_tokens", again, stats.recomputed_tokens, shared=False)
         yield from self._counter("num_preemptions", "Sequences that lost their pages.", stats.preemptions)
         yield from self._counter("spec_decode_num_drafts", "Guesses of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens guessed ahead.", stats.drafted_tokens)

@@ -15,6 +15,7 @@ from quire.generation.head_proposers import EagleProposer, MedusaProposer
 from quire.generation.heads import MedusaHeads, load_heads
 from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
 from quire.generation.speculation import Speculation
+from quire.kernels.cpu.linear import pack_linears
 from quire.model import Model, NativeModel, load_model
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.hardware import Resolved
@@ -30,10 +31,11 @@ KINDS = {
     "suffix": (8, ""),
     "draft": (4, "MODEL"),
     "medusa": (3, "PATH"),
-    "eagle": (4, "PATH"),
+    "eagle": (8, "PATH"),
     "synthetic": (4, "RATE"),
 }
 MOST = 16
+BRANCHES = 4  # that an EAGLE-type drafter follows at every depth
 
 
 def draft_limit(options: SpeculationOptions) -> int:
@@ -76,11 +78,7 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | Nat
             f"draft model {name!r} has a vocabulary of {model.spec.vocab_size}, the model it drafts for one of "
             f"{target.spec.vocab_size}; take one with the same tokenizer"
         )
-    kv = model.kv_dtype
-    layout = model.spec.kv_layout(
-        page_size=options.cache.page_size, dtype=str(kv).removeprefix("torch."), itemsize=kv.itemsize
-    )
-    return Drafter(model, layout)
+    return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
 
 
 def make_speculation(
@@ -98,7 +96,7 @@ def make_speculation(
         return Speculation(made, made.verify)
     if drafter is not None:
         model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
-        runner = ModelRunner(model, layout, own, model.device, model.kv_dtype, grammars)
+        runner = ModelRunner(model, layout, own, model.device, grammars)
         if model.device.type == "cuda":
             runner.capture()
         return Speculation(DraftModelProposer(runner, layout, own))
@@ -107,9 +105,13 @@ def make_speculation(
         heads = load_heads(
             kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
         )
+        if isinstance(target, NativeModel):
+            pack_linears(heads)
         if isinstance(heads, MedusaHeads):
             return Speculation(MedusaProposer(heads), sees=())
-        return Speculation(EagleProposer(heads), sees=heads.layers)
+        # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
+        width = BRANCHES if target.device.type == "cpu" else 1
+        return Speculation(EagleProposer(heads, width), sees=heads.layers)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

@@ -7,8 +7,9 @@ step is in flight, and in a thread of its own when several are.
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace as with_fields
@@ -20,7 +21,8 @@ from msgspec.structs import replace
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
 from quire.generation.speculation import Speculation
-from quire.model import Model, NativeModel, load_model
+from quire.model import DecoderSpec, Model, NativeModel, load_model
+from quire.model.channels import key_factors
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
@@ -71,16 +73,8 @@ class LocalExecutor:
         if isinstance(self.model, NativeModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
-        self.kv_dtype = self.model.kv_dtype
-        if resolved.kv_fp8:
-            if isinstance(self.model, NativeModel) or not self.model.stages.eight_bit_kv:
-                raise ConfigError(f"8-bit KV pages need the Triton kernels, which do not run {spec.architecture} here")
-            self.kv_dtype = torch.float8_e4m3fn
-        self.layout: KVLayout = spec.kv_layout(
-            page_size=options.cache.page_size,
-            dtype=str(self.kv_dtype).removeprefix("torch."),
-            itemsize=self.kv_dtype.itemsize,
-        )
+        self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
+        kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         beside = drafter.layout.page_bytes if drafter is not None else 0
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, beside)
@@ -93,12 +87,20 @@ class LocalExecutor:
         self._runner: ModelRunner | None = None
         self._transfers: Transfers | None = None
         model, device = options.model, options.device
-        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant)
+        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons
         self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
+
+    def _rescale_keys(self) -> str:
+        """Scale keys by channel; what tells pages with these scales from others."""
+        factors = key_factors(self.model)
+        self.model.rescale_keys(factors)
+        large = (factors > 1).float().mean().item()
+        self.model.reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
+        return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
 
     def start(self) -> Capacity:
         self._runner = self._awaken()
@@ -107,9 +109,7 @@ class LocalExecutor:
     def _awaken(self) -> ModelRunner:
         began = time.perf_counter()
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        runner = ModelRunner(
-            self.model, self.layout, self._capacity, self.device, self.kv_dtype, self._grammars, speculation
-        )
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
         self.took["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()
@@ -207,8 +207,8 @@ class _Ticket:
         result = step.result()
         if self._transfers is not None:
             began = time.perf_counter()
-            result.transfers = self._transfers.poll(0.0 if self._plan.rows else PATIENCE)
-            if not self._plan.rows:
+            result.transfers = self._transfers.poll(0.0 if self._plan.computes else PATIENCE)
+            if not self._plan.computes:
                 result.seconds = time.perf_counter() - began
         return result
 
@@ -226,6 +226,16 @@ def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("load", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def kv_layout(
+    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, own: str, kinds: Collection[str]
+) -> KVLayout:
+    """Pages of the kind asked for, else of the model's `own`, if it is one of the `kinds` that can be run."""
+    dtype = resolved.kv_dtype or own
+    if refusal := spec.kv_refusal(dtype, kinds):
+        raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
+    return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
 
 
 def kv_capacity(
@@ -255,6 +265,7 @@ def capacity_for(
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
         raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
+    why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
     if fits < longest:
         if options.model.max_model_len and asked == longest:
             raise ConfigError(

@@ -34,7 +34,8 @@ class Resolved:
     device: str
     dtype: str  # of activations, and of weights unless they are quantised
     fp8: bool  # whether the layers' matrices are kept and multiplied in 8-bit floats
-    kv_fp8: bool  # whether KV pages are
+    kv_dtype: str | None  # what KV pages keep, a name in types.kv.KINDS; None: what the model prefers
+    kivi: bool  # whether keys are scaled by channel as well as by token
     threads: int
     depth: int
     max_seqs: int
@@ -76,13 +77,10 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     elif dtype not in DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; use auto, fp8, {', '.join(DTYPES)}")
     fp8 = options.model.dtype == "fp8"
-    if options.cache.kv_dtype not in ("auto", "fp8"):
-        raise ConfigError(f"unknown kv_dtype {options.cache.kv_dtype!r}; use auto or fp8")
-    kv_fp8 = fp8 or options.cache.kv_dtype == "fp8"
-    if kv_fp8 and not gpu:
-        raise ConfigError("kv_dtype fp8 needs a GPU; on a CPU use auto")
-    if kv_fp8:
-        reasons.append("KV pages in 8-bit floats: " + ("as asked" if not fp8 else "as the matrices are"))
+    kv_dtype, kivi = _kv_dtype(options, gpu)
+    if kv_dtype is not None:
+        why = "as the matrices are" if options.cache.kv_dtype == "auto" else "as asked"
+        reasons.append(f"KV pages {kv_dtype}: {why}")
     depth = options.device.depth or (2 if gpu else 1)
     overlap = "host work overlaps the device's" if depth > 1 else "host and compute share the cores"
     reasons.append(f"depth {depth}: {overlap}")
@@ -94,7 +92,20 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     if seqs < 1 or tokens < 1:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")
     threads = options.device.threads or hardware.cores
-    return Resolved(hardware.device, dtype, fp8, kv_fp8, threads, depth, seqs, max(tokens, seqs), tuple(reasons))
+    tokens = max(tokens, seqs)
+    return Resolved(hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, tokens, tuple(reasons))
+
+
+def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
+    """The kind of KV pages asked for, None where the model may choose; and whether keys are scaled by channel too."""
+    asked = options.cache.kv_dtype
+    if asked == "auto":
+        return ("float8_e4m3fn" if options.model.dtype == "fp8" else None), False
+    if asked not in ("int8", "int8-kivi", "fp8", "int4"):
+        raise ConfigError(f"unknown kv_dtype {asked!r}; use auto, int8, int8-kivi, fp8 or int4")
+    if gpu and asked == "fp8":
+        return "float8_e4m3fn", False  # without scales, which cost reads of their own
+    return asked.removesuffix("-kivi"), asked.endswith("-kivi")
 
 
 def kv_budget(options: EngineOptions, hardware: Hardware) -> tuple[int, str]:

@@ -51,8 +51,10 @@ class SharedPrefixes:
             self._rows = slots
             from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does whoever asks
 
-            held = [row.start - row.shift for row in plan.rows]
-            groups = find_groups([self._pages[s] for s in slots], held, self._size)
+            groups = None
+            if len(set(slots)) == len(slots):  # rows of one slot are not decoding: the next are elsewhere
+                held = [row.start - row.shift for row in plan.rows]
+                groups = find_groups([self._pages[s] for s in slots], held, self._size)
             self._found = cut(groups, [1] * len(slots), self._size, self._queries) if groups else None
         if self._found is None or len(self._found[0]) > self.items(rows):
             return None

@@ -18,7 +18,7 @@ from quire.kernels.attention import Batch, GroupBatch
 from quire.kernels.registry import choose_assemble
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan
+from quire.types.plan import Admit, Capacity, StepPlan
 
 
 class SlotState:
@@ -37,9 +37,7 @@ class SlotState:
     def apply(self, plan: StepPlan) -> None:
         """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
         if plan.admits:
-            lengths = [len(a.tokens) for a in plan.admits]
-            flat = np.concatenate([np.asarray(a.tokens, dtype=np.int64) for a in plan.admits])
-            self._put(self.tokens, [a.slot for a in plan.admits], [0] * len(lengths), lengths, flat)
+            self._fill(plan.admits)
         if plan.writes:
             flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
             lengths = [len(w.tokens) for w in plan.writes]
@@ -50,6 +48,15 @@ class SlotState:
                 pages = np.concatenate([np.asarray(d.pages, dtype=np.int64) for d in deltas])
                 lengths = [len(d.pages) for d in deltas]
                 self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
+
+    def _fill(self, admits: list[Admit]) -> None:
+        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
+        flat = np.concatenate([np.asarray(a.tokens, dtype=np.int32) for a in admits])
+        staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
+        end = 0
+        for admit in admits:
+            begin, end = end, end + len(admit.tokens)
+            self.tokens[admit.slot, : end - begin].copy_(staged[begin:end], non_blocking=True)
 
     def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
         """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
@@ -82,6 +89,14 @@ class SlotState:
             ),
         )
         return found[0].input_ids, batch
+
+    def kv_slots(self, slot: int, places: torch.Tensor) -> list[torch.Tensor]:
+        """Where a slot's K and V at these places are, by group: page * tokens_per_page + offset."""
+        sizes = [group.tokens_per_page for group in self._layout.groups]
+        return [
+            table[slot, places // size].long() * size + places % size
+            for table, size in zip(self._tables, sizes, strict=True)
+        ]
 
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""

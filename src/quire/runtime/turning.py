@@ -48,7 +48,8 @@ def begin_turns(plan: StepPlan, views: KVViews, inverse_frequencies: torch.Tenso
 
 def _parts(turn: Turn, views: KVViews) -> list[Turn]:
     """The turn in pieces that are small in memory."""
-    step = max(1, ELEMENTS // views.layout.groups[turn.group].token_elements())
+    group = views.layout.groups[turn.group]
+    step = max(1, ELEMENTS // (group.token_heads * group.head_dim))
     pieces = range(0, len(turn.sources), step)
     return [Turn(turn.group, turn.sources[i : i + step], turn.targets[i : i + step], turn.by) for i in pieces]
 

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Container, Iterable
 
 from quire.memory.manager import KVManager
+from quire.scheduling.blending import check_blend
 from quire.scheduling.forgetting import Memo
 from quire.scheduling.search import check_fits
 from quire.types.errors import ContextLengthError, InputError
@@ -35,6 +36,8 @@ def longest_length(request: Request, memory: KVManager, capacity: Capacity, memo
         )
     if request.beam is not None:
         check_fits(request, request.beam, limit, memory, capacity.slots)
+    if request.blend is not None:
+        check_blend(request, request.blend, memory, capacity)
     return limit
 
 

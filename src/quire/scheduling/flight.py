@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from quire.memory.manager import UNCHANGED, Change
 from quire.scheduling.sequence import Sequence
-from quire.types.plan import Admit, PageDelta, Row, Sample, StepPlan, Write
+from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Write
 
 
 class Flight:
-    __slots__ = ("alone", "plan", "rows", "samples")
+    __slots__ = ("alone", "plan", "probes", "rows", "samples")
 
     def __init__(self, step: int):
         self.plan = StepPlan(step=step)
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
+        self.probes: list[tuple[Sequence, int]] = []
         self.alone = False  # whether nothing else was in flight when it was planned
 
     def members(self) -> dict[Sequence, None]:
         """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
-        return {seq: None for seq, _ in (*self.rows, *self.samples)}
+        return {seq: None for seq, _ in (*self.rows, *self.samples, *self.probes)}
 
     def admit(self, seq: Sequence) -> None:
         """Fill the sequence's slot."""
@@ -67,6 +68,11 @@ class Flight:
         mass = seq.memo is not None and seq.memo.asks(start, seq.evicted)
         self.plan.rows.append(Row(seq.slot, start, count, score, pool, drafts, seq.evicted, mass))
         self.rows.append((seq, seq.epoch))
+
+    def probe(self, seq: Sequence, start: int, count: int) -> None:
+        """Find out how far the sequence's KV is from what it would be here."""
+        self.plan.probes.append(Probe(seq.slot, start, count))
+        self.probes.append((seq, seq.epoch))
 
     def sample(self, seq: Sequence) -> None:
         """Draw the sequence's next token from the latest row."""

@@ -145,7 +145,7 @@ class Paging:
         sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
         here = [page for run in pages for page in run if page != ELSEWHERE]
         pool.share(here)
-        fresh = pool.take(len(missing))
+        fresh = pool.take(len(missing), seq.request.id)
         if fresh is None:
             pool.release(here[::-1])
             return False
@@ -277,9 +277,9 @@ class Paging:
 
     def stepped(self, plan: StepPlan, result: StepResult) -> None:
         """A step is done; some transfers may have ended by then."""
-        if plan.rows:
+        if plan.rows and not plan.probes:
             self.directory.costs.step(plan.tokens, result.seconds)
-        elif self.moving:
+        elif self.moving and not plan.computes:
             self.stats.tier_waits += result.seconds
         for done in result.transfers:
             self.finish(done)

@@ -15,6 +15,7 @@ from collections import deque
 
 from quire.memory.manager import Change, Hit, KVManager, PageTable
 from quire.memory.tiers import Directory
+from quire.scheduling.blending import Blending
 from quire.scheduling.diary import Diary
 from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
@@ -66,6 +67,7 @@ class Scheduler:
         self.paging = Paging(self.memory, directory, self.stats, options.preempt)
         self.sessions = Sessions(self.memory, directory, session_quota)
         self.diary = Diary(self.memory, self.stats)
+        self.blending = Blending(self.memory, capacity, self.stats, queue=self._queue_apart, add_row=self._add_row)
         self.forgetting = Forgetting(self.memory, capacity, self.diary)
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
@@ -120,11 +122,18 @@ class Scheduler:
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1
-        table = PageTable(len(self.memory.layout.groups))
+        table = PageTable(len(self.memory.layout.groups), request.id)
         seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
         if memo := self.forgetting.memo(request):
             seq.budgeted(memo)
         self.diary.arrived(seq)
+        return seq
+
+    def _queue_apart(self, request: Request) -> Sequence:
+        """Let a prompt wait, before others, of which only the pages are wanted: nobody else hears of it."""
+        seq = self._sequence(request, 0, len(request.prompt) + 1)
+        seq.draws, seq.cached, seq.log.admitted = False, 0, self.diary.now
+        self._waiting.appendleft(seq)
         return seq
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -149,20 +158,20 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
-        self.diary.now = self.paging.directory.now = now
+        self.diary.now = self.paging.directory.now = self.memory.index.now = now
         self.sessions.expire(now)
         flight = Flight(self._step)
-        budget = self._catch_up(flight, now)
+        budget = self.blending.plan(flight, self._catch_up(flight, now))
         self._seat(flight)
         self.paging.prefetch(self._waiting, self._pressure.spare)
         self._admit(flight, budget, now)
-        if not flight.rows and not self._flights and (self._running or self._forks):
+        if not flight.plan.computes and not self._flights and (self._running or self._forks):
             self._make_way(flight, now)
-        if not flight.rows and not self._flights and self.paging.let_go():
+        if not flight.plan.computes and not self._flights and self.paging.let_go():
             self._admit(flight, budget, now)
         self.paging.directory.hand_over(flight.plan)
         moves = flight.plan.transfers or flight.plan.drops or (self.paging.moving and not self._flights)
-        if not (flight.rows or moves):
+        if not (flight.plan.computes or moves):
             if not self._flights:
                 self.forgetting.landed(self._step)
             return None
@@ -308,7 +317,8 @@ class Scheduler:
                 continue  # preempted; its old pages are still in use, or it would only be so again
             self.memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
             hit = self.memory.lookup(seq.table, reusable(seq))
-            if hit.waits or self.paging.fetch(seq):
+            blend = seq.request.blend
+            if hit.waits or self.paging.fetch(seq) or (blend is not None and self.blending.waits(flight, seq, blend)):
                 seq.move(Status.PENDING)
                 self.diary.waits(seq)
                 continue
@@ -329,6 +339,9 @@ class Scheduler:
         """Give a newcomer pages, a slot and its first row; False if memory is short."""
         if not self.memory.fits(min(max(seq.known, reserve), seq.peak), hit, spare):
             return False
+        blend = seq.request.blend
+        if blend is not None:
+            reserve = seq.known
         adopted = self.memory.adopt(seq.table, hit)
         extended = self.memory.extend(seq.table, hit.tokens, max(hit.tokens + count, reserve))
         if extended is None:  # enough pages, but not in one piece
@@ -345,6 +358,8 @@ class Scheduler:
         flight.change(seq, adopted)
         flight.change(seq, extended)
         self.memory.promise(seq.table, min(seq.known, seq.peak))
+        if blend is not None and self.blending.begin(flight, seq, blend, hit.tokens, count):
+            return True
         if count:
             self._add_row(flight, seq, count)
         return True
@@ -360,7 +375,7 @@ class Scheduler:
         self.diary.row(seq, count)
         flight.row(seq, count, drafts)
         self.memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known and not seq.request.pooling:
+        if seq.computed == seq.known and seq.draws:
             if seq.children and seq.known == seq.prompt_len:
                 self._fork_children(flight, seq)
             flight.sample(seq)
@@ -396,6 +411,8 @@ class Scheduler:
             self._drafts.landed(plan, result, self.diary.now)
         self._land(flight)
         self.forgetting.landed(plan.step)
+        for apart in self.blending.commit(flight, result):
+            self._retire(apart)
         self.paging.stepped(plan, result)
         self.paging.settle(plan, flight.rows)
         for i, scores in result.scores.items():
@@ -452,7 +469,8 @@ class Scheduler:
             event = self._finish(seq, finish or FinishReason.STOP)
         else:
             event = TokenEvent(request.id, seq.branch, index, drawn)
-        event.index, event.tokens, event.cached, event.evicted = index, drawn, max(0, seq.cached), seq.log.evicted
+        event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
+        event.blended, event.evicted = seq.log.blended, seq.log.evicted
         seq.unsent = max(0, len(drawn) - 1 - accepted)
         if offered or seq.unsent:
             self.diary.forced(seq, seq.unsent)
@@ -555,6 +573,8 @@ class Scheduler:
         self.paging.gone(seq)
         self._pressure.ended(seq)
         seq.move(Status.FINISHED)
+        for apart in self.blending.gone(seq):
+            self._retire(apart)
         if not seq.inflight:
             self._release(seq)
 
@@ -564,6 +584,7 @@ class Scheduler:
             self._freed.append(seq.slot)
             seq.slot = -1
         self.memory.release(seq.table, min(seq.computed, len(seq.tokens)) - seq.evicted)
+        self.blending.released(seq)
         seq.computed = seq.evicted = 0
         if seq.memo is not None:
             seq.memo.reset()
@@ -589,7 +610,7 @@ class Scheduler:
         self.memory.pool.forget_idle()
         self.memory.pool.peak = self.memory.pool.used
         self.memory.slots_allocated = self.memory.slots_filled = 0
-        self.stats = self.diary.stats = EngineStats(pages_total=self.memory.pool.total)
+        self.stats = self.diary.stats = self.blending.stats = EngineStats(pages_total=self.memory.pool.total)
         self.paging.reset(self.stats)
 
     def snapshot(self) -> EngineStats:
@@ -618,7 +639,7 @@ class Scheduler:
         """Invariants; run after every step in tests and when idle in service."""
         landing = {s: None for f in self._flights for s in f.members() if s not in self._running}
         holders = [*self._running, *self._forks, *landing]
-        others = [*self.paging.tables(), *self.sessions.tables(), *self.forgetting.tables()]
+        others = [*self.paging.tables(), *self.sessions.tables(), *self.forgetting.tables(), *self.blending.tables()]
         self.memory.check([*(s.table for s in holders), *others])
         slots = [s.slot for s in holders if s.slot >= 0]
         assert sorted([*slots, *self._slots]) == list(range(self.capacity.slots)), "slots leaked or shared"

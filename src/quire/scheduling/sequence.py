@@ -22,10 +22,10 @@ class Sequence:
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "epoch", "evicted", "hit", "inflight",
-        "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted", "priority",
-        "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens", "unsent",
-        "waits_since",
+        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "evicted", "hit",
+        "inflight", "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted",
+        "priority", "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens",
+        "unsent", "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -42,6 +42,7 @@ class Sequence:
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         # Whether what it computes next depends on the token drawn last.
         self.stepwise = request.params.grammar is not None or request.beam is not None
+        self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
         self.drafts = 0  # tokens that its latest row may guess
         self.computed = 0  # as of the last plan, guesses left out
         self.evicted = 0  # of them, those whose KV was forgotten since

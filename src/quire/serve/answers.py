@@ -12,12 +12,14 @@ from quire.serve.schema import ToolCall
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
+    blended_tokens: int | UnsetType = UNSET  # of chunks that were cached for another place
 
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
     accepted_prediction_tokens: int = 0  # guessed ahead by the engine, and right
     rejected_prediction_tokens: int = 0  # guessed ahead, and wrong: not part of the answer
+    forced_tokens: int = 0  # Quire's own: the schema left no choice, so they took no step of the model
 
 
 class Usage(msgspec.Struct):

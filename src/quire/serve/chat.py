@@ -81,6 +81,7 @@ def turn_of(body: ChatRequest) -> Turn:
         begin=body.add_generation_prompt is not False,
         priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
         salt=body.cache_salt or "",
+        blend=body.blend,
         deadline_ms=body.deadline_ms,
         constraint=grammar_of(body, body.response_format)[0],
     )

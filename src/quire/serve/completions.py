@@ -87,6 +87,7 @@ async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[En
                 request_id=id if len(prompts) == 1 else f"{id}-{index}",
                 priority=body.priority or 0,
                 salt=body.cache_salt or "",
+                blend=body.blend,
             )
             for index, prompt in enumerate(prompts)
         ]

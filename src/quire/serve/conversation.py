@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from quire.serve.generation import Generation, Serving, naming, off_loop, preparing
-from quire.text import TextModel, Tool, ToolFormat, ToolReader
+from quire.text import TextModel, Tool, ToolFormat, ToolReader, chat_prompt
 from quire.text.reasoning import ReasoningReader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.tools import FORCED, forced_grammar, strict_grammar
+from quire.types.blend import Blend, BlendParams
 from quire.types.errors import InputError
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -50,6 +51,7 @@ class Turn:
     begin: bool = True  # the assistant's turn is opened; otherwise its last message is continued
     priority: int = 0
     salt: str = ""
+    blend: BlendParams | None = None
     deadline_ms: int | None = None
     prefix: str = ""  # the beginning of the answer, which the model goes on from
     raw: bool = False  # the last message is the prompt, as it is
@@ -186,19 +188,19 @@ class Talk:
         return sum(reply.thought_tokens for reply in self.replies)
 
 
-async def render(serving: Serving, turn: Turn) -> list[int]:
-    """The conversation as token ids, in a thread if it is long."""
+async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]:
+    """The conversation as token ids, and where its chunks are, in a thread if it is long."""
     if reserved := RESERVED & set(turn.variables):
         raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
     tools = [tool.described() for tool in turn.offered()]
     size = sum(len(message["content"]) for message in turn.messages) + len(msgspec.json.encode(tools))
 
-    def work() -> list[int]:
+    def work() -> tuple[list[int], Blend | None]:
+        text = serving.frontend.text
         if turn.raw:
-            return serving.frontend.text.tokenizer.encode(turn.messages[-1]["content"])
-        return serving.frontend.text.encode_chat(
-            turn.messages, tools=tools, add_generation_prompt=turn.begin, prefix=turn.prefix, **turn.variables
-        )
+            return text.tokenizer.encode(turn.messages[-1]["content"]), None
+        how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **turn.variables}
+        return chat_prompt(text, turn.messages, turn.blend, **how)
 
     return await off_loop(size, work)
 
@@ -208,11 +210,11 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     frontend = serving.frontend
     tools = turn.offered()
     params, format = _bound(turn, tools, frontend.text)
-    tokens = await render(serving, turn)
+    tokens, blend = await render(serving, turn)
     constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
 
     def work() -> EngineRequest:
-        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt)
+        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt, blend=blend)
 
     with naming(prompt=turn.messages_param, constraint=constraint):
         request = await off_loop(preparing(len(tokens), params), work)

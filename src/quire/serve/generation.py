@@ -14,7 +14,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
@@ -36,7 +36,7 @@ from quire.types.errors import (
 )
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
-from quire.types.request import FinishReason, Request
+from quire.types.request import HOLD, FinishReason, Request
 from quire.types.sampling import SamplingParams
 from quire.types.serving import ServeOptions
 from quire.types.wire import EngineInfo
@@ -44,10 +44,19 @@ from quire.types.wire import EngineInfo
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-__all__ = ["Collected", "Generation", "Serving", "check", "collect", "off_loop", "price", "sampling_params"]
+__all__ = [
+    "Collected",
+    "Generation",
+    "Serving",
+    "check",
+    "collect",
+    "hold_session",
+    "off_loop",
+    "price",
+    "sampling_params",
+]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
-SESSION_TTL = 300.0  # seconds that a session's pages are kept where the caller does not say
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
 
@@ -79,14 +88,18 @@ def check(serving: Serving, body: GenerationRequest) -> None:
     """Refuse, before any work, what can be seen from the body alone."""
     serving.check_model(body.model)
     refuse_unsupported(body)
-    if body.session_id:
-        context = current()
-        context.session = body.session_id
-        context.hold = SESSION_TTL if body.session_ttl is None else body.session_ttl
+    hold_session(body.session_id, body.session_ttl)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+
+
+def hold_session(name: str | None, seconds: float | None) -> None:
+    """Keep the pages of the request being handled for a while after its answer, if it names a session."""
+    if name:
+        context = current()
+        context.session, context.hold = name, HOLD if seconds is None else seconds
 
 
 def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
@@ -127,7 +140,9 @@ class Generation:
     completion_tokens: int = 0
     drafted_tokens: int = 0  # guessed ahead
     accepted_tokens: int = 0  # ... of them, right
+    forced_tokens: int = 0  # of completion_tokens, forced by a grammar
     cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
+    blended: dict[int, int] = field(default_factory=dict)  # ... of chunks, from another place
     evicted: dict[int, int] = field(default_factory=dict)  # tokens whose KV was dropped, by choice
 
     @property
@@ -143,12 +158,15 @@ class Generation:
             self.prompt_tokens,
             self.completion_tokens,
             self.prompt_tokens + self.completion_tokens,
-            PromptTokensDetails(self.cached_tokens),
+            PromptTokensDetails(self.cached_tokens, self._blended_tokens()),
             CompletionTokensDetails(
-                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens
+                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens, self.forced_tokens
             ),
             sum(self.evicted.values()) if any(r.params.kv_budget for r in self.requests) else UNSET,
         )
+
+    def _blended_tokens(self) -> int | UnsetType:
+        return sum(self.blended.values()) if any(request.blend for request in self.requests) else UNSET
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
@@ -196,8 +214,11 @@ class Generation:
                         self.completion_tokens += len(delta.token_ids)
                         self.drafted_tokens += delta.drafted_tokens
                         self.accepted_tokens += delta.accepted_tokens
+                        self.forced_tokens += delta.forced_tokens
                         if delta.cached_tokens:
                             self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
+                        if delta.blended_tokens:
+                            self.blended[index] = max(delta.blended_tokens, self.blended.get(index, 0))
                         delta.branch += index * branches
                         if delta.evicted_tokens:
                             self.evicted[delta.branch] = delta.evicted_tokens

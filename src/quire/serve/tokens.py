@@ -81,7 +81,7 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
             variables=body.chat_template_kwargs or {},
             begin=body.add_generation_prompt,
         )
-        tokens = await render(serving, turn)
+        tokens, _ = await render(serving, turn)
     answer = TokenizeResponse(len(tokens), serving.frontend.client.info.max_model_len, tokens)
     if body.return_token_strs:
         answer.token_strs = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]

@@ -4,6 +4,7 @@ text: thoughts, calls of tools.
 Knows: types, assets. Refuses to know: torch, engines, HTTP.
 """
 
+from quire.text.chunks import chat_prompt, encode_chunks
 from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.model import TextModel, load_tokenizer
 from quire.text.stops import StopMatcher
@@ -24,6 +25,8 @@ __all__ = [
     "ToolFormat",
     "ToolReader",
     "alphabet_of",
+    "chat_prompt",
+    "encode_chunks",
     "load_tokenizer",
     "vocabulary_of",
 ]

@@ -23,7 +23,9 @@ class ModelOptions:
 
     model: str = option("smollm2-135m", "model name, hub id, directory or GGUF file", positional=True)
     dtype: str = option("auto", "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)")
-    max_model_len: int | None = option(None, "longest request to serve (default: what the model was trained for; more needs kv_budget)")
+    max_model_len: int | None = option(
+        None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)"
+    )
     random_weights: bool = option(False, "ignore weight files and draw random weights from the config")
 
 
@@ -44,7 +46,11 @@ class CacheOptions:
 
     page_size: int = option(16, "tokens per KV page")
     kv_pages: int | None = option(None, "number of KV pages (default: from --kv-memory)")
-    kv_dtype: str = option("auto", "KV pages: auto (8 bits with --dtype fp8, else as the model computes) or fp8 (GPU)")
+    kv_dtype: str = option(
+        "auto",
+        "KV pages: auto (8 bits with --dtype fp8, else as the model computes), int8, int8-kivi (keys scaled by "
+        "channel too), fp8 or int4 (an experiment)",
+    )
     kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)")
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
     kv_host: str | None = option(None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)")

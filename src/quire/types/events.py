@@ -30,6 +30,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     drafted: int = 0  # tokens guessed ahead for this event, and how many of them were right
     accepted: int = 0
     evicted: int = 0  # tokens whose KV was dropped so far, to keep the request's budget
+    blended: int = 0  # prompt tokens whose KV came from another place
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their
@@ -68,6 +69,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    blended_tokens: int = 0  # of chunks that were cached, reused at another place
+    recomputed_tokens: int = 0  # of chunks, computed again because their place changes them
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
     drafts: int = 0  # guesses, of one token or several

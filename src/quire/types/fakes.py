@@ -23,8 +23,8 @@ from quire.types.errors import InputError
 from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs
-from quire.types.seams import DraftContext
+from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs, Turn
+from quire.types.seams import DraftContext, Tree
 
 _MASK = (1 << 61) - 1
 
@@ -63,6 +63,12 @@ class _Slot:
         self.tokens = list(admit.tokens)
         self.digests: list[int] = []
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]
+        self.turned: int | None = None  # from this position on, KV is not quite what its history makes it
+
+    def holds(self, position: int) -> int:
+        """What is found at a position: its history, or where that is not quite true, its token."""
+        approximate = self.turned is not None and position >= self.turned
+        return ~self.tokens[position] if approximate else self.digest(position)
 
     def digest(self, position: int) -> int:
         while len(self.digests) <= position:
@@ -110,6 +116,7 @@ class FakeExecutor:
         self.vocab = vocab
         self._slots: dict[int, _Slot] = {}
         self._kv: Entries = {}
+        self._token: dict[int, int] = {}  # that a digest ends with
         self._taken: dict[bytes, dict[int, Entry]] = {}
 
     def start(self) -> Capacity:
@@ -134,6 +141,7 @@ class FakeExecutor:
         for delta in plan.deltas:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
+            self._inherit(self._slots[delta.slot], delta.group)
         self._copy(plan)
         guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
         for row, guess in zip(plan.rows, guesses, strict=True):
@@ -144,8 +152,9 @@ class FakeExecutor:
         for row, guess in zip(plan.rows, guesses, strict=True):
             self._slots[row.slot].cut(len(guess))
         result = self._draw(plan, guesses)
+        result.deviations = [[self._deviation(p.slot, p.start + i) for i in range(p.count)] for p in plan.probes]
         if self.tiers is not None:
-            result.transfers = self.tiers.poll(self._kv, some=not plan.rows)
+            result.transfers = self.tiers.poll(self._kv, some=not plan.computes)
         return FakeTicket(result)
 
     def _copy(self, plan: StepPlan) -> None:
@@ -162,6 +171,32 @@ class FakeExecutor:
         for entry, target, by in found:
             if entry is not None:
                 self._kv[target] = entry[0], entry[1] + by, entry[2]
+        if plan.turns:
+            self._blend(plan.turns, [self._slots[admit.slot] for admit in plan.admits])
+
+    def _blend(self, turns: list[Turn], fresh: list[_Slot]) -> None:
+        """What was turned into a fresh slot from another history stands for its tokens alone, and only in that slot."""
+        size = self.layout.groups[0].tokens_per_page
+        changed = {}
+        for slot in fresh:
+            history = {slot.digest(i) for i in range(len(slot.tokens))}
+            owned = {page: index for index, page in slot.tables[0].items()}
+            for place in (divmod(target, size) for turn in turns for target in turn.targets):
+                digest, position, forgotten = self._kv[place]
+                if place[0] in owned and digest not in history:
+                    changed[place] = ~self._token[digest], position, forgotten
+                    at = owned[place[0]] * size + place[1]
+                    slot.turned = at if slot.turned is None else min(slot.turned, at)
+        self._kv |= changed
+
+    def _inherit(self, slot: _Slot, group: int) -> None:
+        """A branch of a request shares what was turned for it."""
+        size, request = self.layout.groups[group].tokens_per_page, slot.admit.key.split("/")[0]
+        for other in self._slots.values():
+            if other.turned is not None and other.admit.key.split("/")[0] == request:
+                at = other.turned // size
+                if slot.tables[group].get(at) == other.tables[group][at]:
+                    slot.turned = other.turned
 
     def _write(self, slot: _Slot, row: Row, guessed: int) -> None:
         end = row.start + row.count + guessed
@@ -173,7 +208,9 @@ class FakeExecutor:
                 place = index - row.shift
                 page = slot.tables[group][place // size]
                 assert page != 0, "a live position points at the null page"
-                self._kv[page, place % size] = slot.digest(index), place, forgotten
+                held = slot.digest(index) if row.shift else slot.holds(index)
+                self._kv[page, place % size] = held, place, forgotten
+                self._token[slot.digest(index)] = slot.tokens[index]
 
     def _forgotten(self, slot: _Slot, row: Row) -> int:
         """A digest of which tokens before a row are gone, 0 where none are."""
@@ -211,7 +248,7 @@ class FakeExecutor:
                 assert [entry[1] for entry in seen if entry] == list(range(count)), f"{slot.admit.key}: not turned"
                 continue
             for p, entry in enumerate(seen, first):
-                assert entry == (slot.digest(p), p, 0), f"{slot.admit.key}: position {p} holds another history"
+                assert entry == (slot.holds(p), p, 0), f"{slot.admit.key}: position {p} holds another history"
 
     def _draw(self, plan: StepPlan, guesses: list[list[int]]) -> StepResult:
         drawn, logprobs, drafts = [], {}, {}
@@ -251,6 +288,9 @@ class FakeExecutor:
             scores=scores,
             pooled=pooled,
         )
+
+    def _deviation(self, slot: int, position: int) -> float:
+        return float(_mix(position, self._slots[slot].tokens[position]) % 1000)
 
     def _pool(self, slot: _Slot, row: Row) -> list[float]:
         """A hidden state here is the token itself, and its position."""
@@ -340,11 +380,11 @@ class FakeGrammar:
 class FakeProposer:
     """A Proposer that always says the same."""
 
-    def __init__(self, tokens: Sequence[int]):
-        self._tokens = list(tokens)
+    def __init__(self, draft: list[int] | Tree):
+        self._draft = draft
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
-        return [self._tokens[:budget] for budget in budgets]
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | Tree]:
+        return [self._draft if isinstance(self._draft, Tree) else self._draft[:budget] for budget in budgets]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         pass

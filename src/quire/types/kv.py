@@ -4,7 +4,8 @@ There is one pool of equal-byte pages. Layers are gathered into groups (full att
 a page belongs to one group at a time and holds `tokens_per_page` tokens for *all* layers of that group, so a
 page is contiguous and moves between tiers and machines in one copy:
 
-    page p of group g:  [layer in g][K, V][token in page][kv head][head dim]
+    page p of group g:  [layer in g][K, V][token in page][kv head][head dim]        numbers
+                        [layer in g][K, V][token in page][kv head][scales]          fp16, where the kind has some
 """
 
 from __future__ import annotations
@@ -16,6 +17,38 @@ import msgspec
 NULL_PAGE = 0  # never allocated: padding rows and windows that have moved on point here
 
 
+class KVKind(msgspec.Struct, frozen=True):
+    """How a page keeps the numbers of one token and head."""
+
+    bits: int  # of one number
+    scaled: bool = False  # whether fp16 scales of its own are kept beside them
+
+    def scales(self, head_dim: int) -> int:
+        """8 bits: one scale; 4 bits: a scale and a minimum for each 32 numbers, all scales first."""
+        if not self.scaled:
+            return 0
+        return 1 if self.bits == 8 else 2 * blocks_of(head_dim)
+
+    def head_bytes(self, head_dim: int) -> int:
+        return -(-head_dim * self.bits // 8) + 2 * self.scales(head_dim)
+
+
+def blocks_of(head_dim: int) -> int:
+    """Parts of a head that 4-bit numbers are scaled by."""
+    return head_dim // 32 if head_dim % 32 == 0 else 1
+
+
+KINDS = {
+    "float32": KVKind(32),
+    "float16": KVKind(16),
+    "bfloat16": KVKind(16),
+    "float8_e4m3fn": KVKind(8),
+    "int8": KVKind(8, scaled=True),
+    "fp8": KVKind(8, scaled=True),
+    "int4": KVKind(4, scaled=True),
+}
+
+
 class KVGroup(msgspec.Struct, frozen=True):
     layers: tuple[int, ...]
     tokens_per_page: int
@@ -24,28 +57,32 @@ class KVGroup(msgspec.Struct, frozen=True):
     window: int | None = None  # tokens a query sees, itself included; None: all of them
     parts: int = 2  # K and V
 
-    def token_elements(self) -> int:
-        return len(self.layers) * self.parts * self.kv_heads * self.head_dim
+    @property
+    def token_heads(self) -> int:
+        """Vectors of head_dim numbers that a token has."""
+        return len(self.layers) * self.parts * self.kv_heads
 
 
 class KVLayout(msgspec.Struct, frozen=True):
     groups: tuple[KVGroup, ...]
-    dtype: str
-    itemsize: int
+    dtype: str  # a name in KINDS
 
     @property
-    def page_elements(self) -> int:
-        """Elements of one page: the largest group's need; smaller groups leave a tail unused."""
-        return max(g.tokens_per_page * g.token_elements() for g in self.groups)
+    def kind(self) -> KVKind:
+        return KINDS[self.dtype]
 
     @property
     def page_bytes(self) -> int:
-        return self.page_elements * self.itemsize
+        """The largest group's need; smaller groups leave a tail unused."""
+        return max(g.tokens_per_page * self._token_bytes(g) for g in self.groups)
 
     @property
     def token_bytes(self) -> int:
         """KV bytes of one token over all groups while it is inside every window."""
-        return sum(g.token_elements() for g in self.groups) * self.itemsize
+        return sum(self._token_bytes(g) for g in self.groups)
+
+    def _token_bytes(self, group: KVGroup) -> int:
+        return group.token_heads * self.kind.head_bytes(group.head_dim)
 
     @property
     def alignment(self) -> int:
@@ -61,7 +98,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 def layout_for(
-    windows: list[int | None], *, kv_heads: int, head_dim: int, page_size: int, dtype: str, itemsize: int
+    windows: list[int | None], *, kv_heads: int, head_dim: int, page_size: int, dtype: str
 ) -> KVLayout:
     """Group layers by window; the group with most layers gets `page_size` tokens a page, the others as many
     as fit the same bytes."""
@@ -79,4 +116,4 @@ def layout_for(
         )
         for window, layers in by_window.items()
     )
-    return KVLayout(groups=groups, dtype=dtype, itemsize=itemsize)
+    return KVLayout(groups=groups, dtype=dtype)

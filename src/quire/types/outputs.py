@@ -19,6 +19,7 @@ class Delta(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     cached_tokens: int = 0
+    blended_tokens: int = 0  # of the prompt, reused from another place
     forced_tokens: int = 0  # of these tokens, how many a grammar forced
     score: float | None = None  # of an answer that beam search found
     drafted_tokens: int = 0  # guessed ahead on the way to these tokens
@@ -57,4 +58,5 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs] | None = None
     cached_tokens: int = 0
+    blended_tokens: int = 0  # of the prompt, those of chunks that were cached for another place
     times: RequestTimes = msgspec.field(default_factory=RequestTimes)

@@ -12,8 +12,9 @@ A row may carry a draft budget: the worker then guesses up to so many tokens tha
 at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
 drawn; the rest is forgotten. What was guessed never leaves the worker.
 
-Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, turns, forward
-over rows, samples (drawn tokens are stored into their slots). A plan without rows waits for a transfer, not for long.
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, turns, probes,
+forward over rows, samples (drawn tokens are stored into their slots). A plan with nothing to compute waits for a
+transfer, but not for long.
 """
 
 from __future__ import annotations
@@ -87,6 +88,15 @@ class Row(msgspec.Struct):
     mass: bool = False
 
 
+class Probe(msgspec.Struct):
+    """How far the KV of positions start .. start + count - 1 of a slot is from what their context makes of them: the
+    first layers are computed, their KV is written, and the result says how much it changed."""
+
+    slot: int
+    start: int
+    count: int
+
+
 class Sample(msgspec.Struct):
     """Draw the token at `position` of `slot` from the last logits of rows[row]."""
 
@@ -105,12 +115,17 @@ class StepPlan(msgspec.Struct):
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
     turns: list[Turn] = []
+    probes: list[Probe] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
 
     @property
     def tokens(self) -> int:
         return sum(row.count for row in self.rows)
+
+    @property
+    def computes(self) -> bool:
+        return bool(self.rows or self.probes)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True):
@@ -133,6 +148,7 @@ class StepResult(msgspec.Struct):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
+    deviations: list[list[float]] = []  # by probe, one for each position
     mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on

@@ -10,7 +10,11 @@ import enum
 import msgspec
 
 from quire.types.beam import BeamParams
+from quire.types.blend import Blend
 from quire.types.sampling import SamplingParams
+
+HOLD = 300.0  # seconds that a session's pages are kept where the caller does not say
+MAX_HOLD = 86_400.0
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -28,6 +32,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     session: str = ""  # whose pages stay for a while after its end
     hold: float = 0.0  # ... so many seconds
+    blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -55,26 +55,20 @@ class Step(Structure):
         ("query_start", c_void_p),
         ("group", POINTER(StepGroup)),
         ("groups", c_int32),
-        ("half", c_int32),
+        ("kind", c_int32),
         ("pool", c_void_p),
         ("pages", c_int64),
         ("page_bytes", c_int64),
         ("hidden", c_void_p),
+        ("layers", c_int32),
         ("taps", c_void_p),
         ("tapped", c_void_p),
         ("tap_count", c_int32),
+        ("tree_base", c_void_p),
+        ("tree_path", c_void_p),
         ("asks", c_void_p),
         ("mass", c_void_p),
         ("mass_pages", c_int32),
-    ]
-
-
-class Paged(Structure):
-    _fields_: ClassVar = [
-        ("k", c_void_p),
-        ("page_stride", c_size_t),
-        ("v_offset", c_size_t),
-        *((name, c_int32) for name in ("tokens_per_page", "kv_heads", "head_dim", "half")),
     ]
 
 
@@ -85,6 +79,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_release": (None, [c_void_p, c_size_t]),
     "quire_matrix_bytes": (c_size_t, [c_int, c_int, c_int]),
     "quire_pack": (None, [c_int, c_void_p, c_int, c_int, POINTER(Matrix)]),
+    "quire_scale": (None, [POINTER(Matrix), c_void_p]),
     "quire_unpack": (None, [POINTER(Matrix), c_int, c_void_p]),
     "quire_pool": (c_void_p, [c_int]),
     "quire_pool_free": (None, [c_void_p]),
@@ -97,10 +92,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [c_void_p, c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
     ),
     "quire_linear": (None, [c_void_p, POINTER(Matrix), c_void_p, c_int, c_void_p]),
-    "quire_attend": (
-        None,
-        [c_void_p, POINTER(Paged), c_int, c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_void_p],
-    ),
 }
 
 

@@ -27,6 +27,8 @@ FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
+KV_KINDS: tuple[str, ...] = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
+
 _REFUSALS = {
     1: "a token id is outside the vocabulary",
     2: "a KV slot is outside the page pool",
@@ -86,6 +88,12 @@ class PackedMatrix:
             piece = piece.contiguous()
             lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
 
+    def scale(self, factors: torch.Tensor) -> None:
+        """Multiply each row by a factor, a power of two: only the blocks' scales change."""
+        factors = factors.float().contiguous()
+        assert factors.shape == (self.rows,)
+        lib.native().quire_scale(ctypes.byref(self.struct), factors.data_ptr())
+
     def dense(self) -> torch.Tensor:
         """The matrix as floats, as packed: what multiplications mean."""
         out = torch.empty(self.rows, self.columns)
@@ -140,6 +148,24 @@ class DecoderWeights:
     layers: list[LayerWeights]
 
 
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """Queries times powers of two, [layers, kv_heads, head_dim], keys times the largest of a layer over them; the
+        scale of the scores makes up for it."""
+        for layer, factor in zip(self.layers, factors, strict=True):
+            most = factor.max()
+            layer.scale /= most.item()
+            if layer.q_norm is not None and layer.k_norm is not None:
+                layer.q_norm *= factor[0]
+                layer.k_norm *= most / factor[0]
+                continue
+            queries = factor.repeat_interleave(self.heads // self.kv_heads, dim=0).flatten()
+            keys = most / factor.flatten()
+            for matrix, bias, rows in ((layer.q, layer.q_bias, queries), (layer.k, layer.k_bias, keys)):
+                matrix.scale(rows)
+                if bias is not None:
+                    bias *= rows
+
+
 class _Place(NamedTuple):
     kv_group: int
     place: int
@@ -157,6 +183,7 @@ class NativeProgram:
         self._pool = self._library.quire_pool(threads)
         weakref.finalize(self, self._library.quire_pool_free, self._pool)
         self._program: int | None = None
+        self._free: weakref.finalize | None = None
         self._kv: KVViews | None = None
         self._step = lib.Step()
         self._width = -(-weights.head.rows // 16) * 16
@@ -165,8 +192,11 @@ class NativeProgram:
         """Draws on this program's threads, which it must not outlive."""
         return CompiledDraw(self._pool, self.isa)
 
-    def forward(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None) -> torch.Tensor:
-        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32."""
+    def forward(
+        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None, *, layers: int | None = None
+    ) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32. With fewer `layers` than
+        there are, only their K and V and those of the next are written, and what is returned says nothing."""
         if kv is not self._kv:
             self._build(kv)
         tokens, step, pool = input_ids.shape[0], self._step, kv.pool
@@ -179,11 +209,15 @@ class NativeProgram:
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
         step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        step.tree_base = step.tree_path = None
+        if batch.paths is not None:
+            step.tree_base, step.tree_path = batch.paths.base.data_ptr(), batch.paths.path.data_ptr()
+        step.layers = len(self._weights.layers) if layers is None else layers
         step.tap_count = 0
         if tap is not None and tap.layers:
-            layers = torch.tensor(tap.layers, dtype=torch.int32)
-            tapped = torch.empty(len(layers), batch.rows, self._weights.hidden)
-            step.taps, step.tapped, step.tap_count = layers.data_ptr(), tapped.data_ptr(), len(layers)
+            tapping = torch.tensor(tap.layers, dtype=torch.int32)
+            tapped = torch.empty(len(tapping), batch.rows, self._weights.hidden)
+            step.taps, step.tapped, step.tap_count = tapping.data_ptr(), tapped.data_ptr(), len(tapping)
             tap.states = list(tapped)
         step.asks = None
         if batch.mass is not None:
@@ -195,6 +229,11 @@ class NativeProgram:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")
         return hidden
 
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `DecoderWeights.rescale_keys`; what is in pages already is of another scale."""
+        self._weights.rescale_keys(factors)
+        self._kv = None  # to build again
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary] float32."""
         hidden = hidden.contiguous()
@@ -204,6 +243,9 @@ class NativeProgram:
 
     def _build(self, kv: KVViews) -> None:
         """For these pages. Structs point into tensors; `_keep` holds those made here."""
+        if self._free is not None:
+            self._free()
+            self._keep.clear()
         weights, layout = self._weights, kv.layout
         places = {
             layer: _Place(index, place)
@@ -220,12 +262,14 @@ class NativeProgram:
             self._pointer(weights.inverse_frequencies), layers,
         )  # fmt: skip
         self._program = self._library.quire_program(ctypes.byref(decoder), lib.kernels(self.isa), self._pool)
-        weakref.finalize(self, self._library.quire_program_free, self._program)
+        self._free = weakref.finalize(self, self._library.quire_program_free, self._program)
         self._kv = kv
         self._groups = (lib.StepGroup * len(layout.groups))()
         self._step.group, self._step.groups = self._groups, len(layout.groups)
-        self._step.half = int(kv.pool.dtype == torch.float16)
-        self._step.page_bytes = kv.pool.shape[1] * kv.pool.itemsize
+        for struct, group in zip(self._groups, layout.groups, strict=True):
+            struct.layers = len(group.layers)
+        self._step.kind = KV_KINDS.index(layout.dtype)
+        self._step.page_bytes = layout.page_bytes
 
     def _layer(self, layer: LayerWeights, place: _Place) -> lib.Layer:
         return lib.Layer(

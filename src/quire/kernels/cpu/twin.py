@@ -70,9 +70,9 @@ class TwinProgram:
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = ops.rms_norm(q, layer.q_norm, w.eps), ops.rms_norm(k, layer.k_norm, w.eps)
         q, k = ops.rope(q, *rope), ops.rope(k, *rope)
-        k_pages, v_pages, group = kv.layers[index]
-        where = batch.groups[group]
-        ops.write_kv(k.to(k_pages.dtype), v.to(v_pages.dtype), k_pages, v_pages, where.kv_slots)
+        mine = kv.layers[index]
+        where = batch.groups[mine.group]
+        ops.write_kv(k, v, mine, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
         backend: AttentionBackend = MeasuredRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
-        return backend.forward(spec, q, k_pages, v_pages, batch, where, backend.plan(batch, where, spec))
+        return backend.forward(spec, q, mine, batch, where, backend.plan(batch, where, spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.kv import LayerKV, put_tokens
 from quire.kernels.ops import Activation
 
 
@@ -58,10 +59,5 @@ def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return act(gate, kind).mul_(up)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_slots: torch.Tensor
-) -> None:
-    size = k_pages.shape[1]
-    where = (kv_slots // size, kv_slots % size)
-    k_pages.index_put_(where, k)
-    v_pages.index_put_(where, v)
+def write_kv(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, kv_slots: torch.Tensor) -> None:
+    put_tokens(kv, k, v, kv_slots)

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from quire.kernels.kv import LayerKV, encode
 from quire.kernels.ops import Activation
 
 
@@ -68,10 +69,11 @@ def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return (act(gate.float(), kind) * up.float()).to(x.dtype)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, kv_slots: torch.Tensor
-) -> None:
-    size = k_pages.shape[1]
+def write_kv(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, kv_slots: torch.Tensor) -> None:
+    size = kv.k_pages.shape[1]
     for token, slot in enumerate(kv_slots.tolist()):
-        k_pages[slot // size, slot % size] = k[token]
-        v_pages[slot // size, slot % size] = v[token]
+        for (numbers, scales), x in zip(kv.sides, (k, v), strict=True):
+            stored, beside = encode(x[token], numbers.dtype, scaled=scales is not None)
+            numbers[slot // size, slot % size] = stored
+            if scales is not None and beside is not None:
+                scales[slot // size, slot % size] = beside

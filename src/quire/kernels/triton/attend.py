@@ -18,10 +18,10 @@ import triton.language as tl
 
 @triton.jit
 def _walk(
-    acc, peak, mass, q, at, k, v, table, begin, end, first, scale,
-    stride_page, stride_slot,
+    acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, end, first, scale,
+    stride_page, stride_slot, stride_scale_page, stride_scale_slot,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. end. Not MASKED: whole tiles that every query sees. Keys before `first` are seen by none, and
     what lies there or behind `end` may be anything, NaN included."""
@@ -36,11 +36,17 @@ def _walk(
             page = tl.load(table + n // PAGE).to(tl.int64)
             there = (n >= 0)[:, None] & (d < D)[None, :]
         where = (page * stride_page + (n % PAGE) * stride_slot)[:, None] + d[None, :]
+        if SCALED:
+            beside = page * stride_scale_page + (n % PAGE) * stride_scale_slot
+            k_scale = tl.load(k_scales + beside, mask=inside, other=0.0).to(tl.float32)
+            v_scale = tl.load(v_scales + beside, mask=inside, other=0.0)
         if MASKED or D != DP:
             keys = tl.load(k + where, mask=there, other=0.0)
         else:
             keys = tl.load(k + where)
         scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+        if SCALED:
+            scores *= k_scale[None, :]
         if MASKED:
             seen = (n[None, :] <= at[:, None]) & inside[None, :]
             if WINDOW:
@@ -56,7 +62,10 @@ def _walk(
             values = tl.load(v + where, mask=there, other=0.0)
         else:
             values = tl.load(v + where)
-        acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision=PRECISION)
+        values = values.to(q.dtype)
+        if SCALED:
+            values *= v_scale.to(q.dtype)[:, None]  # rather than the weights, which may be too small for half floats
+        acc = tl.dot(p.to(q.dtype), values, acc, input_precision=PRECISION)
         peak = higher
     return acc, peak, mass
 
@@ -93,17 +102,18 @@ def _store(
 
 @triton.jit(do_not_specialize=["splits", "split_min", "shortest", "longest"])
 def attend_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
+    q_ptr, k_ptr, v_ptr, k_scales, v_scales, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
     prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...
     partial, partial_lse, counters,
     items, members, page_table, positions, query_start, kv_len,
-    scale, v_scale, splits, split_min, shortest, longest, heads,
-    stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_ot, stride_oh, stride_table,
+    scale, splits, split_min, shortest, longest, heads,
+    stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_scale_page, stride_scale_slot,
+    stride_ot, stride_oh, stride_table,
     FORM: tl.constexpr,  # "row", "block" or "prefix"
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # query tokens of a block
     if PDL:
@@ -178,22 +188,26 @@ def attend_kernel(
     table = page_table + row.to(tl.int64) * stride_table
     k = k_ptr + kv_head * stride_head
     v = v_ptr + kv_head * stride_head
+    k_scales += kv_head
+    v_scales += kv_head
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     if TWO_PHASE:
         middle = begin + tl.maximum(tl.minimum(full, last) - begin, 0) // BLOCK_N * BLOCK_N
         acc, peak, mass = _walk(
-            acc, peak, mass, q, at, k, v, table, begin, middle, first, scale, stride_page, stride_slot,
-            PAGE, D, DP, BLOCK_N, WINDOW, False, PRECISION,
+            acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, middle, first, scale,
+            stride_page, stride_slot, stride_scale_page, stride_scale_slot,
+            PAGE, D, DP, BLOCK_N, WINDOW, False, SCALED, PRECISION,
         )  # fmt: skip
         begin = middle
     acc, peak, mass = _walk(
-        acc, peak, mass, q, at, k, v, table, begin, last, first, scale, stride_page, stride_slot,
-        PAGE, D, DP, BLOCK_N, WINDOW, True, PRECISION,
+        acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, last, first, scale,
+        stride_page, stride_slot, stride_scale_page, stride_scale_slot,
+        PAGE, D, DP, BLOCK_N, WINDOW, True, SCALED, PRECISION,
     )  # fmt: skip
 
-    out = acc * tl.where(mass > 0.0, v_scale / mass, 0.0)[:, None]
+    out = acc * tl.where(mass > 0.0, 1.0 / mass, 0.0)[:, None]
     lse = peak + tl.log2(mass)
     if SPLIT:
         if used > 1:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV
 from quire.kernels.triton import configs, why_not
 from quire.kernels.triton.attend import attend_kernel, list_blocks_kernel
 from quire.kernels.triton.configs import Tile
@@ -76,12 +77,10 @@ class Plan:
 class TritonAttention:
     name = "triton"
 
-    def __init__(self, *, invariant: bool = False, k_scale: float = 1.0, v_scale: float = 1.0):
+    def __init__(self, *, invariant: bool = False):
         """`invariant`: one tiling and one split of the keys for every row, so that a row's result is the same bits
-        in any batch. The scales turn stored 8-bit keys and values into true ones."""
+        in any batch."""
         self.invariant = invariant
-        self.k_scale = k_scale
-        self.v_scale = v_scale
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if spec.head_dim > MAX_HEAD_DIM:
@@ -102,19 +101,18 @@ class TritonAttention:
         return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
 
     def forward(
-        self, spec: AttentionSpec, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
-        batch: Batch, group: GroupBatch, plan: Plan, lse: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        self, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch, plan: Plan,
+        lse: torch.Tensor | None = None, out: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
         """`lse`, float32 [tokens, heads], takes the log-sum of each query's scores where given."""
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        scales = (spec.scale * self.k_scale, self.v_scale)
         shared = None
         if plan.ahead is not None:
             shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
-            _run(plan.ahead, spec, q, k_pages, v_pages, batch, group, scales, *shared, prefix=plan.prefix)
+            _run(plan.ahead, spec, q, kv, batch, group, *shared, prefix=plan.prefix)
         for launch in plan.launches:
-            _run(launch, spec, q, k_pages, v_pages, batch, group, scales, out, lse, prefix=plan.prefix, shared=shared)
+            _run(launch, spec, q, kv, batch, group, out, lse, prefix=plan.prefix, shared=shared)
         return out
 
 
@@ -133,6 +131,8 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     short = bounds.longest if bounds.longest <= limit else max(16 // group, 1)
     launches = []
     if bounds.shortest <= short:
+        if bounds.rows * spec.kv_heads >= configs.CROWD * sms:
+            few = configs.attention("crowd", spec.itemsize, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
         launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
@@ -164,7 +164,7 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
 def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
     """Enough programs to fill the chip and even out rows of different length."""
     programs = launch.blocks * spec.kv_heads
-    keys = max(configs.SPLIT_KEYS // (2 if programs < sms else 1), launch.tile.block_n)
+    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
     if spec.window is not None:
         longest = min(longest, spec.window + launch.tile.block_m)
     wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))
@@ -186,8 +186,8 @@ def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec) -> Launch:
 
 
 def _run(
-    launch: Launch, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch,
-    group: GroupBatch, scales: tuple[float, float], out: torch.Tensor, lse: torch.Tensor | None, *,
+    launch: Launch, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch,
+    out: torch.Tensor, lse: torch.Tensor | None, *,
     prefix: PrefixLists | None, shared: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     tile, device = launch.tile, q.device
@@ -198,20 +198,27 @@ def _run(
         partial = torch.empty(slots * launch.splits * tile.block_m, padded, dtype=torch.float32, device=device)
         partial_lse = torch.empty(slots * launch.splits * tile.block_m, dtype=torch.float32, device=device)
         counts = counters(device, slots)
-    assert k.stride() == v.stride() and k.stride(3) == q.stride(2) == 1
+    k, v, (k_scales, v_scales) = kv.k_pages, kv.v_pages, (kv.k_scales, kv.v_scales)
+    if scaled := k_scales is not None and v_scales is not None:
+        beside = k_scales.stride()[:2]
+    else:
+        k_scales = v_scales = out  # placeholders
+        beside = (0, 0)
+    assert k.stride() == v.stride() and k.stride(3) == q.stride(2) == 1 and k.dtype != torch.uint8
     assert prefix is None or spec.window is None, "shared prefixes are for full attention"
     attend_kernel[(spec.kv_heads, launch.blocks, launch.splits)](
-        q, k, v, out, out if lse is None else lse,
+        q, k, v, k_scales, v_scales, out, out if lse is None else lse,
         *(shared or (out, out)), batch.kv_len if prefix is None else prefix.row_begin,
         partial, partial_lse, counts,
         batch.kv_len if launch.items is None else launch.items, batch.kv_len if prefix is None else prefix.members,
         group.page_table, batch.positions, batch.query_start, batch.kv_len,
-        scales[0] * LOG2E, scales[1], launch.splits, launch.split_min, launch.shortest, launch.longest, spec.heads,
-        q.stride(0), q.stride(1), *k.stride()[:3], out.stride(0), out.stride(1), group.page_table.stride(0),
+        spec.scale * LOG2E, launch.splits, launch.split_min, launch.shortest, launch.longest, spec.heads,
+        q.stride(0), q.stride(1), *k.stride()[:3], *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
         SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.block_m >= 64 and spec.window is None and not launch.steady,
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
+        SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages,
         **overlap(device),
     )  # fmt: skip

@@ -5,7 +5,7 @@
                                     k heads ── norm? ── rotate ──► k_pages[slot]
                                     v heads ────────────────────► v_pages[slot]
 
-Plain twin: `twins.rope_and_write`. Pages may be 8-bit; keys and values are then divided by their scales.
+Plain twin: `twins.rope_and_write`. Pages may be 8-bit: floats as they are, or scaled, each head by its largest.
 Refuses to know: how angles come about.
 """
 
@@ -15,13 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.kv import LARGEST, LayerKV
 from quire.kernels.triton.launch import overlap, power_of_two
 
 
 @triton.jit
-def _scaled(x, scale, target, EIGHT_BIT: tl.constexpr):
-    if EIGHT_BIT:
-        x = tl.clamp(x / scale, -448.0, 448.0)
+def _stored(x, inverse, target, LARGEST: tl.constexpr):
+    """LARGEST: of an 8-bit number; 0: pages have more bits."""
+    if LARGEST > 0.0:
+        x = tl.clamp(x * inverse, -LARGEST, LARGEST)
+    if LARGEST == 127.0:
+        x = tl.floor(x + 0.5)
     return x.to(target.dtype.element_ty)
 
 
@@ -60,10 +64,11 @@ def rope_tables(
 
 @triton.jit
 def rope_kernel(
-    qkv, q_out, k_pages, v_pages, kv_slots, cos_ptr, sin_ptr, q_weight, k_weight, eps, k_scale, v_scale,
-    stride_x, stride_q, stride_page, stride_slot, stride_head,
+    qkv, q_out, k_pages, v_pages, kv_slots, cos_ptr, sin_ptr, q_weight, k_weight, eps, k_scales, v_scales,
+    stride_x, stride_q, stride_page, stride_slot, stride_head, stride_scale_page, stride_scale_slot,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, EIGHT_BIT: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, HEADS: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, SCALED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a token's HEADS heads of one kind. HALF and REST: powers of two that hold ROTARY // 2 and the
     dimensions that are not rotated (0: none)."""
@@ -119,11 +124,20 @@ def rope_kernel(
         slot = tl.load(kv_slots + token)
         place = (slot // PAGE) * stride_page + (slot % PAGE) * stride_slot + head[:, None] * stride_head
         target = tl.where(is_v, v_pages, k_pages) + place
-        scale = tl.where(is_v, v_scale, k_scale)
-        tl.store(target + i[None, :], _scaled(x1, scale, k_pages, EIGHT_BIT), mask=half)
-        tl.store(target + MIDDLE + i[None, :], _scaled(x2, scale, k_pages, EIGHT_BIT), mask=half)
+        inverse = 1.0
+        if SCALED:
+            most = tl.maximum(tl.max(tl.abs(x1), 1), tl.max(tl.abs(x2), 1))
+            if REST > 0:
+                most = tl.maximum(most, tl.max(tl.abs(x3), 1))
+            scale = tl.minimum(most / LARGEST, 65504.0).to(tl.float16)
+            beside = (slot // PAGE) * stride_scale_page + (slot % PAGE) * stride_scale_slot + head
+            tl.store(tl.where(is_v, v_scales, k_scales) + beside, scale, mask=head < KV)
+            scale = scale.to(tl.float32)  # as it will be read
+            inverse = tl.where(scale > 0.0, 1.0 / scale, 0.0)[:, None]
+        tl.store(target + i[None, :], _stored(x1, inverse, k_pages, LARGEST), mask=half)
+        tl.store(target + MIDDLE + i[None, :], _stored(x2, inverse, k_pages, LARGEST), mask=half)
         if REST > 0:
-            tl.store(target + j[None, :], _scaled(x3, scale, k_pages, EIGHT_BIT), mask=rest)
+            tl.store(target + j[None, :], _stored(x3, inverse, k_pages, LARGEST), mask=rest)
 
 
 def rope_and_write(
@@ -131,16 +145,14 @@ def rope_and_write(
     heads: int,
     cos: torch.Tensor,  # [tokens, 1, rotary], as `ops.rope_tables` makes them
     sin: torch.Tensor,
-    k_pages: torch.Tensor,  # [pages, tokens_per_page, kv_heads, dim], strided view
-    v_pages: torch.Tensor,
+    kv: LayerKV,
     kv_slots: torch.Tensor,  # [tokens] int64
     q_norm: torch.Tensor | None = None,  # [dim]
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
     q_out: torch.Tensor | None = None,  # [tokens, heads, dim]; None: in place
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> torch.Tensor:  # the queries, [tokens, heads, dim]
+    k_pages, v_pages = kv.k_pages, kv.v_pages
     tokens, (_, page, kv_heads, dim), rotary = qkv.shape[0], k_pages.shape, cos.shape[-1]
     if q_out is None:
         q_out = qkv[:, : heads * dim].unflatten(1, (heads, dim))
@@ -148,13 +160,18 @@ def rope_and_write(
     assert q_out.stride(1) == dim and (q_norm is None) == (k_norm is None) and cos.is_contiguous()
     if tokens == 0:
         return q_out
+    if scaled := kv.k_scales is not None:
+        scales, beside = (kv.k_scales, kv.v_scales), kv.k_scales.stride()[:2]
+    else:
+        scales, beside = (k_pages, v_pages), (0, 0)  # placeholders
     together = min(power_of_two(kv_heads), 8)
     rope_kernel[(tokens, -(-heads // together) + 2 * -(-kv_heads // together))](
         qkv, q_out, k_pages, v_pages, kv_slots, cos, sin, qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm, eps, k_scale, v_scale, qkv.stride(0), q_out.stride(0), *k_pages.stride()[:3],
+        qkv if k_norm is None else k_norm, eps, *scales, qkv.stride(0), q_out.stride(0), *k_pages.stride()[:3],
+        *beside,
         H=heads, KV=kv_heads, D=dim, ROTARY=rotary, HALF=power_of_two(rotary // 2),
         REST=power_of_two(dim - rotary) if rotary < dim else 0, PAGE=page, HEADS=together,
-        NORM=q_norm is not None, EIGHT_BIT=k_pages.element_size() == 1, num_warps=4 if together >= 4 else 1,
-        **overlap(qkv.device),
+        NORM=q_norm is not None, LARGEST=LARGEST.get(k_pages.dtype, 0.0), SCALED=scaled,
+        num_warps=4 if together >= 4 else 1, **overlap(qkv.device),
     )  # fmt: skip
     return q_out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.kv import LayerKV, put_tokens
 from quire.kernels.reference import ops
 
 FP8 = torch.float8_e4m3fn
@@ -17,20 +18,18 @@ def quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rope_and_write(
-    qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor,
+    qkv: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, kv: LayerKV,
     kv_slots: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None, eps: float = 0.0,
-    q_out: torch.Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
+    q_out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    kv_heads, dim = k_pages.shape[2:]
+    kv_heads, dim = kv.k_pages.shape[2:]
     q, k, v = qkv.unflatten(1, (-1, dim)).split([heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
         q, k = ops.rms_norm(q, q_norm, eps), ops.rms_norm(k, k_norm, eps)
     q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
-    if k_pages.element_size() == 1:
-        k, v = ((x.float() / scale).clamp(-448.0, 448.0).to(k_pages.dtype) for x, scale in ((k, k_scale), (v, v_scale)))
-    size = k_pages.shape[1]
-    k_pages[kv_slots // size, kv_slots % size] = k
-    v_pages[kv_slots // size, kv_slots % size] = v
+    if kv.k_scales is None and kv.k_pages.element_size() == 1:
+        k, v = k.clamp(-448.0, 448.0), v.clamp(-448.0, 448.0)
+    put_tokens(kv, k, v, kv_slots)
     if q_out is None:
         q_out = qkv[:, : heads * dim].unflatten(1, (heads, dim))
     return q_out.copy_(q)

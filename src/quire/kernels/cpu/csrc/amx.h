@@ -6,8 +6,10 @@
 namespace amx {
 
 constexpr int kTile = 16;
-constexpr int kFew = 9;  // rows left over that VNNI does sooner than a mostly empty tile
-constexpr int kLag = 4;
+constexpr int kFew = 9;       // rows left over that VNNI does sooner than a mostly empty tile
+constexpr int kStored = 2;    // blocks after its multiplication a product is stored: what comes between need not wait
+constexpr int kLag = 5;       // blocks after it a product is added
+constexpr int kProducts = 8;  // kept at a time
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -73,8 +75,8 @@ struct Walk {
   }
 };
 
-// The product of block b into `products`; C, A and B are tile numbers, which must be literals.
-#define QUIRE_MULTIPLY(C, A, B, b, products)       \
+// The product of block b in tile C; C, A and B are tile numbers, which must be literals.
+#define QUIRE_MULTIPLY(C, A, B, b)                 \
   do {                                             \
     _tile_zero(C);                                 \
     _tile_loadd(A, xq + size_t(b) * 512, kBlock);  \
@@ -84,7 +86,6 @@ struct Walk {
     } else {                                       \
       _tile_dpbssd(C, A, B);                       \
     }                                              \
-    _tile_stored(C, products, 64);                 \
   } while (0)
 
 template <int Bits>
@@ -101,7 +102,7 @@ inline void add(const Group& u, const float* factors, int b, const int32_t* prod
 // Rows [m, m + count) of one tile. Meanwhile the group after this one is unpacked, and the one after that asked for.
 template <int Bits>
 void tile16(const Group& u, const Group& next, Rows x, int m, int count) {
-  alignas(64) int32_t products[2 * kLag][kTile * kLanes];
+  alignas(64) int32_t products[kProducts][kTile * kLanes];
   const int blocks = u.w->blocks();
   const int8_t* xq = x.quants(m, 0);
   const float* factors = x.scale(m, 0);
@@ -111,26 +112,26 @@ void tile16(const Group& u, const Group& next, Rows x, int m, int count) {
   __m512 acc[kTile];
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) acc[r] = _mm512_setzero_ps();
-  QUIRE_MULTIPLY(0, 4, 6, 0, products[0]);
-  if (blocks > 1) QUIRE_MULTIPLY(1, 5, 7, 1, products[1]);
-  if (blocks > 2) QUIRE_MULTIPLY(2, 4, 6, 2, products[2]);
-  if (blocks > 3) QUIRE_MULTIPLY(3, 5, 7, 3, products[3]);
-#define QUIRE_STEP(j, A, B)                                                                      \
-  do {                                                                                           \
-    int b = at + j;                                                                              \
-    if (b >= blocks) break;                                                                      \
-    if (b + kLag < blocks) QUIRE_MULTIPLY(j, A, B, b + kLag, products[(b + kLag) % (2 * kLag)]); \
-    if (later) {                                                                                 \
-      unpack(next, b);                                                                           \
-      for (int i = 0; i < (Bits == 4 ? 5 : 8); i++, later += 64) __builtin_prefetch(later);      \
-    }                                                                                            \
-    add<Bits>(u, factors, b, products[b % (2 * kLag)], acc);                                     \
+#define QUIRE_STEP(j, A, B, done)                                                                    \
+  do {                                                                                               \
+    int b = at + j;                                                                                  \
+    if (b < blocks) QUIRE_MULTIPLY(j, A, B, b);                                                      \
+    if (b >= kStored && b - kStored < blocks)                                                        \
+      _tile_stored(done, products[(b - kStored) % kProducts], 64);                                   \
+    if (b < kLag) break;                                                                             \
+    b -= kLag;                                                                                       \
+    if (b >= blocks) break;                                                                          \
+    if (later) {                                                                                     \
+      unpack(next, b);                                                                               \
+      for (int i = 0; i < (Bits == 4 ? 5 : 8); i++, later += 64) __builtin_prefetch(later);          \
+    }                                                                                                \
+    add<Bits>(u, factors, b, products[b % kProducts], acc);                                          \
   } while (0)
-  for (int at = 0; at < blocks; at += kLag) {
-    QUIRE_STEP(0, 4, 6);
-    QUIRE_STEP(1, 5, 7);
-    QUIRE_STEP(2, 4, 6);
-    QUIRE_STEP(3, 5, 7);
+  for (int at = 0; at < blocks + kLag; at += 4) {
+    QUIRE_STEP(0, 4, 6, 2);
+    QUIRE_STEP(1, 5, 7, 3);
+    QUIRE_STEP(2, 4, 6, 0);
+    QUIRE_STEP(3, 5, 7, 1);
   }
 #undef QUIRE_STEP
 #pragma GCC unroll 16

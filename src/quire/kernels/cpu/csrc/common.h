@@ -19,6 +19,7 @@ namespace quire {
 constexpr int kLanes = 16;  // output rows of a group
 constexpr int kBlock = 32;  // inputs that share a scale
 constexpr int kKeys = 32;   // KV positions attended at a time, aligned to position 0
+constexpr int kMostScales = 16;  // of a head: 4-bit heads have at most 256 numbers
 
 struct Matrix {
   const uint8_t* data;
@@ -72,21 +73,49 @@ struct Piece {
   Out out;
 };
 
-struct Paged {
-  uint8_t* k;  // K of this layer in page 0; V lies v_offset bytes further
-  size_t page_stride, v_offset;  // bytes
-  int32_t tokens_per_page, kv_heads, head_dim, half;  // half: fp16, else fp32
+// How pages keep numbers; kernels/kv.py says the same in torch. 8 bits: a scale for each token and head; 4 bits: a scale
+// and a minimum for each 32 numbers of it, numbers i and i + head_dim / 2 in one byte.
+enum KvKind { kFloat32, kFloat16, kInt8, kFp8, kInt4 };
 
-  size_t item() const { return half ? 2 : 4; }
-  size_t token_stride() const { return size_t(kv_heads) * head_dim * item(); }
+struct Paged {
+  uint8_t* k;        // K of this layer in page 0; V lies v_offset bytes further
+  uint16_t* scales;  // fp16, of that K; those of V lie v_scales() further
+  size_t page_stride, v_offset;  // bytes
+  int32_t tokens_per_page, kv_heads, head_dim, kind;
+
+  size_t head_bytes() const {
+    return kind == kFloat32 ? head_dim * 4 : kind == kFloat16 ? head_dim * 2 : kind == kInt4 ? head_dim / 2 : head_dim;
+  }
+  size_t token_stride() const { return kv_heads * head_bytes(); }
+  int head_scales() const { return kind == kInt4 ? head_dim / kBlock * 2 : kind > kFloat16; }
+  size_t v_scales() const { return size_t(tokens_per_page) * kv_heads * head_scales(); }
+  uint16_t* scales_of(int64_t page, int offset, int head) const {
+    return scales + page * (page_stride / 2) + (size_t(offset) * kv_heads + head) * head_scales();
+  }
 };
 
 // Queries that read the same KV: `rows` sequences whose first `shared` positions lie in the same pages.
+// Where the keys of a row are. From position `base` on, where a tree of guesses begins, four bits of `path` each tell at
+// which place from there on: the positions of a row's own branch, in order, whatever lies between them.
+struct Table {
+  const int32_t* pages;
+  int32_t base;
+  uint64_t path;
+
+  int place(int position) const { return position < base ? position : base + int(path >> 4 * (position - base) & 15); }
+};
+
+constexpr int32_t kNoTree = INT32_MAX;
+
 struct Query {
   const float* q;  // [heads, head_dim] of one token, scaled
   int32_t position;
   int32_t token;  // on the flat token axis: where its output goes
   const int32_t* pages;
+  int32_t base = kNoTree;
+  uint64_t path = 0;
+
+  Table table() const { return {pages, base, path}; }
 };
 
 struct AttendArgs {
@@ -126,7 +155,7 @@ struct Kernels {
   void (*gemm)(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch);  // rows [m0, m1) of x
   void (*gate)(const float* gate, const float* up, Rows out, int row, int block);  // silu(gate) * up, one block
   void (*rope)(float* x, const float* cos, const float* sin, int half, float scale, int dim);
-  void (*store_kv)(const float* x, void* to, int count, bool half);
+  void (*store_kv)(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales);  // all heads of a token
   void (*attend)(const AttendArgs& args, float* scratch);
   size_t (*attend_floats)(const AttendArgs& args);
   int (*draw)(const float* logits, int vocab, const Draw& how, uint8_t* scratch);  // draw_bytes, aligned to 8
@@ -146,6 +175,7 @@ const Kernels* kernels_neon();
 const Kernels* kernels_i8mm();
 
 void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
+void scale_rows(const Matrix& m, const float* factors);  // each row by a factor
 void unpack_row(const Matrix& m, int32_t row, float* out);
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);

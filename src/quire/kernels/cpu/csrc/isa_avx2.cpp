@@ -1,6 +1,7 @@
 // AVX2 with FMA and F16C: a group of 16 outputs is two vectors of 8, done one after the other.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -17,12 +18,25 @@ namespace {
 
 #define QUIRE_WIDTH 8
 inline __m256 fma(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+inline __m256 maximum(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+inline __m256 minimum(__m256 a, __m256 b) { return _mm256_min_ps(a, b); }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7}; }
 inline vf load_half(const uint16_t* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void store_half(uint16_t* p, vf v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store_bytes(int8_t* p, vi v) {
+  __m128i both = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(both, both));
+}
+
+inline vi load_bytes(const int8_t* p) {
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline vi load_bytes(const uint8_t* p) {
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
 
 inline float sum(vf v) {

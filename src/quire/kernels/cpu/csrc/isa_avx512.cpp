@@ -2,6 +2,7 @@
 // are exact, and floats are added block by block in the same order.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -22,6 +23,8 @@ namespace {
 
 #define QUIRE_WIDTH 16
 inline __m512 fma(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+inline __m512 maximum(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+inline __m512 minimum(__m512 a, __m512 b) { return _mm512_min_ps(a, b); }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
@@ -33,11 +36,20 @@ inline vf load_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si2
 inline void store_half(uint16_t* p, vf v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
+inline void store_bytes(int8_t* p, vi v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
+}
 
+inline vi load_bytes(const int8_t* p) {
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline vi load_bytes(const uint8_t* p) {
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline vf fold_pairs(vf a, vf b) { return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd); }
 inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the sums of a, b, c, d
-  vf ab = _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b), cd = _mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d);
-  __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-  return _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)) + _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+  return fold_pairs(fold_pairs(a, b), fold_pairs(c, d));
 }
 inline vf fold_lanes(vf a, vf b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); }
 

@@ -1,6 +1,7 @@
 // Kernels for any machine: plain loops, and the twin the others are tested against.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -10,6 +11,8 @@ namespace {
 #define QUIRE_WIDTH 4
 typedef float vf4 __attribute__((vector_size(16)));
 inline vf4 fma(vf4 a, vf4 b, vf4 c) { return a * b + c; }
+inline vf4 maximum(vf4 a, vf4 b) { return a > b ? a : b; }
+inline vf4 minimum(vf4 a, vf4 b) { return a < b ? a : b; }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
@@ -27,12 +30,18 @@ inline vf load_half(const uint16_t* p) {
 inline void store_half(uint16_t* p, vf v) {
   for (int i = 0; i < W; i++) p[i] = float_to_half(v[i]);
 }
+inline void store_bytes(int8_t* p, vi v) {
+  for (int i = 0; i < W; i++) p[i] = int8_t(v[i]);
+}
+
+inline vi load_bytes(const int8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   for (int j = 0; j < 16; j++) {
     vf acc = {};
     for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k + i * kKeys + j * W), acc);
-    out[j] = sum(acc);
+    out[j] = (acc[0] + acc[1]) + (acc[2] + acc[3]);
   }
 }
 

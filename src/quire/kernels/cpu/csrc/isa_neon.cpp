@@ -2,6 +2,7 @@
 // and stream the weights; more rows take one vector at a time, so that up to 8 rows stay in registers.
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "common.h"
 
@@ -20,15 +21,33 @@ namespace {
 
 #define QUIRE_WIDTH 4
 inline float32x4_t fma(float32x4_t a, float32x4_t b, float32x4_t c) { return vfmaq_f32(c, a, b); }
+inline float32x4_t maximum(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline float32x4_t minimum(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 #include "simd.h"
 
 inline vi lane_numbers() { return vi{0, 1, 2, 3}; }
-inline float sum(vf v) { return vaddvq_f32(v); }
+inline float sum(vf v) { return vaddv_f32(vadd_f32(vget_low_f32(v), vget_high_f32(v))); }
 inline uint32_t sum(vu v) { return vaddvq_u32(v); }
 inline bool any(vi mask) { return vmaxvq_u32((vu)mask); }
 inline float highest(vf v) { return vmaxvq_f32(v); }
 inline vf load_half(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 inline void store_half(uint16_t* p, vf v) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(v))); }
+inline void store_bytes(int8_t* p, vi v) {
+  int16x4_t narrow = vmovn_s32((int32x4_t)v);
+  uint32_t four = vget_lane_u32(vreinterpret_u32_s8(vmovn_s16(vcombine_s16(narrow, narrow))), 0);
+  __builtin_memcpy(p, &four, 4);
+}
+
+inline vi load_bytes(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four)))));
+}
+inline vi load_bytes(const uint8_t* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
 
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   float32x4_t acc[16];

@@ -66,6 +66,8 @@ EXPORT void quire_pack(int kind, const uint8_t* rows, int first, int count, cons
   pack(kind, rows, first, count, *into);
 }
 
+EXPORT void quire_scale(const Matrix* m, const float* factors) { scale_rows(*m, factors); }
+
 EXPORT void quire_unpack(const Matrix* from, int row, float* out) { unpack_row(*from, row, out); }
 
 EXPORT Pool* quire_pool(int threads) { return new Pool(threads); }
@@ -106,9 +108,7 @@ EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, 
   });
 }
 
-// Single stages, for tests.
-
-// out [rows, pad16(n)] = w . quantised(x [rows, k])
+// A single stage, for tests: out [rows, pad16(n)] = w . quantised(x [rows, k])
 EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x, int rows, float* out) {
   size_t padded = (size_t(rows) + 15) / 16 * 16, blocks = padded * w->blocks();
   std::vector<int8_t> q(padded * w->k);
@@ -122,18 +122,6 @@ EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x
   const Piece whole{w, 0, w->groups(), {out, size_t(w->groups()) * kLanes, nullptr, false, 0, 0}};
   kernels->gemm(&whole, 1, quantised, 0, rows, {aligned});
   kernels->end();
-}
-
-// out [count, heads, dim]; queries [count, heads, dim] of tokens 0 .. count, row i reading through tables[i]
-EXPORT void quire_attend(const Kernels* kernels, const Paged* kv, int heads, int window, const float* q,
-                         const int32_t* positions, const int32_t* tables, int64_t table_stride, int count, int shared,
-                         float* out) {
-  std::vector<Query> queries;
-  for (int i = 0; i < count; i++)
-    queries.push_back({q + size_t(i) * heads * kv->head_dim, positions[i], i, tables + i * table_stride});
-  AttendArgs args{*kv, heads, window, queries.data(), count, shared, 0, kv->kv_heads, {}, out, nullptr, 0};
-  std::vector<float> scratch(kernels->attend_floats(args));
-  if (count) kernels->attend(args, scratch.data());
 }
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", "Compiled kernels; called through ctypes.", -1,

@@ -152,6 +152,15 @@ void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const
   }
 }
 
+void scale_rows(const Matrix& m, const float* factors) {
+  for (int row = 0; row < m.n; row++)
+    for (int b = 0; b < m.blocks(); b++) {
+      uint16_t* scales = const_cast<uint16_t*>(m.scales(row / kLanes, b)) + row % kLanes;
+      scales[0] = float_to_half(half_to_float(scales[0]) * factors[row]);
+      if (m.bits == 4) scales[kLanes] = float_to_half(half_to_float(scales[kLanes]) * factors[row]);
+    }
+}
+
 void unpack_row(const Matrix& m, int32_t row, float* out) {
   int group = row / kLanes, lane = row % kLanes;
   for (int b = 0; b < m.blocks(); b++, out += kBlock) {

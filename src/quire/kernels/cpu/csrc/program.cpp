@@ -12,7 +12,7 @@ constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: 
 constexpr int kQueryTile = 16;     // query tokens attended together
 constexpr int kAlone = 2;          // rows that every worker norms for itself
 constexpr int kSharedLeast = 32;   // KV positions worth reading together
-constexpr size_t kAhead = 1 << 16; // bytes of the next weights to ask for while waiting
+constexpr size_t kAhead = 1 << 17; // bytes of the next weights to ask for while waiting
 
 int pad16(int n) { return (n + 15) / 16 * 16; }
 
@@ -54,7 +54,7 @@ void Program::reserve(int tokens) {
 }
 
 static int check(const Step& s, int vocab) {
-  if (s.tokens < 0 || s.rows < 0 || (s.asks && s.groups != 1)) return kBadShape;
+  if (s.tokens < 0 || s.rows < 0 || s.layers < 0 || (s.asks && s.groups != 1)) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
@@ -68,6 +68,12 @@ static int check(const Step& s, int vocab) {
       for (int t = s.query_start[r]; t < s.query_start[r + 1]; t++) {
         if (s.positions[t] < 0) return kBadShape;
         need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
+        if (s.tree_base && s.tree_base[r] <= s.positions[t]) {
+          if (s.tree_base[r] < 0 || s.positions[t] - s.tree_base[r] > 15) return kBadShape;
+          const Table table{nullptr, s.tree_base[r], uint64_t(s.tree_path[r])};
+          for (int64_t p = table.base; p <= s.positions[t]; p++)
+            need = std::max<int64_t>(need, table.place(int(p)) / group.tokens_per_page + 1);
+        }
       }
       if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
@@ -106,14 +112,18 @@ int Program::forward(const Step& step) {
     k_.begin();
     embed(step, kStages * d_.layers, worker);
     pool_.barrier();
-    for (int i = 0; i < d_.layers; i++) {
+    for (int i = 0; i < std::min(step.layers, d_.layers); i++) {
       layer(step, layers_[i], i, worker);
       if (step.tap_count) tap(step, i, worker);
     }
-    each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
-      size_t at = size_t(t) * d_.hidden;
-      k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
-    });
+    if (step.layers < d_.layers) {
+      qkv(step, layers_[step.layers], step.layers, worker);
+    } else {
+      each_token(kStages * d_.layers + 1, worker, step.tokens, [&](int t) {
+        size_t at = size_t(t) * d_.hidden;
+        k_.norm(x_.data() + at, d_.final_norm, d_.eps, d_.hidden, step.hidden + at);
+      });
+    }
     k_.end();
   });
   if (step.asks) pay(step);
@@ -148,14 +158,25 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   plan.items.clear();
   plan.asking.clear();
   std::vector<int> single;
-  for (int r = 0; r < step.rows; r++) {
-    int begin = step.query_start[r], end = step.query_start[r + 1];
-    const bool asks = step.asks && step.asks[r];
-    if (end - begin == 1 && !asks) {
-      single.push_back(r);
+  auto position = [&](int t) { return step.positions[t]; };
+  auto table = [&](int r) { return group.page_table + r * group.table_stride; };
+  auto asking = [&](int r) { return step.asks && step.asks[r]; };
+  auto goes_on = [&](int r) {  // further on in what the row before reads and writes: of the same sequence
+    int last = step.query_start[r] - 1;
+    return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
+           !asking(r - 1) && !asking(r) &&
+           std::equal(table(r - 1), table(r - 1) + position(last) / group.tokens_per_page + 1, table(r));
+  };
+  for (int r = 0, next; r < step.rows; r = next) {
+    next = r + 1;
+    while (next < step.rows && goes_on(next)) next++;
+    int begin = step.query_start[r], end = step.query_start[next];
+    const bool asks = asking(r);
+    if (end - begin == next - r && end - begin < kQueryTile / 2 && !asks) {
+      for (; r < next; r++) single.push_back(r);
       continue;
     }
-    const int32_t* pages = group.page_table + r * group.table_stride;
+    const int32_t* pages = table(next - 1);
     for (int t = begin; t < end; t += kQueryTile) {
       int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
@@ -173,10 +194,14 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
 void Program::share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const {
   std::vector<char> taken(rows.size(), 0);
   auto pages = [&](int r) { return group.page_table + r * group.table_stride; };
-  auto whole = [&](int r) { return int(step.positions[step.query_start[r]] / group.tokens_per_page); };
+  auto base = [&](int r) { return step.tree_base ? step.tree_base[r] : kNoTree; };
+  auto whole = [&](int r) {
+    return int(std::min<int64_t>(step.positions[step.query_start[r]], base(r)) / group.tokens_per_page);
+  };
   auto add = [&](int r) {
     int t = step.query_start[r];
-    plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r)});
+    plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r), base(r),
+                            step.tree_base ? uint64_t(step.tree_path[r]) : 0});
   };
   const int least = (kSharedLeast + group.tokens_per_page - 1) / group.tokens_per_page;
   for (size_t i = 0; i < rows.size(); i++) {
@@ -212,16 +237,19 @@ void Program::embed(const Step& step, int stage, int worker) {
   }
 }
 
-void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
+// Queries, keys and values, rotated; keys and values in their pages. Returns where those are.
+Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) {
   const StepGroup& group = step.group[layer.kv_group];
   Paged kv{};
   kv.tokens_per_page = group.tokens_per_page;
   kv.kv_heads = d_.kv_heads;
   kv.head_dim = d_.head_dim;
-  kv.half = step.half;
+  kv.kind = step.kind;
   kv.v_offset = size_t(group.tokens_per_page) * kv.token_stride();
   kv.page_stride = size_t(step.page_bytes);
   kv.k = step.pool + size_t(layer.place) * 2 * kv.v_offset;
+  kv.scales = reinterpret_cast<uint16_t*>(step.pool + size_t(group.layers) * 2 * kv.v_offset) +
+              size_t(layer.place) * 2 * kv.v_scales();
   int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
   float* qkv = qkv_buffer_.data();
 
@@ -234,6 +262,13 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   next = ahead(layer.o, worker);
   pool_.barrier(next);
   rotate(step, layer, kv, stage + 2, worker);
+  return kv;
+}
+
+void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
+  const Paged kv = qkv(step, layer, index, worker);
+  const int stage = index * kStages;
+  Ahead next = ahead(layer.o, worker);
   pool_.barrier(next);
   attend(step, layer, kv, stage + 3, worker);
   pool_.barrier(next);
@@ -241,7 +276,7 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
   next = ahead(layer.gate, worker);
   pool_.barrier(next);
-  x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
+  Rows x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
   gate_up(layer, x, step.tokens, stage + 6, worker);
   next = ahead(layer.down, worker);
   pool_.barrier(next);
@@ -320,12 +355,13 @@ void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int 
       if (weight) k_.norm(x, weight, d_.eps, dim, x);
       k_.rope(x, cos, sin, half, query ? layer.scale : 1.0f, dim);
     }
-    int64_t slot = group.kv_slots[t];
-    uint8_t* to = kv.k + size_t(slot / group.tokens_per_page) * kv.page_stride +
-                  size_t(slot % group.tokens_per_page) * kv.token_stride();
+    int64_t page = group.kv_slots[t] / group.tokens_per_page;
+    int offset = int(group.kv_slots[t] % group.tokens_per_page);
+    uint8_t* to = kv.k + size_t(page) * kv.page_stride + offset * kv.token_stride();
+    uint16_t* scales = kv.scales_of(page, offset, 0);
     const float* k = heads + d_.heads * dim;
-    k_.store_kv(k, to, d_.kv_heads * dim, kv.half);
-    k_.store_kv(k + d_.kv_heads * dim, to + kv.v_offset, d_.kv_heads * dim, kv.half);
+    k_.store_kv(k, kv, to, scales);
+    k_.store_kv(k + d_.kv_heads * dim, kv, to + kv.v_offset, scales + kv.v_scales());
   });
 }
 

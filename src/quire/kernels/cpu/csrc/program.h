@@ -32,7 +32,7 @@ struct StepGroup {
   const int32_t* page_table;  // [rows, table_stride]
   int64_t table_stride;
   const int64_t* kv_slots;  // [tokens]
-  int32_t tokens_per_page, layers;
+  int32_t tokens_per_page, layers;  // layers that share its pages
 };
 
 struct Step {
@@ -40,13 +40,16 @@ struct Step {
   const int64_t *ids, *positions;
   const int32_t* query_start;  // [rows + 1]
   const StepGroup* group;
-  int32_t groups, half;
+  int32_t groups, kind;  // of the pages: `KvKind`
   uint8_t* pool;
   int64_t pages, page_bytes;
-  float* hidden;  // [tokens, hidden], out
+  float* hidden;   // [tokens, hidden], out
+  int32_t layers;  // run so many, and of the next, if there is one, keys and values; `hidden` only after all of them
   const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
   float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
   int32_t tap_count;
+  const int32_t* tree_base;   // [rows] or null: see `Table`; rows of a tree have one token
+  const int64_t* tree_path;   // [rows]
   const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to each page of their only group
   float* mass;          // [rows, mass_pages], out: of those rows
   int32_t mass_pages;
@@ -77,6 +80,7 @@ class Program {
   void plan(const Step& step, const StepGroup& group, Plan& plan) const;
   void share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const;
   void embed(const Step& step, int stage, int worker);
+  Paged qkv(const Step& step, const Layer& layer, int index, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
   void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
   Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);

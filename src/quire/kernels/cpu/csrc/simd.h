@@ -1,13 +1,12 @@
 // A float vector of the width at hand, by the compiler's own vector types. What they lack (fma, sum, highest, half
-// floats) the including file's instruction set gives. Included once per instruction set, inside its namespace, after
-// QUIRE_WIDTH and a native fma. Refuses to know: what is computed.
+// floats, bytes) the including file's instruction set gives. Included once per instruction set, inside its namespace,
+// after QUIRE_WIDTH and native fma, maximum and minimum (a > b ? a : b and a < b ? a : b). Refuses to know: what is computed.
 
 constexpr int W = QUIRE_WIDTH;
 typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef float vf_unaligned __attribute__((vector_size(4 * QUIRE_WIDTH), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_WIDTH)));
-typedef int8_t vb __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
 inline vi loadi(const int32_t* p) {
@@ -15,18 +14,22 @@ inline vi loadi(const int32_t* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
+inline vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
-inline vf splat(float x) { return vf{} + x; }
-inline vf maximum(vf a, vf b) { return a > b ? a : b; }
+inline vf splat(float x) { return x - vf{}; }  // nothing is left to do but spread it: -0 + 0 would be work
+inline vf within(vf a, float low, float high) { return minimum(maximum(a, splat(low)), splat(high)); }
 inline vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
 constexpr float kRound = 12582912.0f;
 
+// Rounded to the nearest integer, as an integer; |x| < 2^22.
+inline vu nearest(vf x) { return (vu)(x + kRound) - 0x4b400000u; }
+
 // e^x to about 1e-7 of itself for x <= 88; anything below -87 gives next to nothing.
 inline vf exponential(vf x) {
   x = maximum(x, splat(-87.0f));
-  x = x < 88.0f ? x : splat(88.0f);
+  x = minimum(x, splat(88.0f));
   vf shifted = fma(x, splat(1.44269504f), splat(kRound));
   vf n = shifted - kRound;
   vf r = fma(n, splat(-0.693359375f), x);

@@ -12,7 +12,7 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   for (int i = 0; i < kBlock; i += W) {
     vu rounded = (vu)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000u;
     total += rounded;
-    *reinterpret_cast<vb*>(q + i) = __builtin_convertvector((vi)rounded, vb);
+    store_bytes(q + i, (vi)rounded);
   }
   int32_t sums = int32_t(sum(total));
   *out.scale(row, b) = top / 127.0f;
@@ -75,11 +75,68 @@ void rope(float* x, const float* cos, const float* sin, int half, float scale, i
   for (i = 2 * half; i < dim; i++) x[i] *= scale;
 }
 
-void store_kv(const float* x, void* to, int count, bool half) {
-  if (!half) {
-    __builtin_memcpy(to, x, size_t(count) * 4);
-    return;
+// A scale as it will be read, kept as fp16; and by what to multiply so as to divide by it.
+inline float keep_scale(float scale, uint16_t* to) {
+  uint16_t half[W];
+  store_half(half, within(splat(scale), -65504.0f, 65504.0f));
+  *to = half[0];
+  return load_half(half)[0];
+}
+inline float inverse_of(float scale) { return scale > 0 ? 1.0f / scale : 0.0f; }
+
+// 8-bit floats (e4m3): the same bits as in a float, 120 steps of the exponent apart; within +-448.
+inline vu to_fp8(vf x) {
+  vu bits = (vu)(magnitude(x) * 0x1p-120f);
+  return (bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20 | ((vu)x >> 24 & 0x80u);
+}
+inline vf from_fp8(vi bits) {
+  vf size = (vf)((bits & 0x7f) << 20) * 0x1p120f;
+  return (vf)((vi)size | (bits & 0x80) << 24);
+}
+
+inline void store_low_bytes(uint8_t* p, vu v) { store_bytes(reinterpret_cast<int8_t*>(p), (vi)(v << 24) >> 24); }
+
+template <int Kind>
+inline void store_8_bits(const float* x, int dim, uint8_t* to, uint16_t* scale) {
+  constexpr float largest = Kind == kInt8 ? 127.0f : 448.0f;
+  vf most = {};
+  for (int i = 0; i < dim; i += W) most = maximum(most, magnitude(load(x + i)));
+  float inverse = inverse_of(keep_scale(highest(most) / largest, scale));
+  for (int i = 0; i < dim; i += W) {
+    vf steps = within(load(x + i) * inverse, -largest, largest);
+    store_low_bytes(to + i, Kind == kInt8 ? nearest(steps) : to_fp8(steps));
   }
-  uint16_t* out = static_cast<uint16_t*>(to);
-  for (int i = 0; i < count; i += W) store_half(out + i, load(x + i));
+}
+
+inline void store_4_bits(const float* x, int dim, uint8_t* to, uint16_t* scales) {
+  const int half = dim / 2, blocks = dim / kBlock;
+  float low[kMostScales / 2], inverse[kMostScales / 2];  // by block
+  for (int b = 0; b < blocks; b++) {
+    vf most = load(x + b * kBlock), least = -most;
+    for (int i = b * kBlock + W; i < (b + 1) * kBlock; i += W) {
+      most = maximum(most, load(x + i));
+      least = maximum(least, -load(x + i));
+    }
+    low[b] = -keep_scale(highest(least), scales + blocks + b);
+    scales[blocks + b] ^= 0x8000;
+    inverse[b] = inverse_of(keep_scale((highest(most) - low[b]) / 15.0f, scales + b));
+  }
+  auto steps = [&](int i) {
+    int b = i / kBlock;
+    return nearest(within((load(x + i) - low[b]) * inverse[b], 0.0f, 15.0f));
+  };
+  for (int i = 0; i < half; i += W) store_low_bytes(to + i, steps(i) | steps(half + i) << 4);
+}
+
+void store_kv(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales) {
+  const int dim = kv.head_dim, count = kv.kv_heads * dim;
+  if (kv.kind == kFloat32) {
+    __builtin_memcpy(to, x, size_t(count) * 4);
+  } else if (kv.kind == kFloat16) {
+    for (int i = 0; i < count; i += W) store_half(reinterpret_cast<uint16_t*>(to) + i, load(x + i));
+  } else {
+    const auto store_head = kv.kind == kInt8 ? store_8_bits<kInt8> : kv.kind == kFp8 ? store_8_bits<kFp8> : store_4_bits;
+    for (int h = 0; h < kv.kv_heads; h++)
+      store_head(x + h * dim, dim, to + h * kv.head_bytes(), scales + h * kv.head_scales());
+  }
 }

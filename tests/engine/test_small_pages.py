@@ -1,0 +1,100 @@
+"""Pages of 8 bits under the real engine: how many there are, what tiers, sharing and forks make of them."""
+
+import random
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.kernels.cpu import library
+from quire.types.errors import ConfigError
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+EIGHT = {"kv_dtype": "int8", "max_model_len": 512, "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def prompts(default_model):
+    rng = random.Random(3)
+    return [[rng.randrange(1000, 40_000) for _ in range(200)] for _ in range(5)]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts):
+    """Each prompt's answer where nothing ever leaves the device."""
+    with LLM(**EIGHT, kv_pages=400) as llm:
+        return answers(llm, prompts)
+
+
+def answers(llm, prompts):
+    return [llm.generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+
+
+def tier(llm, name):
+    return next(tier for tier in llm.stats().tiers if tier.name == name)
+
+
+def test_there_are_almost_twice_as_many(default_model, capsys):
+    if reason := library.available():
+        pytest.skip(reason)
+    pages = {}
+    for kind in ("auto", "int8", "int8-kivi", "fp8", "int4"):
+        with LLM(kv_dtype=kind, kv_memory="64M", max_model_len=512, threads=1) as llm:
+            pages[kind] = llm.stats().pages_total
+            told = f"{pages[kind] * 16:,} tokens in {pages[kind]:,} pages"
+            assert any(told in reason for reason in llm.info.reasons)
+    with capsys.disabled():
+        print("\npages in 64 MiB:", pages)
+    for kind in ("int8", "int8-kivi", "fp8"):
+        assert pages[kind] / pages["auto"] >= 1.9
+    assert pages["int4"] / pages["auto"] >= 3
+
+
+def test_pages_come_back_from_tiers(prompts, expected, tmp_path):
+    small = {**EIGHT, "kv_pages": 40}  # two prompts of these at a time, not all
+    with LLM(**small, kv_host="100M") as llm:
+        assert answers(llm, prompts) == expected == answers(llm, prompts)
+        assert tier(llm, "host").hit_tokens >= 4 * 192
+    disk = f"{tmp_path}/kv:200M"
+    with LLM(**small, kv_disk=disk) as llm:
+        assert answers(llm, prompts) == expected
+    with LLM(**small, kv_disk=disk) as llm:
+        assert answers(llm, prompts) == expected
+        assert tier(llm, "disk").hit_tokens == 5 * 192 and tier(llm, "disk").missed == 0
+    for other in ("auto", "int8-kivi", "fp8"):  # to whom these pages mean nothing
+        with LLM(**small | {"kv_dtype": other}, kv_disk=disk) as llm:
+            answers(llm, prompts[:1])
+            assert tier(llm, "disk").hit_tokens == 0
+
+
+def test_a_shared_prefix_and_forks(prompts):
+    """Branches share the prompt's pages and copy the last of them when they write: what each says is what it would have
+    said alone, to the last bit."""
+    sampled = SamplingParams(temperature=1.0, seed=5, n=4, max_tokens=24, logprobs=0, ignore_eos=True)
+    prompt = prompts[0][:70]
+    with LLM(**EIGHT, kv_pages=400) as llm:
+        branches = llm.generate(prompt, sampled)[0].outputs
+        again = llm.generate(prompt, sampled)[0]
+        assert again.cached_tokens == 64
+        assert [b.token_ids for b in again.outputs] == [b.token_ids for b in branches]
+    assert len({tuple(branch.token_ids) for branch in branches}) == 4
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(**EIGHT, kv_pages=400, prefix_cache=False) as llm:
+        for branch in branches:
+            whole = llm.generate(prompt + branch.token_ids, scored)[0].prompt_logprobs[-24:]
+            assert [e.token for e in whole] == branch.token_ids
+            assert [e.logprob for e in whole] == [e.logprob for e in branch.logprobs]
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_plain_torch_runs_on_them_too(prompts, kind):
+    with LLM(dtype="float32", kv_pages=100, max_model_len=512, threads=1) as llm:
+        exact = answers(llm, prompts[:1])
+    with LLM(dtype="float32", kv_dtype=kind, kv_pages=100, max_model_len=512, threads=1) as llm:
+        found = answers(llm, prompts[:1])
+    assert found[0][0] == exact[0][0] if kind == "int4" else found == exact
+
+
+@pytest.mark.parametrize("kind", ["int3", "fp8-kivi", "float8_e4m3fn"])
+def test_what_there_is_not_is_refused(default_model, kind):
+    with pytest.raises(ConfigError, match="use auto, int8"):
+        LLM(kv_dtype=kind)
