@@ -44,6 +44,8 @@ def tiny() -> None:
             "invariant": {"invariant": True},
             "inv+chunk": {"invariant": True, "prefill_chunk": 37},
             "kv fp8": {"kv_dtype": "fp8"},
+            "kv int8": {"kv_dtype": "int8"},
+            "kv kivi": {"kv_dtype": "int8-kivi"},
         }.items():
             for dtype in ("float32", "bfloat16"):
                 flat = {"model": folder, "random_weights": True, "dtype": dtype, "device": "cuda", "kv_memory": "1G"}

@@ -188,7 +188,7 @@ def test_modules_introduce_themselves_and_run_no_strangers_code(name: str) -> No
 def test_public_names() -> None:
     import quire
 
-    assert set(quire.__all__) == {"LLM", "AsyncLLM", "GrammarSpec", "SamplingParams", "__version__"}
+    assert set(quire.__all__) == {"LLM", "AsyncLLM", "BlendParams", "GrammarSpec", "SamplingParams", "__version__"}
     for name in quire.__all__:
         assert getattr(quire, name) is not None
 

@@ -24,7 +24,8 @@ def test_a_text_through_a_quarter_of_its_length(forgetful, eviction):
     text = long_text(forgetful, 640)
     window = perplexity(forgetful, text, "recompute", 160, 240)
     stream = perplexity(forgetful, text, eviction, 160, 240)
-    assert math.isfinite(stream) and stream < 1.25 * window
+    worst = 1.5 if eviction == "h2o" else 1.25  # old pages have had longest to collect attention: few of ten are recent
+    assert math.isfinite(stream) and stream < worst * window
     out = forgetful.generate(text, SamplingParams(temperature=0.0, max_tokens=20, kv_budget=160, kv_eviction=eviction))
     assert out[0].outputs[0].evicted_tokens >= 640 - 160
     assert len(out[0].outputs[0].token_ids) == 20

@@ -191,3 +191,17 @@ async def test_async_form(default_model):
         assert answer.outputs[0].token_ids
         stats = await engine.client.stats()
         assert stats.finished.get("abort") == 1 and stats.pages_used == 0
+
+
+def test_a_session_keeps_the_pages_of_its_conversation(llm):
+    llm.reset()
+    llm.generate(PROMPT * 8, greedy(), session_id="agent", session_ttl=60)
+    llm.chat([{"role": "user", "content": PROMPT * 8}], greedy(), session_id="other")
+    held = llm._link.core.scheduler.sessions.view(0.0)
+    assert [view.session for view in held] == ["agent", "other"] and all(view.pages >= 2 for view in held)
+    for wrong in (0, 1e9):
+        with pytest.raises(InputError, match="session_ttl"):
+            llm.generate(PROMPT, greedy(), session_id="agent", session_ttl=wrong)
+    with pytest.raises(InputError, match="one conversation"):
+        llm.generate([PROMPT, PROMPT], greedy(), session_id="agent")
+    llm.reset()

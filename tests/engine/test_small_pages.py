@@ -6,6 +6,11 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import library
+from quire.model import read_spec
+from quire.model.fused import FusedStages
+from quire.runtime.executor import kv_layout
+from quire.runtime.hardware import Hardware, resolve
+from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -98,3 +103,18 @@ def test_plain_torch_runs_on_them_too(prompts, kind):
 def test_what_there_is_not_is_refused(default_model, kind):
     with pytest.raises(ConfigError, match="use auto, int8"):
         LLM(kv_dtype=kind)
+
+
+def test_what_a_gpu_runs(default_model):
+    gpu, spec = Hardware("cuda:0", "a GPU", 1 << 34, 8), read_spec(default_model.open())
+    kinds = ("bfloat16", *FusedStages.kv_kinds)
+
+    def layout(kv_dtype, **more):
+        options = EngineOptions.of(kv_dtype=kv_dtype, **more)
+        return kv_layout(options, resolve(options, gpu), spec, "bfloat16", kinds).dtype
+
+    assert layout("auto") == "bfloat16"
+    assert layout("int8") == layout("int8-kivi") == "int8"
+    assert layout("fp8") == layout("auto", dtype="fp8") == "float8_e4m3fn"
+    with pytest.raises(ConfigError, match=r"pages cannot be int4: .* takes pages of bfloat16, .*int8"):
+        layout("int4")

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.lang import Conversations, Int, Model, StopsAt, assistant, gen, join, probabilities, select, system, user
 from quire.lang.state import State, Transcript, settle
+from quire.types.cache import CacheOrder
 from quire.types.errors import InputError, QuireError
 
 FRANCE = "The capital of France is"
@@ -182,3 +183,13 @@ async def test_a_template_that_rewrites_the_past_is_followed():
     state = state.said("<think>so</think>yo", [*b"<think>so</think>yo"], "<think>so</think>yo", state.usage)
     later = State(state.transcript.begin("user").say("ok").end().say(""), state.tokens, state.text)
     assert bytes((await settle(later, Speller())).tokens) == b"hi|yo|ok|>"
+
+
+def test_a_session_keeps_a_prompts_pages(model):
+    begun = (model + user("Remember this sentence word for word. " * 6)).session("agent", 60)
+    asked = begun + gen("said", max_tokens=2)
+    assert asked["said"]
+    report, _ = model.wait(model.start(model.backend._frontend.client.cache(CacheOrder(action="look"))))
+    assert [(s.session, s.pages > 2) for s in report.sessions] == [("agent", True)]
+    with pytest.raises(InputError, match="session_ttl"):
+        str((model + "x").session("agent", 0) + gen(max_tokens=1))

@@ -39,7 +39,7 @@ def run(program, weights, page_size, dtype, asks, *, blank=False):
     return program.forward(ids(batch.tokens, 1), batch, kv), batch.mass
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), [(torch.float16, 16), (torch.float32, 5), (torch.float32, 48)])
+@pytest.mark.parametrize(("dtype", "page_size"), [("float16", 16), ("float32", 5), ("float32", 48)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_mass_is_what_probabilities_add_up_to(isa, dtype, page_size, threads):
     weights = random_decoder(heads=6, kv_heads=2)
@@ -59,7 +59,7 @@ def test_mass_is_what_probabilities_add_up_to(isa, dtype, page_size, threads):
 
 def test_too_little_room_is_refused(isa):
     weights = random_decoder()
-    kv = kv_for(weights, 20, torch.float16, 16)
+    kv = kv_for(weights, 20, "float16", 16)
     batch = asking(batch_of([(0, 40)], own_pages([40], kv), kv), [0])
     batch.mass = torch.zeros(1, 2)
     with pytest.raises(QuireError, match="shapes"):

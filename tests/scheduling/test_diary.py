@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from quire.observe.explain import explain
+from quire.observe.ledger import Entry
+from quire.observe.metrics import Metrics, RequestMeter
 from quire.scheduling import Scheduler
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor
@@ -96,6 +99,13 @@ def test_why_prefixes_hit_or_missed() -> None:
     assert outcome("scored", prompt, params={"prompt_logprobs": 0}) == (PrefixOutcome.SCORED, 0)
     outcome("large", list(range(100, 161)))  # takes every page there is
     assert outcome("evicted", prompt) == (PrefixOutcome.EVICTED, 0)
+    (large,), (log,) = engine.scheduler.timelines("large"), engine.scheduler.timelines("evicted")
+    assert log.gone_for == "large" and large.arrival < log.gone_at <= large.ended <= log.arrival
+    entry = Entry("evicted", "", "", "", len(prompt), 1, 0.0, 0.0, RequestMeter(Metrics("m"), 0.0))
+    for reader in (True, False):  # who took it is for those to know who may see all requests
+        prefix = explain(entry, [log], engine.now, others=reader).prefix
+        assert prefix is not None and prefix.evicted_before_s == log.arrival - log.gone_at > 0
+        assert prefix.evicted_for == ("large" if reader else None)
     off = Engine(prefix_cache=False)
     off.submit("x", prompt, tokens=1)
     off.run()

@@ -11,9 +11,10 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.engine.inputs import branches_of
+from quire.engine.inputs import branches_of, chunked
 from quire.text.reasoning import ReasoningReader
 from quire.text.tool_formats import HERMES
+from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
@@ -61,19 +62,21 @@ class FakeText:
         self.reasons = False
         self.template = "{{ messages }}"
 
-    def encode_chat(
+    def encode_chat(self, messages: list[dict[str, Any]], *, prefix: str = "", **how: Any) -> list[int]:
+        return self.tokenizer.encode(self.render_chat(messages, **how) + prefix)
+
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        prefix: str = "",
         **variables: Any,
-    ) -> list[int]:
+    ) -> str:
         self.threads.add(threading.current_thread().name)
         self.rendered.append({"messages": messages, "tools": tools, **variables})
         turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
-        return self.tokenizer.encode(turns + ("assistant: " if add_generation_prompt else "") + prefix)
+        return turns + ("assistant: " if add_generation_prompt else "")
 
     def reasoning_reader(self, prompt: list[int]) -> ReasoningReader | None:
         return ReasoningReader() if self.reasons else None
@@ -141,7 +144,9 @@ class FakeFrontend:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
+        blend: BlendParams | Blend | None = None,
     ) -> Request:
+        prompt, chunks = chunked(prompt, blend, self.text)  # type: ignore[arg-type, assignment]
         tokens = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         if not tokens:
             raise InputError("the prompt is empty", param="prompt")
@@ -152,6 +157,7 @@ class FakeFrontend:
         params.check_vocabulary(VOCAB)
         params, keep = branches_of(params)
         request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt, keep=keep)
+        request.blend = chunks
         self.requests.append(request)
         return request
 

@@ -90,10 +90,29 @@ def test_pages_that_left_the_device_come_back_and_are_explained(server):
     assert "quire_kv_tier_hit_tokens_total{" in metrics and 'tier="disk"' in metrics
 
 
-def test_sessions_keep_pages(server):
-    complete(server, session_id="agent-7", session_ttl=30)
-    sessions = httpx.get(f"{server.admin}/v1/cache").json()["sessions"]
-    assert "agent-7" in [session["session"] for session in sessions]
+MESSAGES = [{"role": "user", "content": PROMPT}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 1}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 1}),
+        ("/api/chat", {"messages": MESSAGES, "stream": False, "options": {"num_predict": 1}}),
+        ("/api/generate", {"prompt": PROMPT, "stream": False, "options": {"num_predict": 1}}),
+    ],
+)
+def test_sessions_keep_pages(server, path, body):
+    named = {"model": "smollm2-135m", "session_id": f"agent of {path}", "session_ttl": 30}
+    answer = httpx.post(f"{server}{path}", json={**body, **named}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    held = {session["session"]: session for session in httpx.get(f"{server.admin}/v1/cache").json()["sessions"]}
+    assert held[f"agent of {path}"]["pages"] > 0 and 0 < held[f"agent of {path}"]["seconds"] <= 30
+    for ttl in (0, 100_000):
+        refused = httpx.post(f"{server}{path}", json={**body, **named, "session_ttl": ttl})
+        assert refused.status_code == 400 and "session_ttl" in refused.text
 
 
 def test_mistakes_are_explained(server):

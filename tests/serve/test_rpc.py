@@ -183,3 +183,16 @@ def test_keys_open_it_and_nothing_else_does(generated: tuple[ModuleType, ModuleT
         assert frontend.requests[-1].salt  # the key's own
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_session_is_named_and_timed(
+    stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]
+) -> None:
+    messages, _ = generated
+    sampling = messages.Sampling(max_tokens=2)
+    for ttl, held in ((0.0, 300.0), (12.5, 12.5)):
+        ask = messages.GenerateRequest(prompt="hello", sampling=sampling, session_id="agent", session_ttl=ttl)
+        list(stub.Generate(ask))
+        assert (frontend.requests[-1].session, frontend.requests[-1].hold) == ("agent", held)
+    with pytest.raises(grpc.RpcError, match="session_ttl"):
+        list(stub.Generate(messages.GenerateRequest(prompt="x", sampling=sampling, session_id="a", session_ttl=1e6)))

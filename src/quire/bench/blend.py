@@ -21,7 +21,7 @@ from quire.types.sampling import MAX_LOGPROBS, SamplingParams
 
 SEPARATOR = "<|chunk|>"  # in no document
 ANSWER = 32  # tokens
-EVERY = 4  # tokens of an answer between places that are compared
+EVERY = 8  # tokens of an answer between places that are compared
 FRACTIONS = (0.0, 0.15, 0.3, 1.0)
 HEAD = "Read the documents, then answer the question with a short sentence.\n\n"
 _SYLLABLES = ("bar", "den", "fel", "gos", "hul", "kim", "lor", "mar", "nev", "ost", "pil", "ran", "sten", "tor", "ulm")
@@ -84,16 +84,24 @@ def _document(rng: Random) -> tuple[str, list[tuple[str, str]]]:
     return f"Document about {town}. " + " ".join([*lines, *rng.sample(_FILLER, 4)]) + "\n\n", asked
 
 
-def measure(llm: LLM, count: int, *, documents: int = 12, chosen: int = 6) -> dict[str, Any]:
+def measure(
+    llm: LLM,
+    count: int,
+    *,
+    documents: int = 12,
+    chosen: int = 6,
+    answer: int = ANSWER,
+    fractions: tuple[float, ...] = FRACTIONS,
+) -> dict[str, Any]:
     """Every prompt computed whole, then with its documents reused and each part of them computed again."""
     work, lots = cases(count, documents=documents, chosen=chosen)
     prompts = [_prompt(llm, case) for case in work]
     warming = [_prompt(llm, Case(lot, work[0].question, "")) for lot in lots]
-    _answer(llm, prompts[0][0][:64], None)  # whatever is slow only once
+    _answer(llm, prompts[0][0][:64], None, answer)  # whatever is slow only once
     whole = []
     for tokens, _ in prompts:
         llm.reset()
-        whole.append(_answer(llm, tokens, None))
+        whole.append(_answer(llm, tokens, None, answer))
     full = mean(_ttft(output) for output in whole)
     found: dict[str, Any] = {
         "prompts": count,
@@ -102,10 +110,10 @@ def measure(llm: LLM, count: int, *, documents: int = 12, chosen: int = 6) -> di
         "right": mean(_right(c, o) for c, o in zip(work, whole, strict=True)),
         "runs": {},
     }
-    for part in FRACTIONS:
+    for part in fractions:
         llm.reset()
-        first = [_answer(llm, tokens, Blend(chunks, part)) for tokens, chunks in warming]
-        blended = [_answer(llm, tokens, Blend(chunks, part)) for tokens, chunks in prompts]
+        first = [_answer(llm, tokens, Blend(chunks, part), 1) for tokens, chunks in warming]
+        blended = [_answer(llm, tokens, Blend(chunks, part), answer) for tokens, chunks in prompts]
         stats = llm.stats()
         places = [_places(llm, *p, part, w, b) for p, w, b in zip(prompts, whole, blended, strict=True)]
         found["runs"][str(part)] = {
@@ -126,7 +134,7 @@ def _prompt(llm: LLM, case: Case) -> tuple[list[int], list[tuple[int, int]]]:
     return tokens, blend.chunks
 
 
-def _answer(llm: LLM, tokens: list[int], blend: Blend | None, length: int = ANSWER) -> RequestOutput:
+def _answer(llm: LLM, tokens: list[int], blend: Blend | None, length: int) -> RequestOutput:
     params = SamplingParams(temperature=0.0, max_tokens=length, logprobs=MAX_LOGPROBS, seed=0, ignore_eos=True)
     return llm.generate([tokens], params, blend=blend)[0]
 
@@ -136,7 +144,7 @@ def _places(
 ) -> list[tuple[TokenLogprobs, TokenLogprobs]]:
     """What follows some beginnings of the whole prompt's answer, after the whole prompt and after the blended one."""
     answer = whole.outputs[0]
-    places = range(EVERY, ANSWER, EVERY)
+    places = range(EVERY, len(answer.token_ids), EVERY)
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, seed=0)
     begun = [tokens + answer.token_ids[:place] for place in places]
     outputs = [own, *llm.generate(begun, params, blend=Blend(chunks, part))]

@@ -89,7 +89,7 @@ def compare(
     llm: LLM, ways: Sequence[str], *, budget: int, inside: int, beyond: int, tail: int, haystack: int, num: int,
     file: str | None = None, seed: int = 1,
 ) -> dict[str, dict[str, float | None]]:  # fmt: skip
-    """Figures by way: perplexity inside the trained context and beyond it, needles found, seconds of the longest text."""
+    """Figures by way: perplexity inside the trained context and beyond it, needles found, seconds."""
     text = long_text(llm, max(inside, beyond), file)
     found: dict[str, dict[str, float | None]] = {}
     for way in ways:

@@ -17,7 +17,7 @@ from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import Request
+from quire.types.request import HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.seams import EngineClient
 
@@ -37,6 +37,8 @@ class Frontend:
         priority: int = 0,
         salt: str = "",
         blend: BlendParams | Blend | None = None,
+        session: str = "",
+        hold: float = HOLD,
     ) -> Request:
         """Tokenise and check; raises InputError for anything that can be told from here. `blend`: how a text is to be
         cut into chunks, or where they are among token ids."""
@@ -50,6 +52,8 @@ class Frontend:
             priority=priority,
             salt=salt,
             blend=chunks,
+            session=session,
+            hold=hold,
         )
 
     async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
@@ -114,17 +118,31 @@ class AsyncLLM(Frontend):
         return cls(client, TextModel.load(local), local.name)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, blend: BlendParams | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        blend: BlendParams | Blend | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
     ) -> RequestOutput:
-        """The whole answer."""
-        request = self.prepare(prompt, params or SamplingParams(), blend=blend)
+        """The whole answer; `blend` and sessions as for `LLM.generate`."""
+        request = self.prepare(
+            prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl
+        )
         return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
     async def chat(
-        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, blend: BlendParams | None = None
+        self,
+        messages: list[dict[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        blend: BlendParams | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
     ) -> RequestOutput:
         tokens, chunks = chat_prompt(self.text, messages, blend)
-        return await self.collect(self.prepare(tokens, params or SamplingParams(), blend=chunks))
+        return await self.generate(tokens, params, blend=chunks, session_id=session_id, session_ttl=session_ttl)
 
     async def close(self) -> None:
         await self.client.close()

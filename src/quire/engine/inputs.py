@@ -16,7 +16,7 @@ from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
-from quire.types.request import Request
+from quire.types.request import HOLD, MAX_HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import EngineInfo
 
@@ -35,12 +35,15 @@ def prepare(
     priority: int = 0,
     salt: str = "",
     blend: Blend | None = None,
+    session: str = "",
+    hold: float = HOLD,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
     tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     check_tokens(tokens, info, info.room(params))
     room = info.room(params) - len(tokens)
     params.check_vocabulary(info.vocab_size)
+    params.check_budget(info.page_size, info.max_model_len)
     if params.grammar is not None:
         check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
@@ -61,7 +64,15 @@ def prepare(
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
         blend=blend,
+        session=session,
+        hold=_held(hold) if session else 0.0,
     )
+
+
+def _held(seconds: float) -> float:
+    if not 0 < seconds <= MAX_HOLD:
+        raise InputError(f"session_ttl must be above 0 and at most {MAX_HOLD:.0f} seconds", param="session_ttl")
+    return seconds
 
 
 def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:

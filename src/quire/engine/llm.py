@@ -21,7 +21,7 @@ from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import Request
+from quire.types.request import HOLD, Request
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
 
@@ -50,16 +50,22 @@ class LLM:
         *,
         priorities: Sequence[int] | None = None,
         blend: BlendParams | Blend | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all. `blend`:
-        the prompts have chunks whose KV may be reused wherever they stand."""
+        the prompts have chunks whose KV may be reused wherever they stand. `session_id`: the pages of the one prompt
+        and its answer stay for `session_ttl` seconds."""
         many = _as_list(prompts)
+        if session_id and len(many) > 1:
+            raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
         each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(many):
             raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
         ranks = list(priorities or [0] * len(many))
         cut = [chunked(p, blend, self.text) for p in many]
-        requests = [self._prepare(p, s, r, b) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
+        session = {"session": session_id, "hold": session_ttl}
+        requests = [self._prepare(p, s, r, blend=b, **session) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
         return self._collect(many, requests)
 
     def chat(
@@ -68,13 +74,18 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         blend: BlendParams | None = None,
+        session_id: str = "",
+        session_ttl: float = HOLD,
         **template: Any,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several."""
+        """One conversation (a list of messages) or several; `blend` and sessions as for `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         cut = [chat_prompt(self.text, c, blend, **template) for c in many]  # type: ignore[arg-type]
-        params = params or SamplingParams()
-        return self._collect([tokens for tokens, _ in cut], [self._prepare(p, params, 0, b) for p, b in cut])
+        if session_id and len(cut) > 1:
+            raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")
+        params, session = params or SamplingParams(), {"session": session_id, "hold": session_ttl}
+        requests = [self._prepare(p, params, 0, blend=b, **session) for p, b in cut]
+        return self._collect([tokens for tokens, _ in cut], requests)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
         """The best answers that beam search finds for each prompt, best first, with their scores."""
@@ -164,8 +175,8 @@ class LLM:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, blend: Blend | None = None) -> Request:
-        return prepare(prompt, params, text=self.text, info=self.info, priority=priority, blend=blend)
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, **more: Any) -> Request:
+        return prepare(prompt, params, text=self.text, info=self.info, priority=priority, **more)
 
     def _collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
         collectors = {

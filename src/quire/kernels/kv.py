@@ -156,8 +156,8 @@ def read_tokens(
     views: KVViews, group: int, slots: torch.Tensor, layers: slice = slice(None)
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of some tokens, whatever kind of page they lie in: each float32 [slots, layers, kv_heads, head_dim], a
-    copy, layers in the group's order, all or some. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to the
-    position they were computed at; rotating them further and writing them back moves a token."""
+    copy, layers in the group's order, all or some. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to
+    the position they were computed at; rotating them further and writing them back moves a token."""
     size = views.layout.groups[group].tokens_per_page
     page, offset = slots // size, slots % size
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])

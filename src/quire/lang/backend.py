@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from quire.engine.frontend import Frontend
 from quire.lang.state import State, Usage, settle
 from quire.types.errors import EngineDeadError
 from quire.types.outputs import CompletionOutput, Delta
-from quire.types.request import FinishReason, Request
+from quire.types.request import HOLD, FinishReason, Request
 from quire.types.sampling import SamplingParams
 
 
@@ -78,7 +79,8 @@ class InProcess:
             yield deltas
 
     async def _request(self, state: State, params: SamplingParams) -> Request:
-        prepare = self._frontend.prepare
+        name, seconds = state.session or ("", HOLD)
+        prepare = partial(self._frontend.prepare, session=name, hold=seconds)
         if params.grammar is None:
             return prepare(state.tokens, params)
         return await asyncio.to_thread(prepare, state.tokens, params)  # a grammar is compiled on trial

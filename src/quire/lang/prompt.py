@@ -26,6 +26,7 @@ from quire.lang.pieces import Atom, Begin, End, Gen, Hole, Join, Piece, Select, 
 from quire.lang.state import State, Transcript, Usage
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
+from quire.types.request import HOLD
 from quire.types.sampling import MAX_N, SamplingParams
 
 T = TypeVar("T")
@@ -67,6 +68,15 @@ class Prompt:
 
     def _after(self, base: Future[State]) -> Prompt:
         return Prompt(self.home, base, (), self._path)
+
+    def session(self, name: str, seconds: float = HOLD) -> Prompt:
+        """This prompt, whose pages and those of its answers stay for so long after each hole, while a tool runs. One
+        prompt at a time holds a name: whichever was answered last."""
+
+        async def held() -> State:
+            return replace(await asyncio.wrap_future(self._base), session=(name, seconds))
+
+        return Prompt(self.home, self.home.start(held()), self._tail, self._path)
 
     def fork(self, count: int) -> Forks:
         """So many branches of this prompt, to be added to one by one or all at once."""

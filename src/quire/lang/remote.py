@@ -128,6 +128,8 @@ class Server:
         if params.grammar is not None:
             assert grammar is not None
             body["structured_outputs"] = _structured(params.grammar)
+        if state.session is not None:
+            body["session_id"], body["session_ttl"] = state.session
         if state.tokens:
             body["prompt"] = state.tokens
         return "/v1/completions", {**body, "return_token_ids": True}
@@ -165,6 +167,8 @@ class PlainServer(Server):
         given.pop("max_tokens", None)
         if strangers := sorted(given.keys() - PLAIN):
             raise InputError(f"OpenAI's API has no {', '.join(strangers)}; use a Quire server", param=strangers[0])
+        if state.session is not None:
+            raise InputError("OpenAI's API has no sessions; use a Quire server", param="session_id")
         body = {"model": self._model, "max_tokens": params.max_tokens, **given}
         said = state.transcript
         if not said.chat:

@@ -80,6 +80,7 @@ class State:
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     usage: Usage = Usage()
     last_usage: Usage = Usage()
+    session: tuple[str, float] | None = None  # under which name, and how many seconds, its pages stay after each call
 
     def said(self, text: str, tokens: Sequence[int], covered: str, usage: Usage) -> State:
         """After the model said `text`; `tokens` are exactly its beginning `covered`."""

@@ -24,14 +24,14 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
     (size,) = (group.tokens_per_page for group in memory.layout.groups)
     moved = [(old, new) for new, old in enumerate(kept) if old != new]
     seen = [old for old, _ in moved if pool.refs(pages[old]) > 1 or index.key_of(pages[old]) is not None]
-    fresh = pool.take(len(seen)) if seen else []
+    fresh = pool.take(len(seen), table.owner) if seen else []
     if fresh is None:  # what others might have found again is worth less than going on
         shared = [old for old in seen if pool.refs(pages[old]) > 1]
-        fresh = pool.take(len(shared)) if shared else []
+        fresh = pool.take(len(shared), table.owner) if shared else []
         if fresh is None:
             return None
         for old in set(seen) - set(shared):
-            index.forget(pages[old])
+            index.forget(pages[old], table.owner)
         seen = shared
     targets = dict(zip(seen, fresh, strict=True))
     change = Change()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from quire.memory.manager import Hit, KVManager, PageTable
+from quire.memory.prefix import Eviction
 from quire.memory.tiers import Directory
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE
@@ -50,11 +51,15 @@ class PrefixExplainer:
         name = table.hashes[0][hit.tokens // self._size]
         if memory.index.run(0, [name]):
             return PrefixOutcome.WINDOW
-        if memory.index.evicted((0, name)):
+        if self.eviction(table, hit) is not None:
             return PrefixOutcome.EVICTED
         if hit.tokens == 0 and other not in (None, salt):
             return PrefixOutcome.SALT
         return PrefixOutcome.NEW
+
+    def eviction(self, table: PageTable, hit: Hit) -> Eviction | None:
+        """What became of the page after the hit, if it was here."""
+        return self._memory.index.evicted((0, table.hashes[0][hit.tokens // self._size]))
 
     def _asked_under(self, tokens: Sequence[int], salt: str) -> str | None:
         """The salt under which these first tokens were last asked, from now on `salt`."""

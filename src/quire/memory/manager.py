@@ -31,9 +31,10 @@ class PageTable:
     things are, and before `due` tokens are computed there is nothing new to publish.
     """
 
-    __slots__ = ("due", "exact", "hashes", "pages", "promises", "published", "room", "settled")
+    __slots__ = ("due", "exact", "hashes", "owner", "pages", "promises", "published", "room", "settled")
 
-    def __init__(self, groups: int):
+    def __init__(self, groups: int, owner: str = ""):
+        self.owner = owner  # the request it belongs to
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
@@ -204,7 +205,7 @@ class KVManager:
             need += max(0, -(-end // size) - len(pages))
             if start % size and start // size < len(pages) and self.pool.refs(pages[start // size]) > 1:
                 shared.append(group)
-        fresh = self.pool.take(need + len(shared)) if need or shared else []
+        fresh = self.pool.take(need + len(shared), table.owner) if need or shared else []
         if fresh is None:
             return None
         change = Change()
@@ -249,7 +250,7 @@ class KVManager:
 
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages; whoever writes first copies."""
-        child = PageTable(len(self._sizes))
+        child = PageTable(len(self._sizes), table.owner)
         table.room = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
             self.pool.share(pages)

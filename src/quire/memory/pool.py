@@ -49,11 +49,12 @@ class PagePool:
     def refs(self, page: int) -> int:
         return self._refs[page]
 
-    def take(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, or None (and nothing changes) if there are not so many."""
+    def take(self, count: int, taker: str = "") -> list[int] | None:
+        """`count` pages with one reference each, or None (and nothing changes) if there are not so many. `taker`: the
+        request they are for, to be told to those who miss what was in them."""
         if count > self.available:
             return None
-        pages = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
+        pages = [self._blank.pop() if self._blank else self._evict(taker) for _ in range(count)]
         for page in pages:
             self._refs[page] = 1
         self.peak = max(self.peak, self.used)
@@ -109,12 +110,12 @@ class PagePool:
         self.index.clear()
         return count
 
-    def _evict(self) -> int:
+    def _evict(self, taker: str) -> int:
         page, _ = self._idle.popitem(last=False)
         key = self.index.key_of(page)
         if self.leaving is not None and key is not None:
             self.leaving(key, page)
-        self.index.forget(page)
+        self.index.forget(page, taker)
         return page
 
     def check(self) -> None:
@@ -131,7 +132,7 @@ class PagePool:
 class ContiguousPool(PagePool):
     """First-fit runs of adjacent pages."""
 
-    def take(self, count: int) -> list[int] | None:
+    def take(self, count: int, taker: str = "") -> list[int] | None:
         free = sorted(self._blank)
         run: list[int] = []
         for page in free:

@@ -11,18 +11,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 from quire.types.transfer import Key
 
-REMEMBERED = 16_384  # names of evicted pages kept, to tell a page that is gone from one that never was
+REMEMBERED = 65_536  # names of evicted pages kept, to tell a page that is gone from one that never was
+
+
+class Eviction(NamedTuple):
+    """When content made room for other content, and for whose."""
+
+    at: float
+    taker: str  # a request; empty: not told
 
 
 class PrefixIndex:
     def __init__(self) -> None:
+        self.now = 0.0  # as the caller last said
         self._page: dict[Key, int] = {}
         self._key: dict[int, Key] = {}
         self._parent: dict[Key, bytes] = {}
-        self._evicted: OrderedDict[Key, None] = OrderedDict()
+        self._evicted: OrderedDict[Key, Eviction] = OrderedDict()
         self._promised: dict[Key, Hashable] = {}
 
     def __len__(self) -> int:
@@ -50,18 +59,18 @@ class PrefixIndex:
             self._parent[key] = parent
             self._evicted.pop(key, None)
 
-    def forget(self, page: int) -> None:
+    def forget(self, page: int, taker: str = "") -> None:
         """The page is about to hold something else."""
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key], self._parent[key]
-            self._evicted[key] = None
+            self._evicted[key] = Eviction(self.now, taker)
             if len(self._evicted) > REMEMBERED:
                 self._evicted.popitem(last=False)
 
-    def evicted(self, key: Key) -> bool:
+    def evicted(self, key: Key) -> Eviction | None:
         """Whether the content was here and made room for other content."""
-        return key in self._evicted
+        return self._evicted.get(key)
 
     def entries(self, group: int) -> Iterable[tuple[bytes, bytes, int]]:
         """(name, name of the page before it, page) of a group's pages."""

@@ -1,9 +1,11 @@
 """Keys scaled by channel before they go to pages (the KIVI arrangement: keys by channel, values by token).
 
 Some channels of keys are many times larger than the others in every token. A scale for each token and head would then
-be theirs, and the others lose their bits. Dividing keys by a factor per channel, and multiplying queries with it,
-leaves attention what it is:  q . k = (q * f) . (k / f).  Factors are powers of two, so that nothing is rounded, and
-equal within a rotary pair, so that they commute with the rotation; the model's own weights take them in.
+be theirs, and the others lose their bits. Keys divided by a factor per channel, and queries multiplied with it, leave
+attention what it is:  q . k = (q * f) . (k / f).  Factors are powers of two and the model's own weights take them in,
+so that nothing is rounded and nothing more computed (keys are in fact multiplied, by the largest factor over f, and the
+scale of the scores makes up for it: weights never become too small for their format). Within a rotary pair they are
+equal, so that they commute with the rotation.
 
 Refuses to know: how pages round.
 """

@@ -5,6 +5,8 @@ One class runs every family; what differs is in the spec. Refuses to know: files
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch
@@ -111,14 +113,16 @@ class Model:
         return (self.kv_dtype, *self.stages.kv_kinds)
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
-        """Divide keys by factors [layers, kv_heads, head_dim] and multiply queries with them, as `key_factors` says."""
+        """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `model.channels` says."""
         for layer, factor in zip(self.layers, factors.to(self.device), strict=True):
+            most = factor.max()
+            layer.attention = replace(layer.attention, scale=layer.attention.scale / most.item())
             if layer.q_norm is not None and layer.k_norm is not None:
                 layer.q_norm.weight *= factor[0]
-                layer.k_norm.weight /= factor[0]
+                layer.k_norm.weight *= most / factor[0]
             else:
                 queries = factor.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=0)
-                layer.qkv.scale(torch.cat((queries, 1 / factor, torch.ones_like(factor))).flatten())
+                layer.qkv.scale(torch.cat((queries, most / factor, torch.ones_like(factor))).flatten())
 
     @property
     def inverse_frequencies(self) -> torch.Tensor | None:

@@ -34,6 +34,8 @@ class Prefix(msgspec.Struct, kw_only=True):
     first_missing_tokens: list[int] | None  # positions from .. to, of the prompt
     reason: str
     explanation: str
+    evicted_before_s: float | None  # how long before the request came, if evicted
+    evicted_for: str | None  # which request took the page; told to those who may see all requests
     tier_tokens: dict[str, int]  # of the cached tokens, those that came from each tier below the device
     moved_bytes: int  # loaded for that
     blended_tokens: int  # of chunks that were cached for another place, and reused here
@@ -159,6 +161,8 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         first_missing_tokens=[page * size, min(timeline.prompt, (page + 1) * size)] if missing else None,
         reason=reason.value,
         explanation=SENTENCES[reason],
+        evicted_before_s=timeline.arrival - timeline.gone_at if timeline.gone_at else None,
+        evicted_for=(timeline.gone_for or None) if others else None,
         tier_tokens=timeline.tiers,
         moved_bytes=timeline.moved,
         blended_tokens=timeline.blended,

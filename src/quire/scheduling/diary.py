@@ -14,7 +14,7 @@ from quire.scheduling.sequence import Sequence
 from quire.types.events import EngineStats
 from quire.types.plan import StepPlan, StepResult
 from quire.types.request import FinishReason
-from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, Timeline
+from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, PrefixOutcome, Timeline
 
 KEPT = 1024  # requests remembered after they ended
 STEPS = 240  # latest steps remembered
@@ -58,6 +58,8 @@ class Diary:
                 request = seq.request
                 every = request.params.prompt_logprobs is not None or request.pooling == "mean" or seq.reach == 1
                 log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, seq.reach)
+                if log.prefix is PrefixOutcome.EVICTED and (gone := self._explainer.eviction(seq.table, hit)):
+                    log.gone_at, log.gone_for = gone
         elif log.preemptions:
             last = log.preemptions[-1]
             if not last.resumed:

@@ -34,7 +34,6 @@ from quire.types.request import Request
 
 WINDOW = 8  # tokens whose attention decides, where the latest do; with more, a question drowns in the text before it
 LEFT = 0.75  # part of the budget that stays
-LEAST = 4  # pages a budget must have: a sink, one to write to, and something to choose from
 
 
 class Policy(Protocol):
@@ -163,13 +162,7 @@ class Forgetting:
             return None
         if self._refusal:
             raise InputError(f"kv_budget cannot be used here: {self._refusal}", param="kv_budget")
-        least = LEAST * self._size
-        if not least <= params.kv_budget <= self._longest:
-            raise InputError(
-                f"kv_budget must be from {least} ({LEAST} pages) to {self._longest} tokens (what a sequence may attend "
-                f"to here), got {params.kv_budget}",
-                param="kv_budget",
-            )
+        params.check_budget(self._size, self._longest)
         policy, budget = POLICIES[params.kv_eviction], params.kv_budget // self._size * self._size
         whole = policy.window != 0 and params.prompt_logprobs is None and length <= self._longest
         fits = self._memory.layout.pages_for(length) <= self._memory.pool.total

@@ -145,7 +145,7 @@ class Paging:
         sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
         here = [page for run in pages for page in run if page != ELSEWHERE]
         pool.share(here)
-        fresh = pool.take(len(missing))
+        fresh = pool.take(len(missing), seq.request.id)
         if fresh is None:
             pool.release(here[::-1])
             return False

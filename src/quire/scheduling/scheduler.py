@@ -122,7 +122,7 @@ class Scheduler:
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
         self._order += 1
-        table = PageTable(len(self.memory.layout.groups))
+        table = PageTable(len(self.memory.layout.groups), request.id)
         seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
         if memo := self.forgetting.memo(request):
             seq.budgeted(memo)
@@ -158,7 +158,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight commits."""
         self._step += 1
-        self.diary.now = self.paging.directory.now = now
+        self.diary.now = self.paging.directory.now = self.memory.index.now = now
         self.sessions.expire(now)
         flight = Flight(self._step)
         budget = self.blending.plan(flight, self._catch_up(flight, now))

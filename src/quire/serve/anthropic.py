@@ -35,7 +35,7 @@ from quire.serve.anthropic_schema import (
 from quire.serve.conversation import Reply, Talk, ToolChoice, Turn, continued, render, start
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported
-from quire.serve.generation import Serving
+from quire.serve.generation import Serving, hold_session
 from quire.serve.openapi import AnthropicError, answers
 from quire.serve.structured import json_schema
 from quire.serve.wire import NamedEvents, decode, read_body, until_gone
@@ -231,6 +231,7 @@ def router(serving: Serving) -> APIRouter:
         serving.check_model(body.model)
         refuse_unsupported(body)
         id = f"msg_{uuid.uuid4().hex}"
+        hold_session(body.session_id, body.session_ttl)
         talk = await start(serving, turn_of(body, params_of(body)), id, arrived)
         if body.stream:
             return NamedEvents(stream(serving, id, talk, thinks(body)))

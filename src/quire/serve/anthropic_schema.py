@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.serve.fields import Count, Name, noted, refused, unused
-from quire.serve.schema import MAX_TOOLS, JsonSchema, ToolName, TopP, plain_call
+from quire.serve.schema import MAX_TOOLS, JsonSchema, SessionId, SessionTtl, ToolName, TopP, plain_call
 from quire.text import Tool
 
 
@@ -186,6 +186,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     top_p: TopP | None = None
     metadata: Annotated[UserMetadata, unused()] | None = None
     service_tier: Annotated[Literal["auto", "standard_only"], unused("there is one tier")] | None = None
+    session_id: SessionId | None = None
+    session_ttl: SessionTtl | None = None
     container: Annotated[Any, refused()] = None
     diagnostics: Annotated[Any, refused()] = None
     inference_geo: Annotated[Any, refused()] = None

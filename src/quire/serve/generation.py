@@ -36,7 +36,7 @@ from quire.types.errors import (
 )
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
-from quire.types.request import FinishReason, Request
+from quire.types.request import HOLD, FinishReason, Request
 from quire.types.sampling import SamplingParams
 from quire.types.serving import ServeOptions
 from quire.types.wire import EngineInfo
@@ -44,10 +44,19 @@ from quire.types.wire import EngineInfo
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
-__all__ = ["Collected", "Generation", "Serving", "check", "collect", "off_loop", "price", "sampling_params"]
+__all__ = [
+    "Collected",
+    "Generation",
+    "Serving",
+    "check",
+    "collect",
+    "hold_session",
+    "off_loop",
+    "price",
+    "sampling_params",
+]
 
 # Fields of a body that mean the same, under the same name, to the sampler.
-SESSION_TTL = 300.0  # seconds that a session's pages are kept where the caller does not say
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
 
@@ -79,14 +88,18 @@ def check(serving: Serving, body: GenerationRequest) -> None:
     """Refuse, before any work, what can be seen from the body alone."""
     serving.check_model(body.model)
     refuse_unsupported(body)
-    if body.session_id:
-        context = current()
-        context.session = body.session_id
-        context.hold = SESSION_TTL if body.session_ttl is None else body.session_ttl
+    hold_session(body.session_id, body.session_ttl)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.prompt_logprobs is not None:
         raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+
+
+def hold_session(name: str | None, seconds: float | None) -> None:
+    """Keep the pages of the request being handled for a while after its answer, if it names a session."""
+    if name:
+        context = current()
+        context.session, context.hold = name, HOLD if seconds is None else seconds
 
 
 def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:

@@ -24,7 +24,7 @@ from quire.serve.anthropic import input_of
 from quire.serve.conversation import Call, Talk, Turn, continued, start
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported
-from quire.serve.generation import Serving
+from quire.serve.generation import Serving, hold_session
 from quire.serve.logprobs import chat_logprobs
 from quire.serve.ollama_schema import (
     OllamaAnswerRequest,
@@ -59,6 +59,8 @@ def check(serving: Serving, body: OllamaRequest) -> None:
     refuse_unsupported(body)
     if body.options is not None:
         refuse_unsupported(body.options)
+    if isinstance(body, OllamaAnswerRequest):
+        hold_session(body.session_id, body.session_ttl)
 
 
 def check_model(serving: Serving, name: str) -> None:

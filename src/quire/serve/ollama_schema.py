@@ -9,7 +9,17 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.serve.answers import ChatTokenLogprob
 from quire.serve.fields import Int, Name, noted, refused, unused
-from quire.serve.schema import MAX_TOOLS, JsonSchema, Penalty, Temperature, ToolName, TopP, plain_call
+from quire.serve.schema import (
+    MAX_TOOLS,
+    JsonSchema,
+    Penalty,
+    SessionId,
+    SessionTtl,
+    Temperature,
+    ToolName,
+    TopP,
+    plain_call,
+)
 from quire.text import Tool
 from quire.types.sampling import MAX_LOGPROBS
 
@@ -119,6 +129,8 @@ class OllamaAnswerRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=Tru
     think: Think | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    session_id: SessionId | None = None
+    session_ttl: SessionTtl | None = None
 
 
 class OllamaChatRequest(OllamaAnswerRequest, kw_only=True, forbid_unknown_fields=True):

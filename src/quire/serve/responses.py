@@ -21,7 +21,7 @@ from quire.serve.conversation import Spoken, Talk, ToolChoice, Turn, start
 from quire.serve.errors import describe
 from quire.serve.events import json
 from quire.serve.fields import refuse_unsupported
-from quire.serve.generation import Serving
+from quire.serve.generation import Serving, hold_session
 from quire.serve.logprobs import chat_logprobs
 from quire.serve.openapi import answers, generates
 from quire.serve.responses_output import Events, Output
@@ -58,6 +58,7 @@ def parse(serving: Serving, raw: bytes) -> ResponseRequest:
     body = decode(_DECODER, raw)
     serving.check_model(body.model)
     refuse_unsupported(body)
+    hold_session(body.session_id, body.session_ttl)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.top_logprobs is not None and not body.include:

@@ -17,6 +17,8 @@ from quire.serve.schema import (
     JsonObjectFormat,
     JsonSchema,
     Priority,
+    SessionId,
+    SessionTtl,
     Temperature,
     TextFormat,
     Tier,
@@ -161,6 +163,8 @@ class ResponseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
     deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
+    session_id: SessionId | None = None
+    session_ttl: SessionTtl | None = None
 
 
 # ---- answers ------------------------------------------------------------------------------------------------

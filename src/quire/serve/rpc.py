@@ -18,11 +18,11 @@ from quire.serve.context import Context, enter
 from quire.serve.embeddings import embed
 from quire.serve.errors import describe, request_id_of
 from quire.serve.gate import context_of, presented
-from quire.serve.generation import Generation, Serving, off_loop
+from quire.serve.generation import Generation, Serving, hold_session, off_loop
 from quire.serve.proto import SERVICE, load_messages
 from quire.types.errors import ConfigError, ForbiddenError, InputError
 from quire.types.outputs import Delta
-from quire.types.request import Request
+from quire.types.request import MAX_HOLD, Request
 from quire.types.sampling import SamplingParams
 
 HEALTH_INTERVAL = 0.5  # seconds between looks at the engine
@@ -106,6 +106,7 @@ class Calls:
             self._check_model(body.model)
             id = f"rpc-{uuid.uuid4().hex}"
             request = await self._prepare(body, id)
+            hold_session(body.session_id, _ttl(body.session_ttl))
             generation = Generation(self.serving, [request], arrived, deadline_ms=_deadline(body, call))
             response = self.messages["GenerateResponse"]
             async with aclosing(generation.deltas()) as batches:
@@ -205,6 +206,12 @@ def _params(sampling: Any) -> SamplingParams:
         if name in given:
             given[name] = list(given[name])
     return SamplingParams(**given)
+
+
+def _ttl(seconds: float) -> float | None:
+    if not 0 <= seconds <= MAX_HOLD:
+        raise InputError(f"session_ttl must be above 0 and at most {MAX_HOLD:.0f} seconds", param="session_ttl")
+    return seconds or None
 
 
 def _deadline(body: Any, call: Any) -> int | None:

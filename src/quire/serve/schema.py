@@ -15,6 +15,7 @@ from msgspec import Meta
 from quire.serve.fields import Count, Int, Name, extension, noted, refused, unused
 from quire.text import Tool
 from quire.types.blend import BlendParams
+from quire.types.request import MAX_HOLD
 from quire.types.sampling import MAX_LOGPROBS, MAX_N
 
 MAX_TOOLS = 128
@@ -24,6 +25,8 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)]
 Deadline = Annotated[int, extension("cancelled if not finished after so many milliseconds", ge=1, le=1 << 40)]
+SessionId = Annotated[str, extension("keep this conversation's pages when the answer has ended", max_length=256)]
+SessionTtl = Annotated[float, extension("for so many seconds (300)", gt=0, le=MAX_HOLD)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # The tiers that OpenAI publishes, as priorities: lower runs earlier.
 TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "fast": -10, "flex": 10}
@@ -79,8 +82,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
     deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
-    session_id: Annotated[str, extension("keep this conversation's pages when the answer has ended")] | None = None
-    session_ttl: Annotated[float, extension("for so many seconds (300)", gt=0, le=86_400)] | None = None
+    session_id: SessionId | None = None
+    session_ttl: SessionTtl | None = None
     blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
     kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None

@@ -13,6 +13,9 @@ from quire.types.beam import BeamParams
 from quire.types.blend import Blend
 from quire.types.sampling import SamplingParams
 
+HOLD = 300.0  # seconds that a session's pages are kept where the caller does not say
+MAX_HOLD = 86_400.0
+
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the engine needs to know of one request; token ids only, text stays with the client."""

@@ -15,6 +15,7 @@ MAX_STOPS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD = 64
+LEAST_PAGES = 4  # of a KV budget: one at the beginning, one to write to, and something to choose from
 EVICTION = ("sinks", "snapkv", "h2o")  # see scheduling/forgetting.py
 
 
@@ -109,6 +110,16 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     @property
     def penalised(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    def check_budget(self, page_size: int, longest: int) -> None:
+        """Refuse a KV budget that is too small to choose from, or more than a sequence may attend to anyway."""
+        least = LEAST_PAGES * page_size
+        if self.kv_budget is not None and not least <= self.kv_budget <= longest:
+            raise InputError(
+                f"kv_budget must be from {least} ({LEAST_PAGES} pages) to {longest} tokens (what a sequence may attend "
+                f"to here), got {self.kv_budget}",
+                param="kv_budget",
+            )
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""

@@ -149,14 +149,18 @@ class DecoderWeights:
 
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
-        """Divide keys by powers of two, [layers, kv_heads, head_dim], and multiply queries with them."""
+        """Queries times powers of two, [layers, kv_heads, head_dim], keys times the largest of a layer over them; the
+        scale of the scores makes up for it."""
         for layer, factor in zip(self.layers, factors, strict=True):
+            most = factor.max()
+            layer.scale /= most.item()
             if layer.q_norm is not None and layer.k_norm is not None:
                 layer.q_norm *= factor[0]
-                layer.k_norm /= factor[0]
+                layer.k_norm *= most / factor[0]
                 continue
             queries = factor.repeat_interleave(self.heads // self.kv_heads, dim=0).flatten()
-            for matrix, bias, rows in ((layer.q, layer.q_bias, queries), (layer.k, layer.k_bias, 1 / factor.flatten())):
+            keys = most / factor.flatten()
+            for matrix, bias, rows in ((layer.q, layer.q_bias, queries), (layer.k, layer.k_bias, keys)):
                 matrix.scale(rows)
                 if bias is not None:
                     bias *= rows

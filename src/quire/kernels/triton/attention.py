@@ -131,6 +131,8 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     short = bounds.longest if bounds.longest <= limit else max(16 // group, 1)
     launches = []
     if bounds.shortest <= short:
+        if bounds.rows * spec.kv_heads >= configs.CROWD * sms:
+            few = configs.attention("crowd", spec.itemsize, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
         launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
@@ -162,7 +164,7 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
 def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
     """Enough programs to fill the chip and even out rows of different length."""
     programs = launch.blocks * spec.kv_heads
-    keys = max(configs.SPLIT_KEYS // (2 if programs < sms else 1), launch.tile.block_n)
+    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
     if spec.window is not None:
         longest = min(longest, spec.window + launch.tile.block_m)
     wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))

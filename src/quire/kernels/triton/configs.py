@@ -31,14 +31,15 @@ class Matmul:
     rows: int = 0
 
 
-# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
-# "prefix" queries come from rows that share their first keys
+# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens, a
+# "crowd" of them fills the chip several times over, "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 2, 64): Tile(16, 128, 4, 3),
-    ("few", 2, 128): Tile(16, 128, 4, 3),
+    ("few", 2, 128): Tile(16, 128, 8, 3),
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
+    ("crowd", 2, 128): Tile(16, 32, 2, 2),
     ("prefix", 2, 128): Tile(64, 64, 4, 3),
     ("many", 2, 64): Tile(64, 64, 4, 3),
     ("many", 2, 128): Tile(128, 32, 4, 3),
@@ -49,8 +50,9 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
 INVARIANT: dict[int, Tile] = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}  # one tiling for every row
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
-SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own; half of it where processors are idle
+SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 PROGRAMS_PER_PROCESSOR = 2  # split long rows until there are about this many programs
+CROWD = 4  # programs a processor from which many small ones beat few large ones
 
 # Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike; shapes that are missing belong to the library.

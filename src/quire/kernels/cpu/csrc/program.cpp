@@ -12,7 +12,7 @@ constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: 
 constexpr int kQueryTile = 16;     // query tokens attended together
 constexpr int kAlone = 2;          // rows that every worker norms for itself
 constexpr int kSharedLeast = 32;   // KV positions worth reading together
-constexpr size_t kAhead = 1 << 16; // bytes of the next weights to ask for while waiting
+constexpr size_t kAhead = 1 << 17; // bytes of the next weights to ask for while waiting
 
 int pad16(int n) { return (n + 15) / 16 * 16; }
 

@@ -1,0 +1,64 @@
+"""Chunks at other places, over HTTP with the official client: the answer, the usage, the explanation, the refusals."""
+
+import httpx
+import openai
+import pytest
+
+MARK = "[[doc]]"
+DOCUMENTS = [f"Notice {n}: the {thing} is kept in room {n + 20}, behind the {place}. " * 8 for n, (thing, place) in
+             enumerate((("ladder", "stairs"), ("lantern", "kitchen"), ("barrel", "stable")))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def client(live_server):
+    with openai.OpenAI(base_url=f"{live_server}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def ask(client, order, **blend):
+    content = MARK.join(("Answer from the notices.\n", *(DOCUMENTS[i] for i in order), "\nWhere is the lantern?"))
+    return client.chat.completions.create(
+        model="smollm2-135m",
+        messages=[{"role": "user", "content": content}],
+        max_tokens=8,
+        temperature=0,
+        extra_body={"blend": {"separator": MARK, **blend}},
+    )
+
+
+def test_documents_are_reused_in_another_order(client, live_server):
+    first, again = ask(client, [0, 1, 2]), ask(client, [2, 1, 0])
+    assert first.usage.prompt_tokens_details.blended_tokens == 0
+    reused = again.usage.prompt_tokens_details.blended_tokens
+    assert reused > 0.4 * again.usage.prompt_tokens
+    prefix = httpx.get(f"{live_server}/v1/requests/{again.id}/explain").json()["data"][0]["prefix"]
+    assert prefix["blended_tokens"] == reused and 0.1 * reused < prefix["recomputed_tokens"] < 0.2 * reused
+    plain = client.chat.completions.create(
+        model="smollm2-135m", messages=[{"role": "user", "content": "Hello"}], max_tokens=2
+    )
+    assert "blended_tokens" not in plain.usage.prompt_tokens_details.to_dict()
+
+
+def test_completions_take_chunks_too(client):
+    prompt = "|".join(("Notices.\n", *DOCUMENTS, "The lantern is"))
+    for _ in range(2):
+        answer = client.completions.create(
+            model="smollm2-135m", prompt=prompt, max_tokens=4, extra_body={"blend": {"separator": "|", "recompute": 0}}
+        )
+    assert answer.usage.prompt_tokens_details.blended_tokens > 100
+
+
+@pytest.mark.parametrize(
+    ("blend", "more", "message"),
+    [
+        ({"separator": "nowhere"}, {}, "nowhere in the prompt"),
+        ({"separator": ""}, {}, "1 to 256 characters"),
+        ({"separator": "|", "recompute": 7}, {}, "from 0 to 1"),
+        ({"separator": "|", "depth": 2}, {}, "depth"),
+        ({"separator": "|"}, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+def test_refusals_say_what_is_wrong(client, blend, more, message):
+    body = {"blend": blend, **more}
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="smollm2-135m", prompt="a|b|c", max_tokens=1, extra_body=body)
