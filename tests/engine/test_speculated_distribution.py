@@ -13,6 +13,7 @@ from quire.runtime.runner import ModelRunner
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan
 from quire.types.sampling import SamplingParams
+from quire.types.seams import Tree
 
 VOCAB, LENGTH, SLOTS, TOP_P = 5, 4, 2500, 0.9
 LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32")
@@ -26,7 +27,7 @@ class TableModel:
 
     spec = SimpleNamespace(vocab_size=VOCAB, heads=1)
 
-    def forward(self, input_ids, batch, kv, *, last=False):
+    def forward(self, input_ids, batch, kv, *, last=False, tap=None):
         return input_ids[batch.ends] if last else input_ids
 
     def logits(self, hidden):
@@ -49,10 +50,21 @@ class RandomProposer:
         pass
 
 
+class RandomTrees(RandomProposer):
+    """Three guesses, each after any before it or after what is known."""
+
+    def propose(self, contexts, budgets):
+        guesses = super().propose(contexts, budgets)
+        return [
+            Tree(tokens[:budget], [int(self._rng.integers(-1, i)) if i else -1 for i in range(budget)])
+            for tokens, budget in zip(guesses, budgets, strict=True)
+        ]
+
+
 def draw(count, first_seed, speculation=None):
     """`count` answers of four tokens to the prompt [0], seeds counting up."""
     grammars = SimpleNamespace(close=lambda: None)
-    runner = ModelRunner(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"), torch.float32, grammars, speculation)
+    runner = ModelRunner(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"), grammars, speculation)
     answers = []
     for base in range(0, count, SLOTS):
         slots = range(min(SLOTS, count - base))
@@ -103,13 +115,16 @@ def p_value(observed, expected):
 
 
 def test_the_same_seeds_give_the_same_tokens():
-    assert (draw(3000, 100) == draw(3000, 100, Speculation(RandomProposer(1)))).all()
+    plain = draw(3000, 100)
+    assert (plain == draw(3000, 100, Speculation(RandomProposer(1)))).all()
+    assert (plain == draw(3000, 100, Speculation(RandomTrees(1)))).all()
 
 
 @pytest.mark.slow
-def test_joint_distribution_of_four_tokens():
+@pytest.mark.parametrize("proposer", [RandomProposer, RandomTrees])
+def test_joint_distribution_of_four_tokens(proposer):
     exact, count = np.array(list(law().values())), 50_000
-    plain, speculated = counts(draw(count, 0)), counts(draw(count, 10**6, Speculation(RandomProposer(1))))
+    plain, speculated = counts(draw(count, 0)), counts(draw(count, 10**6, Speculation(proposer(1))))
     assert (speculated[exact == 0] == 0).all()
     assert p_value(plain, exact * count) > 0.001
     assert p_value(speculated, exact * count) > 0.001

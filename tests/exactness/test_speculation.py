@@ -3,6 +3,7 @@
 The compiled decoder gives a row the same bits whatever runs beside it, so equality is exact: no ties are excused.
 """
 
+import random
 import sys
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,9 @@ from prompts import BEGINNINGS, LONG, QUESTIONS, forty
 from quire import LLM, SamplingParams
 from quire.generation.head_proposers import EagleProposer, MedusaProposer, Recorder
 from quire.generation.heads import load_heads, save_heads
+from quire.generation.speculation import Speculation
 from quire.types.grammar import GrammarSpec
+from quire.types.seams import Tree
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -161,11 +164,68 @@ def test_other_ways_to_run(few, expected, options):
     assert stats.preemptions > 0 or "kv_pages" not in options
 
 
+class Knowing:
+    """Grows trees that hold some of what will be drawn, among much that will not."""
+
+    def __init__(self, answers, seed=1):
+        self._answers, self._rng = answers, random.Random(seed)
+
+    def propose(self, contexts, budgets):
+        return [self._tree(tuple(context.tokens), budget) for context, budget in zip(contexts, budgets, strict=True)]
+
+    def _tree(self, known, budget):
+        whole = next((a for a in self._answers if a[: len(known)] == known), known)
+        right, tokens, parents, last = list(whole[len(known) :]), [], [], -1
+        for place in range(budget):
+            if right and self._rng.random() < 0.5:  # goes on as it will be
+                tokens.append(right.pop(0))
+                parents.append(last)
+                last = place
+            else:
+                tokens.append(self._rng.randrange(1000))
+                parents.append(self._rng.randrange(-1, place))
+        return Tree(tokens, parents)
+
+    def observe(self, context, tokens):
+        pass
+
+    def forget(self, context):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"depth": 2}, {"kv_pages": 24, "max_model_len": 320}, {"page_size": 5}, {"page_size": 1, "draft_tokens": 16}],
+    ids=["as it is", "two steps in flight", "preemption", "small pages", "pages of one token"],
+)
+def test_trees_of_guesses(plain, few, expected, options):
+    """Whatever else stands in a tree, answers are those of plain steps: greedy, sampled, and with log-probabilities."""
+    texts_of = [plain.text.tokenizer.encode(p) if isinstance(p, str) else p for p in few]
+    known = [(*prompt, *answer[0][0]) for prompt, answer in zip(texts_of, expected[0], strict=True)]
+    for way in ("seeded", "logprobs"):
+        known += [(*p, *a[0][0]) for p, a in zip(texts_of, expected[1][way], strict=False)]
+    with engine("suffix", **options) as llm:
+        llm._link.core.executor._runner.speculate(Speculation(Knowing(known)))
+        together = [texts(result) for result in llm.generate(few, SHORT)]
+        alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few[:3]]
+        ways = ("seeded", "logprobs", "penalties")
+        found = {way: [texts(r) for r in llm.generate(few[:3], WAYS[way])] for way in ways}
+        stats = llm.stats()
+    assert together == expected[0] and alone == expected[0][:3]
+    assert found == {way: expected[1][way] for way in found}
+    assert stats.accepted_tokens > 50 and stats.pages_used == 0
+
+
 def test_plain_torch_agrees_too(few, llm):
     """There rows of another batch may round otherwise; where the oracle decides, they may not."""
     with engine("ngram", dtype="float32") as other:
         results = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 5
+        known = [(*r.prompt_token_ids, *r.outputs[0].token_ids) for r in results]
+        other._link.core.executor._runner.speculate(Speculation(Knowing(known)))
+        trees = other.generate(few[:4], SHORT)
+        assert other.stats().accepted_tokens > 20
+    assert sum(texts(a) == texts(b) for a, b in zip(results, trees, strict=True)) >= 3
     same = sum(texts(a) == texts(b) for a, b in zip(results, llm.generate(few[:4], SHORT), strict=True))
     assert same >= 3
 

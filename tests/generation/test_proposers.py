@@ -5,11 +5,12 @@ import random
 import pytest
 
 from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
-from quire.generation.speculation import Speculation, verify
+from quire.generation.speculation import Branch, Speculation, verify
 from quire.types.fakes import FakeProposer
+from quire.types.grammar import GrammarSpec
 from quire.types.plan import Admit, Row, Sample, StepPlan, Write
 from quire.types.sampling import SamplingParams
-from quire.types.seams import DraftContext
+from quire.types.seams import DraftContext, Tree
 
 VOCAB = 50
 PROPOSERS = [
@@ -117,5 +118,41 @@ def test_a_plan_with_drafts_becomes_rows_of_one_token():
     assert expanded.plan.rows == [Row(3, 2, 1, drafts=2), Row(3, 3, 1), Row(3, 4, 1), Row(5, 0, 1)]
     assert expanded.plan.samples == [Sample(0, 3, 3), Sample(1, 3, 4), Sample(2, 3, 5), Sample(3, 5, 1)]
     assert expanded.plan.writes == [Write(3, 2, [6]), Write(3, 3, [7, 8])]
-    assert list(expanded.samples()) == [(Sample(0, 3, 3), [7, 8]), (Sample(3, 5, 1), [])]
-    assert speculation.settled([7, 8], [7, 1, 2]) == [7, 1]
+    assert list(expanded.samples()) == [(Sample(0, 3, 3), [7, 8], 3), (Sample(3, 5, 1), [], 1)]
+    assert speculation.settled([7, 8], [7, 1, 2]) == ([7, 1], [0, 1])
+
+
+TREE = Tree([10, 11, 12, 13, 14, 15], [-1, -1, 0, 1, 3, 1])
+
+
+def test_a_tree_becomes_rows_at_places_with_positions_by_depth():
+    speculation = Speculation(FakeProposer(TREE))
+    speculation.expand(StepPlan(step=1, admits=[admit(3, [1, 2])], rows=[Row(3, 0, 2)]))
+    speculation.observe(3, 2, [6])
+    plan = StepPlan(step=2, rows=[Row(3, 2, 1, drafts=6)], samples=[Sample(0, 3, 3)])
+    expanded = speculation.expand(plan)
+    assert expanded.plan.rows[1:] == [Row(3, at, 1) for at in range(3, 9)]
+    assert [s.position for s in expanded.plan.samples] == [3, 4, 4, 5, 5, 6, 5]
+    assert expanded.plan.writes == [Write(3, 3, TREE.tokens)]
+    assert expanded.branches == {
+        1: Branch(3, 0, 0x0),
+        2: Branch(3, 0, 0x1),
+        3: Branch(3, 1, 0x20),
+        4: Branch(3, 1, 0x31),
+        5: Branch(3, 2, 0x431),
+        6: Branch(3, 1, 0x51),
+    }
+    drawn = [11, 0, 13, 0, 14, 99, 0]
+    assert speculation.settled(TREE, drawn) == ([11, 13, 14, 99], [0, 2, 4, 5])
+    assert speculation.settled(TREE, [12, *drawn[1:]]) == ([12], [0])
+
+
+@pytest.mark.parametrize(
+    "params", [{"bad_words": ["x"]}, {"frequency_penalty": 0.1}, {"grammar": GrammarSpec("json_object")}]
+)
+def test_where_draws_have_a_history_a_tree_is_cut_to_its_trunk(params):
+    speculation, one = Speculation(FakeProposer(TREE)), admit(3, [1, 2])
+    one.params = SamplingParams(**params)
+    speculation.expand(StepPlan(step=1, admits=[one], rows=[Row(3, 0, 2)]))
+    expanded = speculation.expand(StepPlan(step=2, rows=[Row(3, 2, 1, drafts=6)], samples=[Sample(0, 3, 3)]))
+    assert expanded.drafts == [[10, 12]] and not expanded.branches and TREE.trunk() == [10, 12]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch
+from quire.kernels.attention import NO_TREE, PATH, AttentionBackend, AttentionSpec, Batch, GroupBatch, Paths
 from quire.kernels.dense import DenseRows
 from quire.kernels.eager.attention import TorchSdpa
 from quire.kernels.kv import LayerKV
@@ -133,6 +133,37 @@ def spec_of(heads: tuple[int, int] = (9, 3), window: int | None = None, dim: int
 def test_batches(backend, device, heads, window, rows):
     spec = spec_of(heads, window)
     check(backend, spec, make_case(spec, rows, device=device))
+
+
+@backends
+@pytest.mark.parametrize("window", [None, 6, 40])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_rows_of_trees_read_their_own_branches(backend, window, size):
+    """The same keys, those of a branch at other places than their positions: the same result."""
+    spec, rng = spec_of(window=window), random.Random(size)
+    rows = [(40, 1), (41, 1), (9, 1), (64, 1), (3, 5), (47, 1)]
+    case = make_case(spec, rows, size=size, slack=PATH)  # pages for other branches
+    case.batch.kv_lens = [context + count for context, count in rows]
+    for pages in (case.k_pages, case.v_pages):
+        pages.nan_to_num_(nan=7.0)
+    expected = run(backend, spec, case)
+    bases, paths, table = [], [], case.batch.groups[0].page_table
+    for row, (context, count) in enumerate(rows):
+        deep = rng.randrange(min(context, 9)) if count == 1 and row else -1  # the first is in no tree
+        base = context - deep if deep >= 0 else NO_TREE
+        branch = sorted(rng.sample(range(PATH), deep + 1))  # a guess comes after the one it follows
+        for pages, side in ((case.k_pages, 0), (case.v_pages, 1)):
+            for i, place in enumerate(branch):
+                at = base + place
+                pages[table[row, at // size].long(), at % size] = case.dense[row][side][base + i]
+            for place in {*range(deep + 1)} - {*branch}:
+                at = base + place
+                pages[table[row, at // size].long(), at % size] = 7.0  # a guess of another branch
+        bases.append(base)
+        signed = sum(place << 4 * i for i, place in enumerate(branch))
+        paths.append(signed - (signed >> 63 << 64))
+    case.batch.paths = Paths(torch.tensor(bases, dtype=torch.int32), torch.tensor(paths))
+    assert torch.equal(run(backend, spec, case), expected)
 
 
 @devices

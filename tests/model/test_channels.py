@@ -1,4 +1,4 @@
-"""Keys scaled by channel: attention stays what it is, and 8-bit pages no longer lose what lies beside a large channel."""
+"""Keys scaled by channel: attention stays what it is, and 8-bit pages keep what lies beside a large channel."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from quire.types.config import EngineOptions
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
 
-PAGE, WINDOW = 4, 32
+PAGE, WINDOW = 4, 8
 
 
 class Stream:

@@ -4,10 +4,13 @@ import pytest
 import torch
 from native_harness import batch_of, kv_for, own_pages, random_decoder
 
+from quire.generation.speculation import branches
+from quire.kernels.attention import Paths
 from quire.kernels.cpu import NativeProgram
 from quire.kernels.cpu.twin import TwinProgram
 from quire.kernels.tap import Tap
 from quire.types.errors import QuireError
+from quire.types.seams import Tree
 
 SHAPES = {
     "gqa": {"heads": 6, "kv_heads": 2, "head_dim": 32},
@@ -57,6 +60,57 @@ def test_program_equals_its_twin(isa, shape, dtype, page_size):
     batch = batch_of([(n, 1 + n % 3) for n in lengths], tables, fast)  # then one to three more each
     tokens = ids(batch.tokens, 1)
     close(program.forward(tokens, batch, fast), twin.forward(tokens, batch, plain), within)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (9, None)])
+@pytest.mark.parametrize(
+    ("page_size", "prefix", "dtype"), [(16, 40, "float16"), (4, 30, "float32"), (5, 33, "int8"), (4, 31, "int4")]
+)
+def test_a_tree_of_guesses_is_its_branches_to_the_bit(windows, page_size, prefix, dtype):
+    """And once K and V of a branch are moved to its positions, whoever goes on from there sees no difference."""
+    weights, tree = random_decoder(windows=windows), Tree([3, 4, 5, 6, 7, 8, 9], [-1, -1, 0, 1, 3, 1, 4])
+    program = NativeProgram(weights, threads=2)
+    kv, own = kv_for(weights, 80, dtype, page_size), kv_for(weights, 80, dtype, page_size)
+    known, length = ids(prefix), prefix + 20
+    tables, alone = own_pages([length], kv), own_pages([length], own)
+    program.forward(known, batch_of([(0, prefix)], tables, kv), kv)
+
+    rows = branches(tree, prefix)
+    batch = batch_of([(prefix + i, 1) for i in range(7)], [[t[0]] * 7 for t in tables], kv)
+    batch.positions = torch.tensor([prefix + row.depth for row in rows])
+    batch.kv_len = (batch.positions + 1).int()
+    batch.paths = Paths(torch.tensor([prefix] * 7, dtype=torch.int32), torch.tensor([row.path for row in rows]))
+    grown = program.forward(torch.tensor(tree.tokens), batch, kv)
+    for node in (2, 5, 6):
+        branch = [node]
+        while tree.parents[branch[0]] >= 0:
+            branch.insert(0, tree.parents[branch[0]])
+        straight = torch.cat((known, torch.tensor([tree.tokens[i] for i in branch])))
+        expected = program.forward(straight, batch_of([(0, len(straight))], alone, own), own)
+        assert torch.equal(grown[branch], expected[prefix:])
+
+    for group, [pages] in enumerate(tables):  # the last branch counts
+        size, places = kv.layout.groups[group].tokens_per_page, prefix + torch.arange(len(tree.tokens))
+        slots = torch.tensor(pages)[places // size] * size + places % size
+        kv.move(group, slots[branch], slots[: len(branch)])
+    one = torch.tensor([11])
+    after, expected = (
+        program.forward(one, batch_of([(len(straight), 1)], pages, views), views)
+        for pages, views in ((tables, kv), (alone, own))
+    )
+    assert torch.equal(after, expected)
+
+
+def test_a_path_out_of_its_pages_is_refused():
+    weights = random_decoder()
+    program, kv = NativeProgram(weights, threads=1), kv_for(weights, 8, "float16", 4)
+    batch = batch_of([(4, 1)], [[[1, 2]]], kv)
+    for base, path in ((4, 9), (-1, 0), (0, 0)):
+        batch.paths = Paths(torch.tensor([base], dtype=torch.int32), torch.tensor([path]))
+        if (base, path) == (0, 0):
+            batch.positions = torch.tensor([17])
+        with pytest.raises(QuireError, match="refused a step"):
+            program.forward(ids(1), batch, kv)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

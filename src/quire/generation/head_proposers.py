@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from quire.generation.heads import AHEAD, WINDOW, EagleDrafter, MedusaHeads
-from quire.types.seams import DraftContext
+from quire.generation.heads import WINDOW, EagleDrafter, MedusaHeads
+from quire.types.seams import DraftContext, Tree
 
 BLOCK = 4096  # rows recorded together
+DEEP = 5  # tokens ahead, at most: as far as drafters are trained to go on by themselves
 
 
 class MedusaProposer:
@@ -55,18 +56,21 @@ class _Trail:
 
 
 class EagleProposer:
-    def __init__(self, drafter: EagleDrafter):
-        self._drafter = drafter
+    """`width`: branches that it follows at every depth; with one, drafts are chains."""
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
+    def __init__(self, drafter: EagleDrafter, width: int = 1):
+        self._drafter = drafter
+        self._width = width
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | Tree]:
         able = [i for i, context in enumerate(contexts) if context.state is not None]
-        drafts: list[list[int]] = [[] for _ in contexts]
+        drafts: list[list[int] | Tree] = [[] for _ in contexts]
         if able:
             trails = [contexts[i].state for i in able]
             self._read(trails)
-            count = min(AHEAD, max(budgets[i] for i in able))
-            for i, guess in zip(able, self._draw(trails, count), strict=True):
-                drafts[i] = guess[: budgets[i]]
+            most = [budgets[i] for i in able]
+            for i, guess in zip(able, self._draw(trails, most), strict=True):
+                drafts[i] = guess
         return drafts
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
@@ -98,24 +102,54 @@ class EagleProposer:
                 trail.pages = trail.pages[-WINDOW:]
                 trail.hidden, trail.tokens = [], []
 
-    def _draw(self, trails: list[_Trail], count: int) -> list[list[int]]:
+    def _draw(self, trails: list[_Trail], budgets: list[int]) -> list[list[int] | Tree]:
+        """Depth by depth the likeliest few branches are followed; of all guesses met, the likeliest are the draft."""
         drafter = self._drafter
         found = [trail.pages for trail in trails if trail.pages is not None]
         pages = torch.stack([F.pad(p, (0, 0, WINDOW - len(p), 0)) for p in found])  # [n, WINDOW, 2 hidden]
         lengths = torch.tensor([len(p) for p in found], device=pages.device)
         apart = torch.arange(WINDOW - 1, -1, -1, device=pages.device)[None]
         seen = (apart < lengths[:, None])[:, None]  # [n, 1, WINDOW]
-        joined = torch.stack([trail.joined for trail in trails if trail.joined is not None])[:, None]
-        drawn: list[torch.Tensor] = []
+        joined = torch.stack([trail.joined for trail in trails if trail.joined is not None])[:, None]  # [n, t, hidden]
         own: list[torch.Tensor] = []
-        for ahead in range(count):
-            state = drafter(joined, pages, apart + ahead, seen, own)
-            drawn.append(drafter.words.ids[drafter.logits(state).argmax(-1)])
-            if ahead + 1 < count:
-                joined, entries = drafter.inputs(state, drawn[-1])
+        chance = joined.new_zeros(len(trails), 1)  # of the branches followed, as logarithms: [n, t]
+        met: list[tuple[torch.Tensor, torch.Tensor]] = []  # guesses [n, t * width] and their chances
+        picks: list[torch.Tensor] = []  # which of them were followed, [n, t of the next depth]
+        depth = min(DEEP, max(budgets))
+        for ahead in range(depth):
+            states = drafter(joined, pages, apart + ahead, seen, own)
+            best = drafter.logits(states).log_softmax(-1).topk(self._width)  # [n, t, width]
+            tokens, chances = drafter.words.ids[best.indices].flatten(1), (chance[..., None] + best.values).flatten(1)
+            met.append((tokens, chances))
+            if ahead + 1 < depth:
+                chance, pick = chances.topk(self._width)
+                picks.append(pick)
+                parent = (pick // self._width)[..., None]
+                own = [part.take_along_dim(parent, 1) for part in own]
+                states = states.take_along_dim(parent, 1)
+                joined, entries = drafter.inputs(states, tokens.take_along_dim(pick, 1))
                 own.append(entries)
-        guesses: list[list[int]] = torch.cat(drawn, -1).tolist()
-        return guesses
+        return _chosen(met, picks, self._width, budgets)
+
+
+def _chosen(
+    met: list[tuple[torch.Tensor, torch.Tensor]], picks: list[torch.Tensor], width: int, budgets: list[int]
+) -> list[list[int] | Tree]:
+    """The likeliest guesses of each sequence: no guess is likelier than the one it follows, so they make a tree."""
+    tokens, chances = (torch.cat(part, 1).tolist() for part in zip(*met, strict=True))  # [n, guesses]
+    followed = [pick.tolist() for pick in picks]
+    begins = [sum(part.shape[1] for part, _ in met[:depth]) for depth in range(len(met))]
+    drafts: list[list[int] | Tree] = []
+    for i, budget in enumerate(budgets):
+        parents = [-1] * met[0][0].shape[1]
+        for depth, pick in enumerate(followed):
+            parents += [begins[depth] + parent for parent in pick[i] for _ in range(width)]
+        likely = sorted(sorted(range(len(parents)), key=lambda g: -chances[i][g])[:budget])
+        place = {guess: at for at, guess in enumerate(likely)} | {-1: -1}
+        tree = Tree([tokens[i][g] for g in likely], [place[parents[g]] for g in likely])
+        chain = tree.parents == list(range(-1, len(likely) - 1))
+        drafts.append(tree.tokens if chain else tree)
+    return drafts
 
 
 class Recorder:

@@ -18,6 +18,9 @@ import torch
 
 from quire.kernels.kv import LayerKV
 
+PATH = 16  # guesses of a tree, at most: places of four bits
+NO_TREE = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -42,6 +45,30 @@ class GroupBatch:
 
 
 @dataclass
+class Paths:
+    """Rows of a tree of guesses, one token each: from position `base` on, a row's keys are not at their own positions
+    but at the places, counted from there, that four bits of `path` each name: those of the guesses that its own one
+    follows, in order, and its own.
+
+        base 40, guesses at places 40 41 42 43, the last after the one at 41:   path ...31, so positions 40 41 are 41 43
+
+    A row that has no part in a tree has a base beyond all positions."""
+
+    base: torch.Tensor  # [rows] int32
+    path: torch.Tensor  # [rows] int64
+
+    def of(self, rows: torch.Tensor) -> Paths:
+        """The same for some of the rows."""
+        return Paths(self.base[rows], self.path[rows])
+
+    def places(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where the keys of these rows (a broadcastable index) at these positions are."""
+        base, path = self.base[rows].long(), self.path[rows]
+        deep = (positions - base).clamp(0, PATH - 1)
+        return torch.where(positions < base, positions, base + (path >> (4 * deep) & 15))
+
+
+@dataclass
 class Batch:
     """One step's rows, on the device. Host lists are upper bounds of the device's values (equal unless drafts
     are in flight)."""
@@ -52,6 +79,7 @@ class Batch:
     counts: list[int]  # query tokens per row
     kv_lens: list[int]  # host's view of kv_len
     groups: tuple[GroupBatch, ...]
+    paths: Paths | None = None  # where rows guess in trees
     asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
 
@@ -78,6 +106,7 @@ class Batch:
             counts=[1] * self.rows,
             kv_lens=self.kv_lens,
             groups=tuple(replace(group, kv_slots=group.kv_slots[ends], prefix=None) for group in self.groups),
+            paths=self.paths,
         )
 
 
@@ -102,6 +131,7 @@ def part_of(batch: Batch, group: GroupBatch, rows: list[int]) -> Part:
         counts=counts,
         kv_lens=[batch.kv_lens[row] for row in rows],
         groups=(),
+        paths=None if batch.paths is None else batch.paths.of(which),
     )
     return Part(tokens, part, GroupBatch(group.tokens_per_page, group.page_table[which], group.kv_slots[tokens]))
 

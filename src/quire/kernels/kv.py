@@ -63,6 +63,16 @@ class KVViews:
                 views[layer] = LayerKV(numbers[:, place, 0], numbers[:, place, 1], index, *beside)
         self.layers = tuple(views[layer] for layer in range(len(views)))
 
+    def move(self, group: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """K and V at these KV slots (page * tokens_per_page + offset) to those; all are read before any is written."""
+        spec = self.layout.groups[group]
+        size = spec.tokens_per_page
+        for part in (_numbers(self.pool, self.layout, spec), _scales(self.pool, self.layout, spec)):
+            if part is not None:
+                raw = part.view(torch.uint8) if part.element_size() == 1 else part
+                raw[targets // size, :, :, targets % size] = raw[sources // size, :, :, sources % size]
+
+
 def _numbers(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor:
     """[pages, layers, K and V, tokens, kv_heads, head_dim]"""
     dtype, width = STORED[layout.dtype], group.head_dim * min(layout.kind.bits, 8) // 8
@@ -121,6 +131,14 @@ def take_pages(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.
     return decode(plain[pages].view(numbers.dtype), None if scales is None else scales[pages])
 
 
+def take_tokens(
+    numbers: torch.Tensor, scales: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """One side of some tokens decoded, [tokens, kv_heads, head_dim]."""
+    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers
+    return decode(plain[page, offset].view(numbers.dtype), None if scales is None else scales[page, offset])
+
+
 def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Tensor) -> None:
     """K and V [tokens, kv_heads, head_dim] of one layer into their places; what `Ops.write_kv` does, in plain torch."""
     size = kv.k_pages.shape[1]
@@ -145,8 +163,7 @@ def read_tokens(
     found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for index in views.layout.groups[group].layers[layers]:
         for (numbers, scales), side in zip(views.layers[index].sides, found, strict=True):
-            taken = numbers.view(torch.uint8)[page, offset].view(numbers.dtype)
-            side.append(decode(taken, None if scales is None else scales[page, offset]).float())
+            side.append(take_tokens(numbers, scales, page, offset).float())
     return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
 
 

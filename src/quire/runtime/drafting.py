@@ -15,6 +15,7 @@ from quire.generation.head_proposers import EagleProposer, MedusaProposer
 from quire.generation.heads import MedusaHeads, load_heads
 from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
 from quire.generation.speculation import Speculation
+from quire.kernels.cpu.linear import pack_linears
 from quire.model import Model, NativeModel, load_model
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.hardware import Resolved
@@ -30,10 +31,11 @@ KINDS = {
     "suffix": (8, ""),
     "draft": (4, "MODEL"),
     "medusa": (3, "PATH"),
-    "eagle": (4, "PATH"),
+    "eagle": (8, "PATH"),
     "synthetic": (4, "RATE"),
 }
 MOST = 16
+BRANCHES = 4  # that an EAGLE-type drafter follows at every depth
 
 
 def draft_limit(options: SpeculationOptions) -> int:
@@ -103,9 +105,13 @@ def make_speculation(
         heads = load_heads(
             kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
         )
+        if isinstance(target, NativeModel):
+            pack_linears(heads)
         if isinstance(heads, MedusaHeads):
             return Speculation(MedusaProposer(heads), sees=())
-        return Speculation(EagleProposer(heads), sees=heads.layers)
+        # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
+        width = BRANCHES if target.device.type == "cpu" else 1
+        return Speculation(EagleProposer(heads, width), sees=heads.layers)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

@@ -6,7 +6,8 @@ Nothing here waits for the device; results are copied to the host in the backgro
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from quire.generation.grammars import Accepted, GrammarStore, SlotGrammars
 from quire.generation.logprobs import LogprobTensors, begin_copy, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
-from quire.generation.speculation import Expanded, Speculation
+from quire.generation.speculation import Branch, Expanded, Speculation
+from quire.kernels.attention import NO_TREE, Batch, Paths
 from quire.kernels.tap import Tap
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
@@ -27,6 +29,7 @@ from quire.runtime.staging import Ints, Staging
 from quire.runtime.turning import begin_turns
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
+from quire.types.seams import Tree
 
 DRAFT_ROWS = 512  # rows up to which steps with drafts are captured
 SCORE_SLICE = 64  # rows of logits held at once for prompt log-probabilities
@@ -104,7 +107,7 @@ class ModelRunner:
             self._sampler.admit(admit)
             self._tops[admit.slot] = admit.params.prompt_logprobs or 0
         self._grammars.apply(plan.frees, plan.admits)
-        self._grammars.begin([(s.slot, draft) for s, draft in asked.samples()])
+        self._grammars.begin([(s.slot, draft) for s, draft, _ in asked.samples() if not isinstance(draft, Tree)])
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
@@ -115,24 +118,28 @@ class ModelRunner:
         if end_turns is not None:
             end_turns()
         probed = probe(plan.probes, self.model, self._kv, self._slots, self._staging) if plan.probes else None
-        computed = self._forward(plan) if plan.rows else Computed(None)
+        computed = self._forward(asked) if plan.rows else Computed(None)
         computed.probed = probed
-        return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation)
+        return PendingStep(asked, computed, began, self._device, self._grammars, self._speculation, self._keep)
 
-    def _forward(self, plan: StepPlan) -> Computed:
+    def _forward(self, asked: Expanded) -> Computed:
         """By a capture, if one fits."""
+        plan = asked.plan
         counts = [row.count for row in plan.rows]
         # captures do not show hidden states or attention
         looked_at = any(row.score or row.pool or row.mass for row in plan.rows)
-        size = None if looked_at or not self._captured.ready else self._captured.fit(counts)
-        return self._replay(plan, size) if size is not None else self._compute(plan, counts, looked_at)
+        size = None if looked_at or asked.branches or not self._captured.ready else self._captured.fit(counts)
+        return self._replay(plan, size) if size is not None else self._compute(asked, counts, looked_at)
 
-    def _compute(self, plan: StepPlan, counts: list[int], looked_at: bool) -> Computed:
+    def _compute(self, asked: Expanded, counts: list[int], looked_at: bool) -> Computed:
         """The step as it is, operation by operation."""
-        asked = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
-        table = self._staging.upload(np.array(asked, dtype=np.int64).T)
+        plan = asked.plan
+        spans = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self._staging.upload(np.array(spans, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self._slots.batch(table, sum(counts), counts, kv_lens)
+        if asked.branches:
+            batch = self._branched(batch, asked.branches)
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
         if batch.asks:
             batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
@@ -153,6 +160,33 @@ class ModelRunner:
         size = batch.groups[0].tokens_per_page
         mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
         return Computed(sampled, scores, pooled, mass, shown=shown)
+
+    def _branched(self, batch: Batch, branches: dict[int, Branch]) -> Batch:
+        """Rows of trees at the positions their depths give them, each with the keys of its own branch."""
+        table = np.zeros((3, batch.rows), dtype=np.int64)
+        table[0] = NO_TREE
+        kv_lens = list(batch.kv_lens)
+        for row, branch in branches.items():
+            kv_lens[row] = branch.base + branch.depth + 1
+            signed = branch.path - (branch.path >> 63 << 64)
+            table[:, row] = branch.base, signed, batch.kv_lens[row] - kv_lens[row]
+        sent, lifts = self._staging.upload(table), self._staging.upload(np.repeat(table[2], batch.counts))
+        paths = Paths(sent[0].int(), sent[1].contiguous())
+        return replace(
+            batch, positions=batch.positions - lifts, kv_len=batch.kv_len - sent[2].int(), kv_lens=kv_lens, paths=paths
+        )
+
+    def _keep(self, slot: int, position: int, tokens: list[int], places: list[int]) -> None:
+        """Of a tree of guesses that began at `position`: these tokens, whose K and V (but the last one's) are at these
+        places from there on. They move to where a chain would have left them."""
+        at = torch.arange(position, position + len(tokens), device=self._device)
+        self._slots.tokens[slot, at] = torch.tensor(tokens, dtype=torch.int32, device=self._device)
+        moved = [(place, i) for i, place in enumerate(places) if place != i]
+        if moved:
+            source, target = (torch.tensor(side, device=self._device) + position for side in zip(*moved, strict=True))
+            for group, (there, here) in enumerate(zip(self._slots.kv_slots(slot, source),
+                                                      self._slots.kv_slots(slot, target), strict=True)):  # fmt: skip
+                self._kv.move(group, there, here)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int]) -> Computed:
         """The step as one launch of a capture. Greedy draws are part of it; others follow."""
@@ -263,8 +297,11 @@ class PendingStep:
         device: torch.device,
         grammars: SlotGrammars,
         speculation: Speculation | None,
+        keep: Callable[[int, int, list[int], list[int]], None],
     ):
         self._asked = asked
+        self._keep = keep
+        self._counted: list[list[int]] = []  # by sample: its draws that count
         self._grammars = grammars
         self._speculation = speculation
         self._padding = computed.padding
@@ -291,13 +328,13 @@ class PendingStep:
             step=self._asked.plan.step,
             tokens=[a.tokens for a in accepted],
             drafts={
-                i: (len(draft), a.drawn - 1)
-                for i, (draft, a) in enumerate(zip(self._asked.drafts, accepted, strict=True))
-                if draft
+                i: (draws - 1, a.drawn - 1)
+                for i, ((_, _, draws), a) in enumerate(zip(self._asked.samples(), accepted, strict=True))
+                if draws > 1
             },
             ended=[i for i, a in enumerate(accepted) if a.done],
             errors={i: a.error for i, a in enumerate(accepted) if a.error},
-            logprobs=self._drawn_logprobs(self._logprobs.to_host(), accepted) if self._logprobs is not None else {},
+            logprobs=self._drawn_logprobs(self._logprobs.to_host()) if self._logprobs is not None else {},
             scores={
                 row: [entry for part in parts for entry in part.to_host() if entry is not None]
                 for row, parts in self._scores.items()
@@ -318,26 +355,29 @@ class PendingStep:
     def _accept(self, drawn: list[int]) -> list[Accepted]:
         """What the draws of each sample come to: those that its draft led to, as its grammar allows."""
         found, end = [], 0
-        for sample, draft in self._asked.samples():
-            begin, end = end, end + len(draft) + 1
-            tokens = drawn[begin:end]
+        for sample, draft, draws in self._asked.samples():
+            begin, end = end, end + draws
+            tokens, which = drawn[begin:end], [0]
             if draft:
                 assert self._speculation is not None
-                tokens = self._speculation.settled(draft, tokens)
+                tokens, which = self._speculation.settled(draft, tokens)
+                if isinstance(draft, Tree):
+                    self._keep(sample.slot, sample.position, tokens, [i - 1 for i in which[1:]])
             accepted = self._grammars.accept(sample.slot, sample.position, tokens)
+            which = [begin + i for i in which[: accepted.drawn]]
             if self._speculation is not None:
-                seen = self._shown[begin : begin + accepted.drawn] if self._shown is not None else None
+                seen = None
+                if self._shown is not None:
+                    seen = self._shown[which if isinstance(draft, Tree) else slice(begin, begin + accepted.drawn)]
                 self._speculation.observe(sample.slot, sample.position, accepted.tokens, seen)
+            self._counted.append(which)
             found.append(accepted)
         return found
 
-    def _drawn_logprobs(
-        self, entries: list[TokenLogprobs | None], accepted: list[Accepted]
-    ) -> dict[int, list[TokenLogprobs]]:
+    def _drawn_logprobs(self, entries: list[TokenLogprobs | None]) -> dict[int, list[TokenLogprobs]]:
         """By sample, of the draws that count."""
-        found, begin = {}, 0
-        for i, (draft, taken) in enumerate(zip(self._asked.drafts, accepted, strict=True)):
-            if some := [entry for entry in entries[begin : begin + taken.drawn] if entry is not None]:
+        found = {}
+        for i, which in enumerate(self._counted):
+            if some := [entry for j in which if (entry := entries[j]) is not None]:
                 found[i] = some
-            begin += len(draft) + 1
         return found

@@ -50,7 +50,7 @@ class SlotState:
                 self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
     def _fill(self, admits: list[Admit]) -> None:
-        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of their tokens would be too."""
+        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
         flat = np.concatenate([np.asarray(a.tokens, dtype=np.int32) for a in admits])
         staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
         end = 0
@@ -89,6 +89,14 @@ class SlotState:
             ),
         )
         return found[0].input_ids, batch
+
+    def kv_slots(self, slot: int, places: torch.Tensor) -> list[torch.Tensor]:
+        """Where a slot's K and V at these places are, by group: page * tokens_per_page + offset."""
+        sizes = [group.tokens_per_page for group in self._layout.groups]
+        return [
+            table[slot, places // size].long() * size + places % size
+            for table, size in zip(self._tables, sizes, strict=True)
+        ]
 
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Drawn tokens take their place in their slots, unread by the host."""

@@ -32,7 +32,7 @@ from quire.types.errors import InputError
 from quire.types.plan import Capacity, StepResult
 from quire.types.request import Request
 
-WINDOW = 32  # tokens whose attention decides, where the latest do
+WINDOW = 8  # tokens whose attention decides, where the latest do; with more, a question drowns in the text before it
 LEFT = 0.75  # part of the budget that stays
 LEAST = 4  # pages a budget must have: a sink, one to write to, and something to choose from
 

@@ -23,7 +23,7 @@ class ModelOptions:
 
     model: str = option("smollm2-135m", "model name, hub id, directory or GGUF file", positional=True)
     dtype: str = option("auto", "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)")
-    max_model_len: int | None = option(None, "longest context to serve (default: what the model was trained for)")
+    max_model_len: int | None = option(None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)")
     random_weights: bool = option(False, "ignore weight files and draw random weights from the config")
 
 

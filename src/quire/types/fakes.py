@@ -24,7 +24,7 @@ from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs, Turn
-from quire.types.seams import DraftContext
+from quire.types.seams import DraftContext, Tree
 
 _MASK = (1 << 61) - 1
 
@@ -380,11 +380,11 @@ class FakeGrammar:
 class FakeProposer:
     """A Proposer that always says the same."""
 
-    def __init__(self, tokens: Sequence[int]):
-        self._tokens = list(tokens)
+    def __init__(self, draft: list[int] | Tree):
+        self._draft = draft
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
-        return [self._tokens[:budget] for budget in budgets]
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | Tree]:
+        return [self._draft if isinstance(self._draft, Tree) else self._draft[:budget] for budget in budgets]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         pass

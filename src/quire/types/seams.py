@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -138,10 +138,25 @@ class DraftContext:
         self.hidden: Any = None
 
 
+class Tree(NamedTuple):
+    """Guesses that may contradict each other: each follows another, or what is known."""
+
+    tokens: list[int]
+    parents: list[int]  # which each one follows, always one before it; -1: what is known
+
+    def trunk(self) -> list[int]:
+        """One of its branches, by every first child."""
+        found, node = [], -1
+        while node in self.parents:
+            node = self.parents.index(node)
+            found.append(self.tokens[node])
+        return found
+
+
 class Proposer(Protocol):
     """Guesses what comes next. A guess costs time when it is wrong, never correctness."""
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> Sequence[list[int] | Tree]:
         """For each context up to so many tokens that may follow; none is fine."""
         ...
 

@@ -64,6 +64,8 @@ class Step(Structure):
         ("taps", c_void_p),
         ("tapped", c_void_p),
         ("tap_count", c_int32),
+        ("tree_base", c_void_p),
+        ("tree_path", c_void_p),
         ("asks", c_void_p),
         ("mass", c_void_p),
         ("mass_pages", c_int32),

@@ -205,6 +205,9 @@ class NativeProgram:
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
         step.pool, step.pages = pool.data_ptr(), pool.shape[0]
+        step.tree_base = step.tree_path = None
+        if batch.paths is not None:
+            step.tree_base, step.tree_path = batch.paths.base.data_ptr(), batch.paths.path.data_ptr()
         step.layers = len(self._weights.layers) if layers is None else layers
         step.tap_count = 0
         if tap is not None and tap.layers:

@@ -15,15 +15,24 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV, take_pages
+from quire.kernels.attention import PATH, AttentionSpec, Batch, GroupBatch, Paths
+from quire.kernels.kv import LayerKV, take_pages, take_tokens
 
 PADDING = 1 << 17  # gathered elements a bucket may waste: about what one more bucket costs on a CPU
 BUCKET = 1 << 24  # gathered elements a bucket may hold unless one row alone needs more: bounds the buffer
+
+
+class Branches(NamedTuple):
+    """What rows of a tree read elsewhere than where they gathered."""
+
+    tokens: torch.Tensor  # gathered ones, to be replaced
+    pages: torch.Tensor
+    offsets: torch.Tensor
 
 
 @dataclass
@@ -35,6 +44,7 @@ class Bucket:
     pages: torch.Tensor  # [rows * pages each], what to gather
     mask: torch.Tensor | None = None  # [rows, 1, count, keys]; None: causal from position 0
     stale: torch.Tensor | None = None  # gathered tokens to clear, see `_stale`
+    branches: Branches | None = None
 
     @property
     def gathered(self) -> int:
@@ -55,12 +65,15 @@ class Plan:
             self.buffer = q.new_empty(2 * most * width)
         count = bucket.gathered
         both = self.buffer[: 2 * (count + 1) * width].view(2, count + 1, width)
-        for (numbers, scales), flat in zip(kv.sides, both[:, :count], strict=True):
-            into = flat.view(count // page, page, heads, dim)
+        for (numbers, scales), flat in zip(kv.sides, both, strict=True):
+            into = flat[:count].view(count // page, page, heads, dim)
             if numbers.dtype == q.dtype:
                 torch.index_select(numbers, 0, bucket.pages, out=into)
             else:
                 into.copy_(take_pages(numbers, scales, bucket.pages))
+            if bucket.branches is not None:
+                to, *where = bucket.branches
+                flat[to] = take_tokens(numbers, scales, *where).flatten(1).to(flat.dtype)
         if bucket.stale is not None:
             both.index_fill_(1, bucket.stale, 0)
         k, v = both[:, :count].view(2, bucket.rows, bucket.keys, heads, dim)
@@ -147,7 +160,22 @@ def _bucket(
         visible &= keys[:, None, :] > positions[:, :, None] - spec.window
     bucket.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))[:, None]
     bucket.stale = _stale(bucket, batch.kv_len[which] - keys[:, 0], size)
+    if batch.paths is not None and count == 1:
+        these = torch.arange(batch.rows, device=device)[which]
+        bucket.branches = _branches(batch.paths, these, positions, keys, table, size)
     return bucket
+
+
+def _branches(
+    paths: Paths, rows: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, table: torch.Tensor, size: int
+) -> Branches:
+    """PATH of each row; those that are none go to the one more token that is there for such."""
+    at = paths.base[rows].long()[:, None] + torch.arange(PATH, device=rows.device)  # [rows, PATH] positions
+    there, width = (at <= positions) & (at >= keys[:, :1]), keys.shape[1]
+    to = torch.arange(len(rows), device=rows.device)[:, None] * width + at - keys[:, :1]
+    places = paths.places(rows[:, None], torch.where(there, at, 0))
+    page_of = table.gather(1, (places // size).clamp_(max=table.shape[1] - 1)).long()
+    return Branches(torch.where(there, to, len(rows) * width).view(-1), page_of.view(-1), (places % size).view(-1))
 
 
 def _stale(bucket: Bucket, lengths: torch.Tensor, size: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV, take_pages
+from quire.kernels.kv import LayerKV, take_tokens
 
 
 class ReferenceAttention:
@@ -30,8 +30,11 @@ class ReferenceAttention:
         bounds = batch.query_start.tolist()
         for row, kv_len in enumerate(batch.kv_len.tolist()):
             tokens = slice(bounds[row], bounds[row + 1])
-            pages = group.page_table[row, : -(-kv_len // group.tokens_per_page)].long()
-            k, v = (take_pages(*side, pages).flatten(0, 1)[:kv_len] for side in kv.sides)  # [kv_len, kv_heads, dim]
+            places = torch.arange(kv_len, device=q.device)
+            if batch.paths is not None:
+                places = batch.paths.places(torch.tensor(row, device=q.device), places)
+            where = group.page_table[row, places // group.tokens_per_page].long(), places % group.tokens_per_page
+            k, v = (take_tokens(*side, *where) for side in kv.sides)  # [kv_len, kv_heads, dim]
             out[tokens] = attend(spec, q[tokens], k, v, batch.positions[tokens])
         return out
 

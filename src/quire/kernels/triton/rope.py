@@ -22,7 +22,7 @@ from quire.kernels.triton.launch import overlap, power_of_two
 @triton.jit
 def _stored(x, inverse, target, LARGEST: tl.constexpr):
     """LARGEST: of an 8-bit number; 0: pages have more bits."""
-    if LARGEST:
+    if LARGEST > 0.0:
         x = tl.clamp(x * inverse, -LARGEST, LARGEST)
     if LARGEST == 127.0:
         x = tl.floor(x + 0.5)

@@ -14,21 +14,27 @@ struct State {  // of one (query token, head)
 
 // Calls visit(j, address of K, its scales) for positions first .. first + count of one head, page by page.
 template <typename Visit>
-inline void each_key(const Paged& kv, const int32_t* pages, int head, int first, int count, Visit visit) {
-  int page = first / kv.tokens_per_page, offset = first % kv.tokens_per_page;
+inline void each_key(const Paged& kv, const Table& table, int head, int first, int count, Visit visit) {
   const size_t step = kv.token_stride(), in_token = head * kv.head_bytes();
   const size_t scale_step = size_t(kv.kv_heads) * kv.head_scales();
-  for (int j = 0; j < count; page++, offset = 0) {
-    const uint8_t* at = kv.k + pages[page] * kv.page_stride + offset * step + in_token;
-    const uint16_t* scales = kv.scales_of(pages[page], offset, head);
-    for (; offset < kv.tokens_per_page && j < count; offset++, j++, at += step, scales += scale_step) visit(j, at, scales);
-  }
+  auto run = [&](int j, int end, int place) {  // neighbours
+    int page = place / kv.tokens_per_page, offset = place % kv.tokens_per_page;
+    for (; j < end; page++, offset = 0) {
+      const uint8_t* at = kv.k + table.pages[page] * kv.page_stride + offset * step + in_token;
+      const uint16_t* scales = kv.scales_of(table.pages[page], offset, head);
+      for (; offset < kv.tokens_per_page && j < end; offset++, j++, at += step, scales += scale_step)
+        visit(j, at, scales);
+    }
+  };
+  int straight = table.base - first < count ? (table.base > first ? table.base - first : 0) : count;
+  run(0, straight, first);
+  for (int j = straight; j < count; j++) run(j, j + 1, table.place(first + j));
 }
 
 // Asks for keys and values before they are needed: pages are scattered, so the hardware does not guess them.
-inline void fetch(const Paged& kv, const int32_t* pages, int head, int first, int count) {
+inline void fetch(const Paged& kv, const Table& table, int head, int first, int count) {
   const size_t bytes = kv.head_bytes(), v_offset = kv.v_offset;
-  each_key(kv, pages, head, first, count, [=](int, const uint8_t* at, const uint16_t*) {
+  each_key(kv, table, head, first, count, [=](int, const uint8_t* at, const uint16_t*) {
     for (size_t i = 0; i < bytes; i += 64) {
       __builtin_prefetch(at + i);
       __builtin_prefetch(at + v_offset + i);
@@ -60,11 +66,11 @@ inline void widen(const uint8_t* from, const float* scales, int dim, float* to) 
 }
 
 // fp16 scales as floats, [kKeys][of a head]; conversion is by the vector, so they are collected first.
-inline void gather_scales(const Paged& kv, const int32_t* pages, int head, int first, int count, size_t beyond,
+inline void gather_scales(const Paged& kv, const Table& table, int head, int first, int count, size_t beyond,
                           float* to) {
   const int each = kv.head_scales();
   uint16_t halves[kKeys * kMostScales];
-  each_key(kv, pages, head, first, count, [&](int j, const uint8_t*, const uint16_t* scales) {
+  each_key(kv, table, head, first, count, [&](int j, const uint8_t*, const uint16_t* scales) {
     for (int i = 0; i < each; i++) halves[j * each + i] = scales[beyond + i];
   });
   for (int i = count * each; i % W; i++) halves[i] = 0;
@@ -73,27 +79,27 @@ inline void gather_scales(const Paged& kv, const int32_t* pages, int head, int f
 
 // One block of keys and values as floats, [head_dim / W][kKeys][W]: rows of a block at fixed distances.
 template <int Kind>
-inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+inline void gather(const Paged& kv, const Table& table, int head, int first, int count, float* k, float* v) {
   const int dim = kv.head_dim, each = kv.head_scales();
   const size_t v_offset = kv.v_offset;
   float k_scales[kKeys * kMostScales], v_scales[kKeys * kMostScales];
   if (Kind > kFloat16) {
-    gather_scales(kv, pages, head, first, count, 0, k_scales);
-    gather_scales(kv, pages, head, first, count, kv.v_scales(), v_scales);
+    gather_scales(kv, table, head, first, count, 0, k_scales);
+    gather_scales(kv, table, head, first, count, kv.v_scales(), v_scales);
   }
-  each_key(kv, pages, head, first, count, [&](int j, const uint8_t* at, const uint16_t*) {
+  each_key(kv, table, head, first, count, [&](int j, const uint8_t* at, const uint16_t*) {
     widen<Kind>(at, k_scales + j * each, dim, k + j * W);
     widen<Kind>(at + v_offset, v_scales + j * each, dim, v + j * W);
   });
 }
 
-inline void gather(const Paged& kv, const int32_t* pages, int head, int first, int count, float* k, float* v) {
+inline void gather(const Paged& kv, const Table& table, int head, int first, int count, float* k, float* v) {
   switch (kv.kind) {
-    case kFloat32: return gather<kFloat32>(kv, pages, head, first, count, k, v);
-    case kFloat16: return gather<kFloat16>(kv, pages, head, first, count, k, v);
-    case kInt8: return gather<kInt8>(kv, pages, head, first, count, k, v);
-    case kFp8: return gather<kFp8>(kv, pages, head, first, count, k, v);
-    case kInt4: return gather<kInt4>(kv, pages, head, first, count, k, v);
+    case kFloat32: return gather<kFloat32>(kv, table, head, first, count, k, v);
+    case kFloat16: return gather<kFloat16>(kv, table, head, first, count, k, v);
+    case kInt8: return gather<kInt8>(kv, table, head, first, count, k, v);
+    case kFp8: return gather<kFp8>(kv, table, head, first, count, k, v);
+    case kInt4: return gather<kInt4>(kv, table, head, first, count, k, v);
   }
 }
 
@@ -189,7 +195,7 @@ inline void attend_paid(const AttendArgs& a, State* states, int stride, int begi
   for (int at = begin * kKeys; at <= furthest; at += kKeys) {
     int written = furthest + 1 - at;
     for (int head = a.head_begin; head < a.head_end; head++) {
-      gather(a.kv, a.queries[0].pages, head, at, written < kKeys ? written : kKeys, k, v);
+      gather(a.kv, a.queries[0].table(), head, at, written < kKeys ? written : kKeys, k, v);
       int base = (head - a.head_begin) * stride;
       for (int i = base; i < base + stride; i++) {
         int first = a.window ? states[i].position - a.window + 1 - at : 0, last = states[i].position + 1 - at;
@@ -204,13 +210,13 @@ inline void attend_paid(const AttendArgs& a, State* states, int stride, int begi
 
 #include "attend_wide.h"
 
-// Blocks [begin, end) of 32 keys, read through `pages`, for `count` states of each KV head, `stride` apart.
-inline void attend_range(const AttendArgs& a, const int32_t* pages, State* states, int stride, int count, int begin,
+// Blocks [begin, end) of 32 keys, read through `table`, for `count` states of each KV head, `stride` apart.
+inline void attend_range(const AttendArgs& a, const Table& table, State* states, int stride, int count, int begin,
                          int end, float* scratch) {
   int dim = a.kv.head_dim, furthest = 0, wide = count % W > kFewStates ? count : count / W * W;
   float *k = scratch, *v = scratch + kKeys * dim;
   for (int head = a.head_begin; wide && head < a.head_end; head++)
-    attend_wide(a, pages, head, states + (head - a.head_begin) * stride, wide, begin, end, k, v, v + kKeys * dim);
+    attend_wide(a, table, head, states + (head - a.head_begin) * stride, wide, begin, end, k, v, v + kKeys * dim);
   if (wide == count) return;
   states += wide;
   count -= wide;
@@ -218,8 +224,8 @@ inline void attend_range(const AttendArgs& a, const int32_t* pages, State* state
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
     for (int head = a.head_begin; head < a.head_end; head++) {
-      if (block + 1 < end) fetch(a.kv, pages, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
-      gather(a.kv, pages, head, at, written < kKeys ? written : kKeys, k, v);
+      if (block + 1 < end) fetch(a.kv, table, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
+      gather(a.kv, table, head, at, written < kKeys ? written : kKeys, k, v);
       State* mine = states + (head - a.head_begin) * stride;
       for (int i = 0, n = 1; i < count; i += n, n = 1) {
         const int position = mine[i].position;
@@ -262,7 +268,7 @@ void attend(const AttendArgs& a, float* scratch) {
   }
   int shared = a.shared / kKeys;  // whole blocks only
   if (shared > begin) {
-    attend_range(a, a.queries[0].pages, states, stride, stride, begin, shared, blocks);
+    attend_range(a, a.queries[0].table(), states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
   for (int i = a.mass ? a.count : 0; i < a.count;) {  // neighbours of one sequence go on together
@@ -270,7 +276,7 @@ void attend(const AttendArgs& a, float* scratch) {
     while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
     int last = 0;
     for (int t = i; t < j; t++) last = a.queries[t].position > last ? a.queries[t].position : last;
-    attend_range(a, a.queries[i].pages, states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
+    attend_range(a, a.queries[i].table(), states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
     i = j;
   }
   for (int i = 0; i < count; i++) {

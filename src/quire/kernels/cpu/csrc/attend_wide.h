@@ -163,7 +163,7 @@ inline size_t wide_floats(int states, int dim) {
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) & ~uintptr_t(63)); }
 
 // Blocks [begin, end) for `count` states of one KV head; k and v have room for a block.
-inline void attend_wide(const AttendArgs& a, const int32_t* pages, int head, State* states, int count, int begin,
+inline void attend_wide(const AttendArgs& a, const Table& table, int head, State* states, int count, int begin,
                         int end, float* k, float* v, float* scratch) {
   const int dim = a.kv.head_dim, lots = (count + W - 1) / W;
   Wide* wide = reinterpret_cast<Wide*>(aligned(scratch));
@@ -180,8 +180,8 @@ inline void attend_wide(const AttendArgs& a, const int32_t* pages, int head, Sta
   }
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;
-    if (block + 1 < end) fetch(a.kv, pages, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
-    gather(a.kv, pages, head, at, written < kKeys ? written : kKeys, k, v);
+    if (block + 1 < end) fetch(a.kv, table, head, at + kKeys, ahead < kKeys ? ahead : kKeys);
+    gather(a.kv, table, head, at, written < kKeys ? written : kKeys, k, v);
     for (Wide* w = wide; w < wide + lots; w++) {
       vi last = w->position + 1 - at, first = a.window ? last - a.window : vi{};
       int from = kKeys, to = 0, full = 1;

@@ -95,11 +95,27 @@ struct Paged {
 };
 
 // Queries that read the same KV: `rows` sequences whose first `shared` positions lie in the same pages.
+// Where the keys of a row are. From position `base` on, where a tree of guesses begins, four bits of `path` each tell at
+// which place from there on: the positions of a row's own branch, in order, whatever lies between them.
+struct Table {
+  const int32_t* pages;
+  int32_t base;
+  uint64_t path;
+
+  int place(int position) const { return position < base ? position : base + int(path >> 4 * (position - base) & 15); }
+};
+
+constexpr int32_t kNoTree = INT32_MAX;
+
 struct Query {
   const float* q;  // [heads, head_dim] of one token, scaled
   int32_t position;
   int32_t token;  // on the flat token axis: where its output goes
   const int32_t* pages;
+  int32_t base = kNoTree;
+  uint64_t path = 0;
+
+  Table table() const { return {pages, base, path}; }
 };
 
 struct AttendArgs {

@@ -32,6 +32,13 @@ inline void store_bytes(int8_t* p, vi v) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(both, both));
 }
 
+inline vi load_bytes(const int8_t* p) {
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+inline vi load_bytes(const uint8_t* p) {
+  return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
 inline float sum(vf v) {
   __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   x = _mm_add_ps(x, _mm_movehl_ps(x, x));

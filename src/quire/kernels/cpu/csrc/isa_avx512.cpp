@@ -40,6 +40,13 @@ inline void store_bytes(int8_t* p, vi v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)v));
 }
 
+inline vi load_bytes(const int8_t* p) {
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline vi load_bytes(const uint8_t* p) {
+  return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
 inline vf fold_pairs(vf a, vf b) { return _mm512_shuffle_ps(a, b, 0x88) + _mm512_shuffle_ps(a, b, 0xdd); }
 inline vf fold_quads(vf a, vf b, vf c, vf d) {  // within each 128-bit lane: the sums of a, b, c, d
   return fold_pairs(fold_pairs(a, b), fold_pairs(c, d));

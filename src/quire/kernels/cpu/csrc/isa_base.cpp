@@ -34,6 +34,9 @@ inline void store_bytes(int8_t* p, vi v) {
   for (int i = 0; i < W; i++) p[i] = int8_t(v[i]);
 }
 
+inline vi load_bytes(const int8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
+
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   for (int j = 0; j < 16; j++) {
     vf acc = {};

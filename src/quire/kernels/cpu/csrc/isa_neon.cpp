@@ -38,6 +38,17 @@ inline void store_bytes(int8_t* p, vi v) {
   __builtin_memcpy(p, &four, 4);
 }
 
+inline vi load_bytes(const int8_t* p) {
+  int32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(uint32_t(four)))));
+}
+inline vi load_bytes(const uint8_t* p) {
+  uint32_t four;
+  __builtin_memcpy(&four, p, 4);
+  return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   float32x4_t acc[16];
 #pragma GCC unroll 16

@@ -68,6 +68,12 @@ static int check(const Step& s, int vocab) {
       for (int t = s.query_start[r]; t < s.query_start[r + 1]; t++) {
         if (s.positions[t] < 0) return kBadShape;
         need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
+        if (s.tree_base && s.tree_base[r] <= s.positions[t]) {
+          if (s.tree_base[r] < 0 || s.positions[t] - s.tree_base[r] > 15) return kBadShape;
+          const Table table{nullptr, s.tree_base[r], uint64_t(s.tree_path[r])};
+          for (int64_t p = table.base; p <= s.positions[t]; p++)
+            need = std::max<int64_t>(need, table.place(int(p)) / group.tokens_per_page + 1);
+        }
       }
       if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
@@ -155,10 +161,11 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   auto position = [&](int t) { return step.positions[t]; };
   auto table = [&](int r) { return group.page_table + r * group.table_stride; };
   auto asking = [&](int r) { return step.asks && step.asks[r]; };
+  auto plain = [&](int r) { return !asking(r) && (!step.tree_base || step.tree_base[r] == kNoTree); };
   auto goes_on = [&](int r) {  // further on in what the row before reads and writes: of the same sequence
     int last = step.query_start[r] - 1;
     return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
-           !asking(r - 1) && !asking(r) &&
+           plain(r - 1) && plain(r) &&
            std::equal(table(r - 1), table(r - 1) + position(last) / group.tokens_per_page + 1, table(r));
   };
   for (int r = 0, next; r < step.rows; r = next) {
@@ -188,10 +195,14 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
 void Program::share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const {
   std::vector<char> taken(rows.size(), 0);
   auto pages = [&](int r) { return group.page_table + r * group.table_stride; };
-  auto whole = [&](int r) { return int(step.positions[step.query_start[r]] / group.tokens_per_page); };
+  auto base = [&](int r) { return step.tree_base ? step.tree_base[r] : kNoTree; };
+  auto whole = [&](int r) {
+    return int(std::min<int64_t>(step.positions[step.query_start[r]], base(r)) / group.tokens_per_page);
+  };
   auto add = [&](int r) {
     int t = step.query_start[r];
-    plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r)});
+    plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r), base(r),
+                            step.tree_base ? uint64_t(step.tree_path[r]) : 0});
   };
   const int least = (kSharedLeast + group.tokens_per_page - 1) / group.tokens_per_page;
   for (size_t i = 0; i < rows.size(); i++) {

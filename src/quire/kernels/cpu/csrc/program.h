@@ -48,6 +48,8 @@ struct Step {
   const int32_t* taps;  // [tap_count] layers whose output is shown too, ascending
   float* tapped;        // [tap_count, rows, hidden], out: of each row's last token
   int32_t tap_count;
+  const int32_t* tree_base;   // [rows] or null: see `Table`; rows of a tree have one token
+  const int64_t* tree_path;   // [rows]
   const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to each page of their only group
   float* mass;          // [rows, mass_pages], out: of those rows
   int32_t mass_pages;

@@ -7,8 +7,6 @@ typedef float vf __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef float vf_unaligned __attribute__((vector_size(4 * QUIRE_WIDTH), aligned(4)));
 typedef int32_t vi __attribute__((vector_size(4 * QUIRE_WIDTH)));
 typedef uint32_t vu __attribute__((vector_size(4 * QUIRE_WIDTH)));
-typedef int8_t vb __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
-typedef uint8_t vub __attribute__((vector_size(QUIRE_WIDTH), aligned(1)));
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
 inline vi loadi(const int32_t* p) {
@@ -16,16 +14,10 @@ inline vi loadi(const int32_t* p) {
   __builtin_memcpy(&v, p, sizeof v);
   return v;
 }
-inline vi load_bytes(const int8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vb*>(p), vi); }
-inline vi load_bytes(const uint8_t* p) { return __builtin_convertvector(*reinterpret_cast<const vub*>(p), vi); }
-inline void store_bytes(uint8_t* p, vu v) { *reinterpret_cast<vub*>(p) = __builtin_convertvector(v, vub); }
 inline vf to_float(vi v) { return __builtin_convertvector(v, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }  // nothing is left to do but spread it: -0 + 0 would be work
-inline vf within(vf a, float low, float high) {
-  a = a > low ? a : splat(low);
-  return a < high ? a : splat(high);
-}
+inline vf within(vf a, float low, float high) { return minimum(maximum(a, splat(low)), splat(high)); }
 inline vf magnitude(vf a) { return (vf)((vi)a & 0x7fffffff); }
 
 // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.

@@ -94,6 +94,8 @@ inline vf from_fp8(vi bits) {
   return (vf)((vi)size | (bits & 0x80) << 24);
 }
 
+inline void store_low_bytes(uint8_t* p, vu v) { store_bytes(reinterpret_cast<int8_t*>(p), (vi)(v << 24) >> 24); }
+
 template <int Kind>
 inline void store_8_bits(const float* x, int dim, uint8_t* to, uint16_t* scale) {
   constexpr float largest = Kind == kInt8 ? 127.0f : 448.0f;
@@ -102,7 +104,7 @@ inline void store_8_bits(const float* x, int dim, uint8_t* to, uint16_t* scale) 
   float inverse = inverse_of(keep_scale(highest(most) / largest, scale));
   for (int i = 0; i < dim; i += W) {
     vf steps = within(load(x + i) * inverse, -largest, largest);
-    store_bytes(to + i, Kind == kInt8 ? nearest(steps) & 0xffu : to_fp8(steps));
+    store_low_bytes(to + i, Kind == kInt8 ? nearest(steps) : to_fp8(steps));
   }
 }
 
@@ -123,7 +125,7 @@ inline void store_4_bits(const float* x, int dim, uint8_t* to, uint16_t* scales)
     int b = i / kBlock;
     return nearest(within((load(x + i) - low[b]) * inverse[b], 0.0f, 15.0f));
   };
-  for (int i = 0; i < half; i += W) store_bytes(to + i, steps(i) | steps(half + i) << 4);
+  for (int i = 0; i < half; i += W) store_low_bytes(to + i, steps(i) | steps(half + i) << 4);
 }
 
 void store_kv(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales) {

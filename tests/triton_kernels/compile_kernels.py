@@ -1,0 +1,120 @@
+"""Compile the Triton kernels for a GPU that need not be here, at the shapes of an 8B model; see test_triton_compiles.
+
+Every launch ends after its kernel was compiled, so nothing is computed; what comes out is the list of kernels met.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from quire.generation.noise import row_keys, streams
+from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv import LayerKV
+from quire.kernels.triton import activation, batch, cascade, gather, gemm, gemv, launch, norm, rope, sampling
+from quire.kernels.triton.attention import TritonAttention
+from quire.kernels.triton.configs import INVARIANT_MATMUL
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+HEADS, KV, DIM, HIDDEN, FFN, PAGE = 32, 8, 128, 4096, 14336, 16
+met = set()
+
+
+class Absent:
+    """A GPU by description: what the compiler asks of a driver."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def compiled_only(self, *args, grid, warmup, **kwargs):
+    met.add(self.fn.__name__)
+    return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+
+run, JITFunction.run = JITFunction.run, compiled_only
+triton.runtime.driver.set_active(Absent())
+launch.overlaps = lambda device: True
+
+
+def random(*shape, dtype=BF16):
+    return torch.zeros(*shape, dtype=torch.uint8 if dtype == FP8 else dtype).view(dtype)
+
+
+def pages(dtype):
+    k, v = (random(9, PAGE, KV, DIM, dtype=dtype) for _ in range(2))
+    scales = torch.ones(9, PAGE, KV, 1, dtype=torch.float16) if dtype == torch.int8 else None
+    return LayerKV(k, v, 0, scales, scales)
+
+
+def attention(dtype, rows, shared=0, **options):
+    counts, lens = [c for c, _ in rows], [n for _, n in rows]
+    table = torch.ones(len(rows), 8, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n - c, n) for c, n in rows])
+    group = GroupBatch(PAGE, table, positions)
+    start = torch.tensor([0, *counts]).cumsum(0).int()
+    made = Batch(positions, start, torch.tensor(lens).int(), counts, lens, (group,))
+    spec, backend, prefix = AttentionSpec(HEADS, KV, DIM, 0.1), TritonAttention(**options), None
+    if shared:
+        found = cascade.find_groups(table.tolist(), [n - c for c, n in rows], PAGE)
+        prefix = cascade.prefix_lists(found, counts, PAGE, HEADS // KV, torch.device("cpu"))
+    plan = backend.plan(made, group, spec, prefix=prefix)
+    backend.forward(spec, random(len(positions), HEADS, DIM), pages(dtype), made, group, plan)
+
+
+def elementwise():
+    x, wide, weight = random(8, HIDDEN), random(8, 2 * FFN), random(HIDDEN)
+    norm.rms_norm(x, weight, 1e-5)
+    norm.add_rms_norm(x, x, weight, 1e-5)
+    norm.rms_norm_fp8(x, x, weight, 1e-5)
+    activation.silu_and_mul(wide)
+    activation.quantise_fp8(x)
+    activation.quantise_fp8(wide, gated=True)
+    gather.gather_rows(random(1000, HIDDEN), torch.zeros(8, dtype=torch.int64))
+    slots = torch.arange(8) + PAGE
+    cos, sin = rope.rope_tables(slots, torch.ones(DIM // 2), 1.0, BF16)
+    for dtype in (BF16, FP8, torch.int8):
+        rope.rope_and_write(random(8, (HEADS + 2 * KV) * DIM), HEADS, cos, sin, pages(dtype), slots)
+    tokens, table = torch.zeros(4, 64, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32)
+    batch.assemble(torch.zeros(5, 3, dtype=torch.int64), tokens, table, PAGE, 3, 4)
+
+
+def products():
+    for dtype in (BF16, FP8):
+        weight, scale = random(2 * FFN, HIDDEN, dtype=dtype), torch.ones(2 * FFN) if dtype == FP8 else None
+        gemv.row_matmul(random(1, HIDDEN), weight, norm=random(HIDDEN), eps=1e-5, gated=True, weight_scale=scale)
+        for rows, outputs in ((8, HIDDEN), (64, 2 * FFN)):
+            x = random(rows, HIDDEN, dtype=dtype)
+            scales = {"x_scale": torch.ones(rows), "weight_scale": scale, "out_dtype": BF16} if dtype == FP8 else {}
+            gemv.small_matmul(x, weight[:outputs], **scales)
+            gemm.matmul(x, weight[:outputs], INVARIANT_MATMUL[x.element_size()], **scales)
+
+
+def draws():
+    logits, ids = torch.zeros(4, 32000), torch.zeros(4, dtype=torch.int64)
+    keys, heat = row_keys(streams(ids, ids), ids), torch.ones(4)
+    sampling.argmax(logits)
+    sampling.argmax(logits, keys, heat)
+    sampling.draw(logits, keys, heat, ids + 50, torch.full((4,), 0.9, dtype=torch.float64), heat)
+
+
+def attending():
+    for dtype in (BF16, FP8, torch.int8):
+        attention(dtype, [(1, 100)] * 8)
+    attention(BF16, [(1, 100), (100, 100)])
+    attention(BF16, [(1, 100)] * 64, shared=64)
+    attention(BF16, [(1, 100), (5, 100)], invariant=True)
+
+
+for section in (elementwise, products, draws, attending):
+    section()
+print(" ".join(sorted(met)))
+sys.exit(0)
