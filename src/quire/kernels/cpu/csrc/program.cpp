@@ -161,10 +161,11 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   auto position = [&](int t) { return step.positions[t]; };
   auto table = [&](int r) { return group.page_table + r * group.table_stride; };
   auto asking = [&](int r) { return step.asks && step.asks[r]; };
+  auto plain = [&](int r) { return !asking(r) && (!step.tree_base || step.tree_base[r] == kNoTree); };
   auto goes_on = [&](int r) {  // further on in what the row before reads and writes: of the same sequence
     int last = step.query_start[r] - 1;
     return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
-           !asking(r - 1) && !asking(r) &&
+           plain(r - 1) && plain(r) &&
            std::equal(table(r - 1), table(r - 1) + position(last) / group.tokens_per_page + 1, table(r));
   };
   for (int r = 0, next; r < step.rows; r = next) {
