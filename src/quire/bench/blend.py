@@ -144,8 +144,8 @@ def _answer(llm: LLM, tokens: list[int], blend: Blend | None, length: int) -> Re
 
 
 def _whole(llm: LLM, tokens: list[int]) -> float:
-    """Seconds to the first token of a prompt of which nothing is cached, now: beside what it is compared with, because a
-    machine is not always equally fast. A salt of its own hides it from others, and others from it."""
+    """Seconds to the first token of a prompt of which nothing is cached, now: beside what it is compared with, because
+    a machine is not always equally fast. A salt of its own hides it from others, and others from it."""
     params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
     request = prepare(tokens, params, text=llm.text, info=llm.info, salt=secrets.token_hex(8))
     (output,) = llm.collect([tokens], [request])
