@@ -80,7 +80,7 @@ def test_the_benchmark_on_a_small_scale(compiled):
     found = measure(compiled, 1, documents=3, chosen=3, answer=9, fractions=(0.0, 1.0))
     whole = found["runs"]["1.0"]
     assert whole["same"] == 1 and whole["divergence"] < 1e-6 and whole["right"] == found["right"]
-    assert found["runs"]["0.0"]["divergence"] > 1e-4 and found["runs"]["0.0"]["reused"] > 0.2
+    assert found["runs"]["0.0"]["divergence"] > 1e-4 and found["runs"]["0.0"]["reused"] > 0.1
     assert len(rows(found)) == 4
 
 

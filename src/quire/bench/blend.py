@@ -8,10 +8,12 @@ reused.
 from __future__ import annotations
 
 import math
+import secrets
 from random import Random
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from quire.engine.inputs import prepare
 from quire.engine.llm import LLM
 from quire.text import chat_prompt
 from quire.types.blend import Blend, BlendParams
@@ -112,13 +114,15 @@ def measure(
     }
     for part in fractions:
         llm.reset()
-        first = [_answer(llm, tokens, Blend(chunks, part), 1) for tokens, chunks in warming]
-        blended = [_answer(llm, tokens, Blend(chunks, part), answer) for tokens, chunks in prompts]
+        first = [(_whole(llm, tokens), _answer(llm, tokens, Blend(chunks, part), 1)) for tokens, chunks in warming]
+        how = [(tokens, Blend(chunks, part)) for tokens, chunks in prompts]
+        pairs = [(_whole(llm, tokens), _answer(llm, tokens, blend, answer)) for tokens, blend in how]
+        blended = [output for _, output in pairs]
         stats = llm.stats()
         places = [_places(llm, *p, part, w, b) for p, w, b in zip(prompts, whole, blended, strict=True)]
         found["runs"][str(part)] = {
-            "first_time": mean(_ttft(output) for output in first) / full,
-            "ttft": median(_ttft(b) / _ttft(w) for b, w in zip(blended, whole, strict=True)),
+            "first_time": median(_ttft(output) / seconds for seconds, output in first),
+            "ttft": median(_ttft(output) / seconds for seconds, output in pairs),
             "reused": stats.blended_tokens / stats.prompt_tokens,
             "same": mean(w.token == b.token for pairs in places for w, b in pairs),
             "divergence": mean(_divergence(w, b) for pairs in places for w, b in pairs),
@@ -137,6 +141,15 @@ def _prompt(llm: LLM, case: Case) -> tuple[list[int], list[tuple[int, int]]]:
 def _answer(llm: LLM, tokens: list[int], blend: Blend | None, length: int) -> RequestOutput:
     params = SamplingParams(temperature=0.0, max_tokens=length, logprobs=MAX_LOGPROBS, seed=0, ignore_eos=True)
     return llm.generate([tokens], params, blend=blend)[0]
+
+
+def _whole(llm: LLM, tokens: list[int]) -> float:
+    """Seconds to the first token of a prompt of which nothing is cached, now: beside what it is compared with, because
+    a machine is not always equally fast. A salt of its own hides it from others, and others from it."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    request = prepare(tokens, params, text=llm.text, info=llm.info, salt=secrets.token_hex(8))
+    (output,) = llm.collect([tokens], [request])
+    return _ttft(output)
 
 
 def _places(

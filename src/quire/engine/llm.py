@@ -66,7 +66,7 @@ class LLM:
         cut = [chunked(p, blend, self.text) for p in many]
         session = {"session": session_id, "hold": session_ttl}
         requests = [self._prepare(p, s, r, blend=b, **session) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
-        return self._collect(many, requests)
+        return self.collect(many, requests)
 
     def chat(
         self,
@@ -85,13 +85,13 @@ class LLM:
             raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")
         params, session = params or SamplingParams(), {"session": session_id, "hold": session_ttl}
         requests = [self._prepare(p, params, 0, blend=b, **session) for p, b in cut]
-        return self._collect([tokens for tokens, _ in cut], requests)
+        return self.collect([tokens for tokens, _ in cut], requests)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
         """The best answers that beam search finds for each prompt, best first, with their scores."""
         many = _as_list(prompts)
         beam = beam or BeamParams()
-        return self._collect(many, [prepare_beam(p, beam, text=self.text, info=self.info) for p in many])
+        return self.collect(many, [prepare_beam(p, beam, text=self.text, info=self.info) for p in many])
 
     def self_consistency(self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER) -> Consensus:
         """The answer that most of `params.n` branches arrive at; the others stop once it is decided. `extract` finds
@@ -178,7 +178,8 @@ class LLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, **more: Any) -> Request:
         return prepare(prompt, params, text=self.text, info=self.info, priority=priority, **more)
 
-    def _collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
+    def collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
+        """The whole answers to prepared requests; `prompts` are what results show as such."""
         collectors = {
             r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
         }
