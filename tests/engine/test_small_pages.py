@@ -90,7 +90,7 @@ def test_a_shared_prefix_and_forks(prompts):
             assert [e.logprob for e in whole] == [e.logprob for e in branch.logprobs]
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int4"))])
 def test_plain_torch_runs_on_them_too(prompts, kind):
     with LLM(dtype="float32", kv_pages=100, max_model_len=512, threads=1) as llm:
         exact = answers(llm, prompts[:1])
