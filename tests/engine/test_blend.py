@@ -76,6 +76,7 @@ def test_what_makes_no_sense_is_refused(compiled):
         compiled.generate("|" * 2000, GREEDY, blend=BlendParams(separator="|"))
 
 
+@pytest.mark.slow
 def test_the_benchmark_on_a_small_scale(compiled):
     found = measure(compiled, 1, documents=3, chosen=3, answer=9, fractions=(0.0, 1.0))
     whole = found["runs"]["1.0"]
