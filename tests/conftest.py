@@ -2,8 +2,12 @@
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes on the same cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # A share of the cores: threads of several processes that wait for each other on the same ones would mostly wait.
+    _cores, _worker = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    _mine = _cores[_worker % len(_cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, _mine)
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(_mine)))
 
 import torch
 
@@ -11,6 +15,16 @@ if not torch.cuda.is_available():  # read when triton is first imported, which o
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+# What takes long to load and much memory is loaded in one process only: fixture → the group of its files.
+LARGE = {"llm": "fp32", "oracle": "fp32", "theirs": "tokenizers"}
+
+
+def pytest_collection_modifyitems(items):
+    """What runs in one process (`--dist loadgroup`): the tests of a file, and files that share something large."""
+    groups = {item.path: LARGE[name] for item in items for name in getattr(item, "fixturenames", ()) if name in LARGE}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, item.path.stem)))
 
 
 @pytest.fixture(scope="session")
