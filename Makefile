@@ -6,7 +6,7 @@ MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 PIP_ARGS ?=
-PARALLEL ?= -n 2 --dist loadgroup
+PARALLEL ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)

@@ -16,15 +16,31 @@ if not torch.cuda.is_available():  # read when triton is first imported, which o
 
 import pytest
 
-# What takes long to load and much memory is loaded in one process only: fixture → the group of its files.
-LARGE = {"llm": "fp32", "oracle": "fp32", "theirs": "tokenizers"}
+# Files that ask for the default model in fp32, ours or transformers': both take long to load and much memory, so that
+# one process runs all of them.
+FP32 = {
+    "test_branching.py", "test_embeddings.py", "test_gguf_models.py", "test_greedy.py", "test_llm.py",
+    "test_native_accuracy.py",
+}  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--dist loadfile`: the tests of a file run in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "fp32" if os.path.basename(file) in FP32 else file
+
+    return Together(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items):
-    """What runs in one process (`--dist loadgroup`): the tests of a file, and files that share something large."""
-    groups = {item.path: LARGE[name] for item in items for name in getattr(item, "fixturenames", ()) if name in LARGE}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups.get(item.path, item.path.stem)))
+    asking = {item.path.name for item in items if {"llm", "oracle"} & set(getattr(item, "fixturenames", ()))}
+    if unknown := asking - FP32:
+        raise pytest.UsageError(f"{sorted(unknown)} ask for a model in fp32; name them in FP32, in tests/conftest.py")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace as with_fields
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +92,7 @@ class LocalExecutor:
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons
-        self._grammars = GrammarStore(Guidance(), partial(vocabulary, self.vocab_size))
+        self._grammars = GrammarStore(Guidance(), lambda: vocabulary(spec.vocab_size))  # not self: a cycle
 
     def _rescale_keys(self) -> str:
         """Scale keys by channel; what tells pages with these scales from others."""
