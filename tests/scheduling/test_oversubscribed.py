@@ -19,13 +19,13 @@ def test_eight_times_too_much_work(mode, depth, monkeypatch):
     world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers)
     rng = random.Random(4)
     counts = {}
-    note = world.scheduler._pressure.preempted
+    note = world.scheduler.pressure.preempted
 
     def preempted(seq):
         counts[seq.key] = counts.get(seq.key, 0) + 1
         note(seq)
 
-    world.scheduler._pressure.preempted = preempted
+    world.scheduler.pressure.preempted = preempted
     for i in range(300):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(4, 12))]
         params = SamplingParams(max_tokens=rng.randint(10, 60), seed=i, stop_token_ids=[])

@@ -111,9 +111,9 @@ class World:
                 self.take(self.scheduler.finish_at(request, branch, keep))
 
     def preempt(self):
-        running = list(self.scheduler._running)
+        running = list(self.scheduler.roster.running)
         if running:
-            self.scheduler.preempt(self.rng.choice(running))
+            self.scheduler.roster.preempt(self.rng.choice(running))
 
     def drain(self):
         for _ in range(20_000):
