@@ -14,7 +14,7 @@ from quire.cli.bench_evict import evict
 from quire.cli.bench_memory import register
 from quire.cli.bench_serve import serve
 from quire.cli.bench_spec import spec
-from quire.cli.options import with_engine_options
+from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption, RoundsOption, with_engine_options
 from quire.types.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ PeerOption = Annotated[Peer | None, typer.Option(help="run the same work through
 RequantiseOption = Annotated[
     Requantise, typer.Option(help="beside the file as shipped, let the peer have it requantised so")
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
 
 
 @app.callback()
@@ -58,9 +57,9 @@ def throughput(
     engine: EngineOptions,
     workload: Annotated[Workload, typer.Option(help="what is asked: see docs/bench.md")] = Workload.CHAT,
     num: Annotated[int, typer.Option(help="requests")] = 200,
-    in_: Annotated[int, typer.Option("--in", help="input tokens per request (fixed, shared_prefix)")] = 128,
-    out: Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")] = 64,
-    prefix: Annotated[int, typer.Option(help="shared tokens before each input (shared_prefix)")] = 512,
+    in_: InOption = 128,
+    out: OutOption = 64,
+    prefix: PrefixOption = 512,
     seed: Annotated[int, typer.Option(help="seed of the workload")] = 1,
     rounds: Annotated[int | None, typer.Option(help="measured runs; medians count (default: 3 with a peer)")] = None,
     peer: PeerOption = None,
@@ -210,7 +209,7 @@ def structured(
     engine: EngineOptions,
     num: Annotated[int, typer.Option(help="schemas")] = 300,
     seed: Annotated[int, typer.Option(help="seed of the schemas")] = 1,
-    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 1,
+    rounds: RoundsOption = 1,
     json_: JsonOption = None,
 ) -> None:
     """Answer under JSON schemas and freely; report what a schema costs and which steps it saves."""
@@ -233,7 +232,7 @@ def beams(
     width: Annotated[int, typer.Option(help="beams")] = 8,
     in_: Annotated[int, typer.Option("--in", help="prompt tokens")] = 1024,
     out: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
-    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 3,
+    rounds: RoundsOption = 3,
     json_: JsonOption = None,
 ) -> None:
     """Search with beams over a long prompt; report pages and the time of a step beside plain sequences'."""
@@ -257,7 +256,7 @@ def lang(
     levels: Annotated[int, typer.Option(help="levels of the tree")] = 2,
     keep: Annotated[int, typer.Option(help="thoughts of a level to go on from")] = 4,
     thought: Annotated[int, typer.Option(help="tokens of a thought")] = 32,
-    rounds: Annotated[int, typer.Option(help="measured runs; medians count")] = 3,
+    rounds: RoundsOption = 3,
     json_: JsonOption = None,
 ) -> None:
     """Run a tree of thoughts as a quire.lang program and as the plain HTTP calls it is made of; report seconds."""

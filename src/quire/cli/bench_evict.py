@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import JsonOption, with_engine_options
 from quire.types.config import EngineOptions
 
 
@@ -27,7 +26,7 @@ def evict(
     ] = None,
     text: Annotated[str | None, typer.Option(help="file to read (default: the Python language reference)")] = None,
     seed: Annotated[int, typer.Option(help="seed of the pass keys")] = 1,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_: JsonOption = None,
 ) -> None:
     """Stream long texts through a KV budget and look for pass keys; report perplexity and what was found, by policy."""
     from rich.console import Console

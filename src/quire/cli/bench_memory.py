@@ -9,10 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import JsonOption, with_engine_options
 from quire.types.config import EngineOptions
-
-JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
 
 
 def multi_turn(

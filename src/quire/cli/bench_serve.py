@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -99,9 +100,9 @@ def serve(
     workload: Annotated[Ask, typer.Option(help="what is asked: see docs/bench.md")] = Ask.CHAT,
     num: Annotated[int, typer.Option(min=1, help="requests (of each phase)")] = 200,
     duration: Annotated[float | None, typer.Option(help="seconds of each phase at a rate, instead of --num")] = None,
-    in_: Annotated[int, typer.Option("--in", help="input tokens per request (fixed, shared_prefix)")] = 128,
-    out: Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")] = 64,
-    prefix: Annotated[int, typer.Option(help="shared tokens before each input (shared_prefix)")] = 512,
+    in_: InOption = 128,
+    out: OutOption = 64,
+    prefix: PrefixOption = 512,
     rate: Annotated[float | None, typer.Option(help="open loop: requests per second")] = None,
     burstiness: Annotated[float, typer.Option(help="gamma shape of the gaps: 1 Poisson, less comes in bursts")] = 1.0,
     load: Annotated[
@@ -121,7 +122,7 @@ def serve(
     timeout: Annotated[float, typer.Option(help="seconds before a request counts as failed")] = 600.0,
     connections: Annotated[int, typer.Option(help="connections at most; calls beyond wait, and it shows")] = 1000,
     seed: Annotated[int, typer.Option(help="seed of workload and arrivals")] = 1,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="write charts here, as SVG")] = None,
 ) -> None:
     """Put load on a running server; report latencies, throughput and goodput."""

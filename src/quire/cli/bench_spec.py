@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.options import with_engine_options
+from quire.cli.options import JsonOption, with_engine_options
 from quire.types.config import EngineOptions
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def spec(
     in_: Annotated[int, typer.Option("--in", help="with --synthetic: input tokens")] = 128,
     out: Annotated[int, typer.Option(help="with --synthetic: output tokens")] = 256,
     seed: Annotated[int, typer.Option(help="seed of the prompts")] = 1,
-    json_: Annotated[Path | None, typer.Option("--json", help="write all figures here")] = None,
+    json_: JsonOption = None,
 ) -> None:
     """Answer the same prompts with and without speculation; report acceptance and single-stream speed."""
     from quire.bench.spec import WORKLOADS, plain_figures, rows

@@ -1,4 +1,5 @@
-"""Command-line flags derived from the option dataclasses: declared once in types.config, never repeated here."""
+"""Command-line flags derived from the option dataclasses: declared once in types.config, never repeated here. And those
+that several measurements have."""
 
 from __future__ import annotations
 
@@ -6,12 +7,19 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from quire.types.config import CONCERNS, EngineOptions, flat_fields
 from quire.types.serving import ServeOptions
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
+RoundsOption = Annotated[int, typer.Option(help="measured runs; medians count")]
+InOption = Annotated[int, typer.Option("--in", help="input tokens per request (fixed, shared_prefix)")]
+OutOption = Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")]
+PrefixOption = Annotated[int, typer.Option(help="shared tokens before each input (shared_prefix)")]
 
 
 def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

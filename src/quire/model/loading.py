@@ -7,10 +7,12 @@ capacities.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
+from quire.kernels import cpu
 from quire.model.architecture import IGNORED, Architecture, Target
 from quire.model.decoder import Model
 from quire.model.families import read_family
@@ -20,6 +22,8 @@ from quire.model.spec import DecoderSpec
 from quire.model.stored import SLICE, Stored
 from quire.types.errors import ModelFileError
 from quire.types.seams import WeightSource
+
+log = logging.getLogger("quire.model")
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = tuple[str, str, int]  # module, kind, part
@@ -65,6 +69,8 @@ def load_model(
         _fill(model, targets, source, progress)
     model.finish()
     if why_not is not None:
+        if why_not == cpu.available():  # it could run, were it built
+            log.warning("%s; until then steps take several times as long, on plain torch", why_not)
         model.reasons.append(f"decoder: plain torch, not compiled: {why_not}")
     return model
 

@@ -6,6 +6,7 @@ little go first (they are the ones somebody is waiting on), then those far behin
     plan:    catch up running (preempting when pages lack) ─► admit waiting ─► StepPlan
     commit:  append drawn tokens, name finished pages, end what is over ─► TokenEvents
 
+The roster has the sequences, boarding lets in who waits, the harvest gives everybody what a step brought them.
 Several plans may be in flight. Plans are made from counts alone; values arrive at commit.
 """
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
+
+SOURCES = Path(__file__).parent / "csrc"  # in a source tree; an installed package has none
+REMEDY = "build them with `pip install -e .` in a source tree, or reinstall quire, with a C++17 compiler at hand"
 
 
 class Matrix(Structure):
@@ -73,6 +78,7 @@ class Step(Structure):
 
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "quire_sources": (c_char_p, []),
     "quire_isa": (c_char_p, [c_int]),
     "quire_kernels": (c_void_p, [c_char_p]),
     "quire_reserve": (c_void_p, [c_size_t]),
@@ -104,16 +110,32 @@ def open_library(path: str) -> ctypes.CDLL:
     return library
 
 
+def digest(sources: Path) -> str:
+    """What a build from these sources, if there are any, is to call itself (setup.py asks too)."""
+    files = sorted([*sources.glob("*.cpp"), *sources.glob("*.h")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16] if files else ""
+
+
+def open_current(path: str, sources: Path = SOURCES) -> ctypes.CDLL | str:
+    """The library, unless it is not what the Python code was written for; then the reason."""
+    try:
+        library = open_library(path)
+    except OSError as error:
+        return f"the compiled kernels do not load ({error}); {REMEDY}"
+    except AttributeError as error:
+        return f"the compiled kernels are older than the code that calls them ({error}); {REMEDY}"
+    if (expected := digest(sources)) and library.quire_sources().decode() != expected:
+        return f"the compiled kernels were not built from the sources beside them; {REMEDY}"
+    return library
+
+
 @cache
 def load() -> ctypes.CDLL | str:
     """The library, or the reason it is not there."""
     found = importlib.util.find_spec("quire.kernels.cpu._native")
     if found is None or found.origin is None:
-        return "the compiled kernels were not built; reinstall with a C++17 compiler to have them"
-    try:
-        return open_library(found.origin)
-    except (OSError, AttributeError) as error:
-        return f"the compiled kernels do not load: {error}"
+        return f"the compiled kernels were not built; {REMEDY}"
+    return open_current(found.origin)
 
 
 def native() -> ctypes.CDLL:

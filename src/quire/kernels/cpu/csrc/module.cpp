@@ -11,6 +11,9 @@
 using namespace quire;
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
+#ifndef QUIRE_SOURCES
+#define QUIRE_SOURCES ""  // built by hand
+#endif
 
 namespace {
 
@@ -34,6 +37,9 @@ uint64_t row_key(uint64_t stream, uint64_t position) {
 }  // namespace
 
 // Names of the kernel sets this host can run, best first; null past the last.
+// A digest of what this was built from, by which a build that has fallen behind its sources is known.
+EXPORT const char* quire_sources() { return QUIRE_SOURCES; }
+
 EXPORT const char* quire_isa(int place) {
   const Kernels* k = by_place(place);
   return k ? k->name : nullptr;
