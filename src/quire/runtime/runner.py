@@ -227,6 +227,7 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
+        batch.exact = False
         hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
         logits = self.model.logits(hidden)
         chosen = best(logits)
