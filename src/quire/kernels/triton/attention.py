@@ -125,9 +125,7 @@ class TritonAttention:
         return out
 
 
-def plan_launches(
-    bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool, wide: bool = False
-) -> list[Launch]:
+def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool, wide: bool = False) -> list[Launch]:
     """Which launches cover every batch within the bounds. `wide`: rows with many queries read pages like these."""
     group = spec.heads // spec.kv_heads
     if invariant:
@@ -179,10 +177,11 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
 def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
     """Enough programs to fill the chip and even out rows of different length."""
     programs = launch.blocks * spec.kv_heads
-    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
+    keys = launch.tile.ragged or max(configs.SPLIT_KEYS, launch.tile.block_n)
     if spec.window is not None:
         longest = min(longest, spec.window + launch.tile.block_m)
     wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))
+    wanted = configs.RAGGED_SPLITS if launch.tile.ragged else wanted
     return replace(launch, splits=max(1, min(wanted, -(-longest // keys))), split_min=keys)
 
 

@@ -18,6 +18,7 @@ class Tile:
     warps: int
     stages: int
     phases: int = 1  # 2: keys that every query sees are walked first, without asking which sees which
+    ragged: int = 0  # keys: rows with more are split, though the chip is full, so that it is not left with a few
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,25 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("many", 4, 128): Tile(32, 32, 8, 2),
     ("many", 4, 256): Tile(32, 16, 8, 2),
 }
-# The same for so many "few" rows that they fill the chip over and over: by (least programs a processor, tile)
+# The same for more of them, by (least programs a processor, tile): from 4 on they fill the chip over and over
 CROWD: dict[tuple[int, int], list[tuple[int, Tile]]] = {
-    (1, 128): [(16, Tile(16, 64, 2, 2)), (4, Tile(16, 128, 4, 3))],
-    (2, 128): [(4, Tile(16, 128, 4, 3))],
+    (1, 128): [
+        (16, Tile(16, 64, 2, 2)),
+        (8, Tile(16, 128, 4, 3)),
+        (4, Tile(16, 64, 2, 2, ragged=768)),
+        (2, Tile(16, 64, 2, 2, ragged=512)),
+        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+    ],
+    (2, 128): [
+        (8, Tile(16, 128, 4, 3)),
+        (4, Tile(16, 32, 2, 2, ragged=512)),
+        (2, Tile(16, 64, 4, 3, ragged=768)),
+        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+    ],
 }
-INVARIANT: dict[int, Tile] = {size: Tile(64, 64, 4, 3) for size in (1, 2)} | {4: Tile(32, 32, 8, 2)}  # one tiling for every row
+RAGGED_SPLITS = 3  # of a row's keys, at most
+# One tiling for every row, by bytes of a stored key's element
+INVARIANT: dict[int, Tile] = {1: Tile(64, 64, 4, 3), 2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
