@@ -51,19 +51,21 @@ def widen_kernel(
 
 def widen_pages(kv: LayerKV, pages: torch.Tensor, dtype: torch.dtype) -> LayerKV:
     """The pages [n] int32 of both sides, [n, tokens_per_page, kv_heads, head_dim]."""
-    found = []
-    for numbers, scales in kv.sides:
-        _, page, heads, dim = numbers.shape
-        out = torch.empty(len(pages), page, heads, dim, dtype=dtype, device=numbers.device)
-        beside = (0, 0) if scales is None else scales.stride()[:2]
-        vectors = min(power_of_two(page * heads), 64)
-        widen_kernel[(len(pages), -(-page * heads // vectors))](
-            pages, numbers, out if scales is None else scales, out, *numbers.stride()[:3], *beside,
-            PAGE=page, KV=heads, D=dim, VECTORS=vectors, DP=power_of_two(dim), SCALED=scales is not None,
-            num_warps=4, **overlap(out.device),
-        )  # fmt: skip
-        found.append(out)
-    return LayerKV(*found, kv.group)
+    k, v = (_widen(*side, pages, dtype) for side in kv.sides)
+    return LayerKV(k, v, kv.group)
+
+
+def _widen(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    _, page, heads, dim = numbers.shape
+    out = torch.empty(len(pages), page, heads, dim, dtype=dtype, device=numbers.device)
+    beside = (0, 0) if scales is None else scales.stride()[:2]
+    vectors = min(power_of_two(page * heads), 64)
+    widen_kernel[(len(pages), -(-page * heads // vectors))](
+        pages, numbers, out if scales is None else scales, out, *numbers.stride()[:3], *beside,
+        PAGE=page, KV=heads, D=dim, VECTORS=vectors, DP=power_of_two(dim), SCALED=scales is not None,
+        num_warps=4, **overlap(out.device),
+    )  # fmt: skip
+    return out
 
 
 @dataclass(frozen=True)
