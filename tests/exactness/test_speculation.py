@@ -54,7 +54,7 @@ def plain(default_model):
 @pytest.fixture(scope="module")
 def few(plain):
     prompts = forty(plain)
-    return [EDIT, *prompts[:3], *prompts[12:16], *prompts[36:38]]
+    return [EDIT, prompts[0], prompts[2], prompts[12], prompts[17], prompts[36]]
 
 
 @pytest.fixture(scope="module")
@@ -216,8 +216,10 @@ def test_trees_of_guesses(plain, few, expected, options):
     assert stats.accepted_tokens > 50 and stats.pages_used == 0
 
 
-def test_plain_torch_agrees_too(few, llm):
+def test_plain_torch_agrees_too(few):
     """There rows of another batch may round otherwise; where the oracle decides, they may not."""
+    with engine("off", dtype="float32") as other:
+        plain = other.generate(few[:4], SHORT)
     with engine("ngram", dtype="float32") as other:
         results = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 5
@@ -226,8 +228,7 @@ def test_plain_torch_agrees_too(few, llm):
         trees = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 20
     assert sum(texts(a) == texts(b) for a, b in zip(results, trees, strict=True)) >= 3
-    same = sum(texts(a) == texts(b) for a, b in zip(results, llm.generate(few[:4], SHORT), strict=True))
-    assert same >= 3
+    assert sum(texts(a) == texts(b) for a, b in zip(results, plain, strict=True)) >= 3
 
 
 def hundred(llm):

@@ -81,6 +81,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._grammars.close()
+        del self._captured  # they know each other: pages would wait for the garbage collector
 
     def read_pages(self, pages: list[int]) -> torch.Tensor:
         """Their bytes, in host memory."""
