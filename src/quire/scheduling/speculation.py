@@ -1,7 +1,7 @@
 """How many tokens to guess ahead, and whether to: from how often guesses were right, and what they cost.
 
 A guess of k tokens makes a step of B rows one of up to B (1 + k), and is worth a + a² + ... + aᵏ tokens where a is the
-share of guesses that were right. It costs something to guess at all, and something for every token guessed. All of it is
+share of guesses that were right. It costs something to guess at all, and something for every token guessed. All that is
 measured: `a` for each sequence, the seconds of steps with and without guesses for each size of batch. Guessing stops
 where it loses, and is tried again now and then, ever more seldom and the more seldom the dearer it is; in between it
 rests, and steps cost what they cost without anybody who guesses.
