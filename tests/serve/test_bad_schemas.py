@@ -109,3 +109,26 @@ def test_usage_counts_forced_tokens(http: httpx.Client) -> None:
     assert 8 <= forced < answer["usage"]["completion_tokens"]
     free = http.post("/v1/completions", json={"model": model_of(http), "prompt": "Hello", "max_tokens": 4}).json()
     assert free["usage"]["completion_tokens_details"]["forced_tokens"] == 0
+
+
+LARGE = {"enum": ["x" * 300_000]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": LARGE}}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+FORMAT = {"type": "json_schema", "name": "x", "schema": LARGE}
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("completions", {"prompt": "Hello", "guided_regex": "x" * 300_000}, "guided_regex"),
+        ("completions", {"prompt": "Hello", "guided_json": LARGE}, "guided_json"),
+        ("completions", {"prompt": "Hello", "guided_choice": ["x" * 300_000]}, "guided_choice"),
+        ("chat/completions", {**CHAT, "structured_outputs": {"grammar": "x" * 300_000}}, "structured_outputs.grammar"),
+        ("chat/completions", {**CHAT, "structured_outputs": {"json": LARGE}}, "structured_outputs.json"),
+        ("chat/completions", {**CHAT, "tools": [TOOL], "tool_choice": "required"}, "tools"),
+        ("responses", {"input": "Hello", "text": {"format": FORMAT}}, "text.format"),
+    ],
+)
+def test_a_grammar_too_large_is_called_by_its_field(http: httpx.Client, route: str, body: Any, param: str) -> None:
+    answer = http.post(f"/v1/{route}", json={"model": model_of(http), **body})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text[:300]
