@@ -19,7 +19,7 @@ from quire.scheduling.sequence import Sequence
 from quire.types.plan import Capacity, StepPlan, StepResult
 
 DECAY, SLOW_DECAY = 0.9, 0.99  # of what was seen of a sequence, and of all, with every guess
-FADING = 1 / 32  # ... with every step in which others guess
+FADING = 1 / 32  # of what was seen of a sequence, with every step in which nothing is guessed for it
 PRIOR = 0.7  # share of right guesses before the first
 KEPT = 5  # latest measurements of a kind
 PLAIN_EVERY = 64  # steps with guesses before some without, to know what they replace
@@ -63,20 +63,24 @@ class _Costs:
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=KEPT)
         self.guessing: deque[tuple[int, float]] = deque(maxlen=2 * KEPT)  # tokens guessed, seconds
+        self._line = 0.0, 0.0  # through those: seconds at no tokens, and for each
+
+    def guessed(self, tokens: int, seconds: float) -> None:
+        self.guessing.append((tokens, seconds))
+        pairs = [(one, two) for one, two in combinations(self.guessing, 2) if one[0] != two[0]]
+        slope = max(0.0, median_low((two[1] - one[1]) / (two[0] - one[0]) for one, two in pairs)) if pairs else 0.0
+        base = median_low(seconds - slope * tokens for tokens, seconds in self.guessing) if pairs else 0.0
+        self._line = base, slope
 
     def price(self) -> tuple[float, float]:
         """What guessing costs, and what a guessed token does, in plain steps; nothing until it is known."""
         if not self.plain or not self.guessing:
             return 0.0, 0.0
-        plain = median_low(self.plain)
-        pairs = combinations(self.guessing, 2)
-        slopes = [(one[1] - two[1]) / (one[0] - two[0]) for one, two in pairs if one[0] != two[0]]
-        slope = max(0.0, median_low(slopes)) if slopes else 0.0
-        fixed = median_low(seconds - slope * tokens for tokens, seconds in self.guessing) - plain
-        if fixed <= 0 or not slopes:  # all of it is the tokens'
-            slope = max(0.0, median_low((seconds - plain) / max(0.1, tokens) for tokens, seconds in self.guessing))
-            fixed = 0.0
-        return fixed / plain, slope / plain
+        plain, (base, slope) = median_low(self.plain), self._line
+        if base <= plain:  # all of it is the tokens'
+            each = median_low((seconds - plain) / max(0.1, tokens) for tokens, seconds in self.guessing)
+            return 0.0, max(0.0, each / plain)
+        return base / plain - 1, slope / plain
 
 
 class DraftPolicy:
@@ -175,7 +179,7 @@ class DraftPolicy:
             return  # no clock; or a step like any other, only that somebody was asked
         costs = self._costs.setdefault(rows.bit_length(), _Costs())
         if guesses:
-            costs.guessing.append((offered, seconds))
+            costs.guessed(offered, seconds)
         elif not costs.plain or not self._overlapped or planned < before:
             costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
             self._guessed = self._plain = 0
