@@ -143,7 +143,7 @@ struct Draw {
 struct Scratch {
   uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
-constexpr size_t scratch_bytes(size_t k) { return 2 * (k * 16 + k / kBlock * 128); }
+constexpr size_t scratch_bytes(size_t k) { return k * kLanes; }  // a group as bytes
 
 struct Kernels {
   const char* name;
