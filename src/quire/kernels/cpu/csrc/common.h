@@ -129,6 +129,7 @@ struct AttendArgs {
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
   float* mass;       // or null: what all queries, which are then of one row, pay to each page is added, [KV heads, pages]
   int32_t mass_pages;
+  const Query* then = nullptr;  // whose keys will be wanted next, if that is known
 };
 
 // How one token is drawn.
