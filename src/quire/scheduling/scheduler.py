@@ -175,6 +175,7 @@ class Scheduler:
         self._flights.append(flight)
         if self._drafts is not None:
             self._drafts.planned(flight.plan, now)
+            flight.plan.rests = self._drafts.rests
         return flight.plan
 
     def _catch_up(self, flight: Flight, now: float) -> int:

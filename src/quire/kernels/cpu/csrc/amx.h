@@ -1,15 +1,20 @@
 // Multiplication by AMX tiles for many rows; few rows stay with VNNI. Included by isa_avx512.cpp in its namespace.
 //
-// A tile product takes 16 rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be applied
+// A tile product takes 16 (or 8) rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be applied
 // inside a tile, so each product is stored, then scaled and added by vectors. What a tile stored cannot be read back
-// before it has reached the cache, so products run kLag blocks ahead of the additions.
+// before it has reached the cache, so additions run kLag blocks behind, and from one group into the next: there is no
+// place where only tiles or only vectors are at work.
+//
+// While tiles are in use one of the two vector multipliers is not: multiplications, and conversions of integers, which
+// are done by it too, take twice as long, but additions do not. Products therefore become floats by additions.
 namespace amx {
 
 constexpr int kTile = 16;
-constexpr int kFew = 9;       // rows left over that VNNI does sooner than a mostly empty tile
-constexpr int kStored = 2;    // blocks after its multiplication a product is stored: what comes between need not wait
-constexpr int kLag = 5;       // blocks after it a product is added
-constexpr int kProducts = 8;  // kept at a time
+constexpr int kFew = 5;       // rows left over that VNNI does sooner than a mostly empty tile
+constexpr int kLag = 3;       // blocks after its multiplication a product is added
+constexpr int kProducts = 4;  // kept at a time
+constexpr int kLead = 4;      // blocks before its multiplication 4-bit weights become bytes
+constexpr size_t kEarly = 2560;  // bytes: weights are asked for this far ahead of that, or with 8 bits of multiplication
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -25,142 +30,181 @@ bool permitted() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-void begin() {  // tiles 0 to 3: products; 4, 5: activations [16, 32]; 6, 7: weights [8 quads, 16 x 4]
+// Tiles 0, 1: products of 16 and of 8 rows; 4, 5: their activations [rows, 32]; 6: weights [8 quads, 16 x 4].
+void begin() {
   Config config;
-  for (int t = 0; t < 8; t++) {
-    config.rows[t] = t < 6 ? 16 : 8;
-    config.bytes[t] = t == 4 || t == 5 ? 32 : 64;
-  }
+  auto tile = [&](int t, int rows, int bytes) {
+    config.rows[t] = uint8_t(rows);
+    config.bytes[t] = uint16_t(bytes);
+  };
+  tile(0, 16, 64);
+  tile(1, 8, 64);
+  tile(4, 16, kBlock);
+  tile(5, 8, kBlock);
+  tile(6, 8, 64);
   asm volatile("" ::"r"(&config) : "memory");  // the intrinsic names only its first bytes as read
   _tile_loadconfig(&config);
 }
 
 void end() { _tile_release(); }
 
-// One group's weights as bytes and floats: done once, used by all rows.
-struct Group {
-  const Matrix* w;
-  int g;
-  Out out;
-  float *scales, *minima;
-  uint8_t* bytes;  // where 4-bit quants go
-
-  const uint8_t* quants() const { return w->bits == 4 ? bytes : w->quants(g, 0); }
-};
-
-inline void unpack(const Group& u, int b) {
-  const uint16_t* halves = u.w->scales(u.g, b);
-  store(u.scales + b * kLanes, load_half(halves));
-  if (u.w->bits != 4) return;
-  store(u.minima + b * kLanes, load_half(halves + kLanes));
+// Four-bit quants of a block as bytes.
+inline void unpack(const uint8_t* from, uint8_t* to) {
   __m512i v[8];
-  load_block<4>(u.w->quants(u.g, b), v);
-  for (int i = 0; i < 8; i++) _mm512_store_si512(u.bytes + b * 512 + 64 * i, v[i]);
+  load_block<4>(from, v);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
 
-// The groups of several pieces one after the other, in two places by turns.
+template <int Lines>
+inline void fetch_lines(const uint8_t* at) {
+#pragma GCC unroll 8
+  for (int i = 0; i < Lines; i++) __builtin_prefetch(at + 64 * i);
+}
+
+// One block of R rows; tile numbers must be literals.
+template <int Bits, int R>
+inline void multiply(const int8_t* x, const uint8_t* w) {
+  _tile_loadd(6, w, 64);
+  if (R == 16) {
+    _tile_zero(0);
+    _tile_loadd(4, x, kBlock);
+    if (Bits == 4) _tile_dpbsud(0, 4, 6);
+    else _tile_dpbssd(0, 4, 6);
+  } else {
+    _tile_zero(1);
+    _tile_loadd(5, x, kBlock);
+    if (Bits == 4) _tile_dpbsud(1, 5, 6);
+    else _tile_dpbssd(1, 5, 6);
+  }
+}
+
+template <int R>
+inline void keep(int32_t* to) {
+  if (R == 16) _tile_stored(0, to, 64);
+  else _tile_stored(1, to, 64);
+}
+
+// As `accumulate`, but for how integers become floats: added to the bits of 1.5 * 2^23, which is then taken off.
+template <int Bits, int R>
+inline void add(const uint16_t* scales, const float* factors, const int32_t* products, __m512* acc) {
+  const __m512i bits = _mm512_set1_epi32(0x4b400000);
+  const __m512 round = _mm512_set1_ps(kRound);
+  __m512 d = load_half(scales), minimum = Bits == 4 ? load_half(scales + kLanes) : d;
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(_mm512_load_si512(products + r * kLanes), bits), round);
+    acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(d, _mm512_set1_ps(factors[r])), acc[r]);
+    if (Bits == 4) acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(factors[16 + r]), acc[r]);
+  }
+}
+
+// The groups of several pieces one after the other.
 struct Walk {
   const Piece *piece, *end;
   int g;
-  uint8_t* scratch;
-  int blocks, turn;
 
-  Group take() {
-    while (piece < end && g >= piece->g1)
-      if (++piece < end) g = piece->g0;
-    float* scales = reinterpret_cast<float*>(scratch + (turn++ % 2 ? scratch_bytes(blocks * kBlock) / 2 : 0));
-    float* minima = scales + blocks * kLanes;
-    return {piece < end ? piece->w : nullptr, g++, piece < end ? piece->out : Out{}, scales, minima,
-            reinterpret_cast<uint8_t*>(minima + blocks * kLanes)};
+  static Walk over(const Piece* pieces, const Piece* end) { return Walk{pieces, end, pieces->g0 - 1}.next(); }
+  Walk next() const {
+    Walk to{piece, end, g + 1};
+    while (to.piece < end && to.g >= to.piece->g1)
+      if (++to.piece < end) to.g = to.piece->g0;
+    return to;
+  }
+  bool more() const { return piece < end; }
+  const uint8_t* quants(int b) const { return piece->w->quants(g, b); }
+};
+
+// What is added up: a group of outputs for a tile of rows.
+template <int Bits, int R>
+struct Sums {
+  __m512 acc[R] = {};
+  const uint16_t* scales = nullptr;
+  const float* factors;
+  Out out;
+  int m, g;
+
+  inline void begin(const Walk& at, Rows x, int row) {
+    scales = at.piece->w->scales(at.g, 0);
+    factors = x.scale(row, 0);
+    out = at.piece->out;
+    m = row;
+    g = at.g;
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+  }
+  inline void take(const int32_t* products) {
+    add<Bits, R>(scales, factors, products, acc);
+    scales += Bits == 4 ? 160 : kLanes;
+    factors += 2 * kTile;
+  }
+  inline void end(int rows) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+      if (m + r < rows) finish(out, m + r, g, acc[r]);
   }
 };
 
-// The product of block b in tile C; C, A and B are tile numbers, which must be literals.
-#define QUIRE_MULTIPLY(C, A, B, b)                 \
-  do {                                             \
-    _tile_zero(C);                                 \
-    _tile_loadd(A, xq + size_t(b) * 512, kBlock);  \
-    _tile_loadd(B, quants + size_t(b) * 512, 64);  \
-    if (Bits == 4) {                               \
-      _tile_dpbsud(C, A, B);                       \
-    } else {                                       \
-      _tile_dpbssd(C, A, B);                       \
-    }                                              \
-  } while (0)
-
-template <int Bits>
-inline void add(const Group& u, const float* factors, int b, const int32_t* products, __m512* acc) {
-  __m512 d = load(u.scales + b * kLanes), minimum = Bits == 4 ? load(u.minima + b * kLanes) : d;
-  factors += b * 32;
-#pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++) {
-    __m512i dot = _mm512_load_si512(products + r * kLanes);
-    acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, factors[r], factors[16 + r]);
+// Rows [m0, m1) by pieces of the same kind. A group's weights become bytes while its first rows are multiplied, but for
+// the first kLead blocks: while the last rows of the group before it are.
+template <int Bits, int R>
+void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, uint8_t* bytes) {
+  alignas(64) int32_t products[kProducts][R * kLanes];
+  const int blocks = x.blocks();
+  unsigned turn = 0;
+  Sums<Bits, R> sums;
+  Walk at = Walk::over(pieces, end);
+  if (!at.more()) return;
+  for (int b = 0; Bits == 4 && b < kLead; b++) unpack(at.quants(b), bytes + b * 512);
+  while (at.more()) {
+    const Walk next = at.next();
+    const uint8_t *coming = at.quants(Bits == 4 ? kLead : 0), *weights = Bits == 4 ? bytes : at.quants(0);
+    for (int m = m0; m < m1; m += R) {
+      const int8_t* rows = x.quants(m, 0);
+      auto step = [&](int b, int unpacked, bool adding) __attribute__((always_inline)) {
+        if (coming) {
+          if (Bits == 4) unpack(coming, bytes + unpacked * 512);
+          fetch_lines<Bits == 4 ? 5 : 8>(coming + kEarly);
+          coming += Bits == 4 ? 320 : 512;
+        }
+        multiply<Bits, R>(rows + b * 512, weights + b * 512);
+        if (adding) sums.take(products[(turn - kLag) % kProducts]);
+        keep<R>(products[turn++ % kProducts]);
+      };
+      int b = 0;
+      for (const bool before = sums.scales; b < kLag; b++) step(b, b + kLead, before);
+      if (sums.scales) sums.end(m1);
+      sums.begin(at, x, m);
+      for (; b < blocks - kLead; b++) step(b, b + kLead, true);
+      if (Bits == 4) coming = m + R < m1 || !next.more() ? nullptr : next.quants(0);
+      for (; b < blocks; b++) step(b, b + kLead - blocks, true);
+      coming = nullptr;
+    }
+    at = next;
   }
+  for (int b = 0; b < kLag; b++) sums.take(products[(turn++ - kLag) % kProducts]);
+  sums.end(m1);
 }
 
-// Rows [m, m + count) of one tile. Meanwhile the group after this one is unpacked, and the one after that asked for.
-template <int Bits>
-void tile16(const Group& u, const Group& next, Rows x, int m, int count) {
-  alignas(64) int32_t products[kProducts][kTile * kLanes];
-  const int blocks = u.w->blocks();
-  const int8_t* xq = x.quants(m, 0);
-  const float* factors = x.scale(m, 0);
-  const uint8_t* quants = u.quants();
-  const uint8_t* later = next.w ? next.w->group(next.g + 1) : nullptr;
-  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
-  __m512 acc[kTile];
-#pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++) acc[r] = _mm512_setzero_ps();
-#define QUIRE_STEP(j, A, B, done)                                                                    \
-  do {                                                                                               \
-    int b = at + j;                                                                                  \
-    if (b < blocks) QUIRE_MULTIPLY(j, A, B, b);                                                      \
-    if (b >= kStored && b - kStored < blocks)                                                        \
-      _tile_stored(done, products[(b - kStored) % kProducts], 64);                                   \
-    if (b < kLag) break;                                                                             \
-    b -= kLag;                                                                                       \
-    if (b >= blocks) break;                                                                          \
-    if (later) {                                                                                     \
-      unpack(next, b);                                                                               \
-      for (int i = 0; i < (Bits == 4 ? 5 : 8); i++, later += 64) __builtin_prefetch(later);          \
-    }                                                                                                \
-    add<Bits>(u, factors, b, products[b % kProducts], acc);                                          \
-  } while (0)
-  for (int at = 0; at < blocks + kLag; at += 4) {
-    QUIRE_STEP(0, 4, 6, 2);
-    QUIRE_STEP(1, 5, 7, 3);
-    QUIRE_STEP(2, 4, 6, 0);
-    QUIRE_STEP(3, 5, 7, 1);
+template <int R>
+void tiles(const Piece* pieces, int count, Rows x, int m0, int m1, uint8_t* bytes) {
+  const Piece* end = pieces + count;
+  for (const Piece *from = pieces, *to; from < end; from = to) {
+    for (to = from; to < end && to->w->bits == from->w->bits;) to++;
+    from->w->bits == 4 ? tiles<4, R>(from, to, x, m0, m1, bytes) : tiles<8, R>(from, to, x, m0, m1, bytes);
   }
-#undef QUIRE_STEP
-#pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++)
-    if (r < count) finish(u.out, m + r, u.g, acc[r]);
-}
-
-template <int Bits>
-void group(const Group& u, const Group& next, Rows x, int m0, int m1) {
-  int m = m0;
-  for (; m1 - m > kFew; m += kTile)
-    tile16<Bits>(u, m == m0 ? next : Group{}, x, m, m1 - m < kTile ? m1 - m : kTile);
-  if (m < m1) rows<Bits>(*u.w, u.g, x, m, m1, u.out);
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
-  if (m1 - m0 <= kFew || !count) return quire::gemm(pieces, count, x, m0, m1, scratch);
-  Walk walk{pieces, pieces + count, pieces->g0, scratch.bytes, x.blocks(), 0};
-  Group u = walk.take();
-  for (int b = 0; u.w && b < x.blocks(); b++) unpack(u, b);
-  while (u.w) {
-    Group next = walk.take();
-    u.w->bits == 4 ? group<4>(u, next, x, m0, m1) : group<8>(u, next, x, m0, m1);
-    u = next;
-  }
+  const bool narrow = x.blocks() < kLag + kLead;
+  int left = narrow ? m1 - m0 : (m1 - m0) % kTile;
+  if (!narrow && left > kTile / 2) left = 0;  // as good as a whole tile
+  const int whole = m1 - left;
+  if (m0 < whole) tiles<16>(pieces, count, x, m0, whole, scratch.bytes);
+  if (narrow || left <= kFew) quire::gemm(pieces, count, x, whole, m1, scratch);
+  else tiles<8>(pieces, count, x, whole, m1, scratch.bytes);
 }
 
 const Kernels kTable = QUIRE_KERNELS("amx", gemm);
-
-#undef QUIRE_MULTIPLY
 
 }  // namespace amx

@@ -210,6 +210,10 @@ inline void attend_paid(const AttendArgs& a, State* states, int stride, int begi
 
 #include "attend_wide.h"
 
+#if QUIRE_WIDTH == 16
+#include "attend_pages.h"
+#endif
+
 // Blocks [begin, end) of 32 keys, read through `table`, for `count` states of each KV head, `stride` apart.
 inline void attend_range(const AttendArgs& a, const Table& table, State* states, int stride, int count, int begin,
                          int end, float* scratch) {
@@ -220,6 +224,12 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
   if (wide == count) return;
   states += wide;
   count -= wide;
+#if QUIRE_WIDTH == 16
+  if (few_of_one(a.kv, states, count)) {
+    const auto few = a.kv.kind == kFloat16 ? attend_paged<kFloat16> : attend_paged<kFloat32>;
+    return few(a, table, states, stride, count, begin, end);
+  }
+#endif
   for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
   for (int block = begin; block < end; block++) {
     int at = block * kKeys, written = furthest + 1 - at, ahead = written - kKeys;

@@ -129,6 +129,7 @@ struct AttendArgs {
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
   float* mass;       // or null: what all queries, which are then of one row, pay to each page is added, [KV heads, pages]
   int32_t mass_pages;
+  const Query* then = nullptr;  // whose keys will be wanted next, if that is known
 };
 
 // How one token is drawn.
@@ -143,7 +144,7 @@ struct Draw {
 struct Scratch {
   uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
-constexpr size_t scratch_bytes(size_t k) { return 2 * (k * 16 + k / kBlock * 128); }
+constexpr size_t scratch_bytes(size_t k) { return k * kLanes; }  // a group as bytes
 
 struct Kernels {
   const char* name;

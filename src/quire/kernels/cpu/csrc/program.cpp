@@ -376,6 +376,7 @@ void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int 
     int head = i % parts * heads;
     AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
                     head, head + heads, attended_,    nullptr,                          nullptr,    0};
+    if (i + parts < total && !layer.window) args.then = plan.queries.data() + plan.items[i / parts + 1].first;
     if (item.asking >= 0) {
       args.mass_pages = step.mass_pages;
       args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;
