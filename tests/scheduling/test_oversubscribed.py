@@ -12,8 +12,9 @@ from quire.types.sampling import SamplingParams
 from quire.types.transfer import TierSpec
 
 
+@pytest.mark.parametrize("count", [200, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mode", "depth"), [("auto", 1), ("auto", 2), ("recompute", 2), ("swap", 1)])
-def test_eight_times_too_much_work(mode, depth, monkeypatch):
+def test_eight_times_too_much_work(mode, depth, count, monkeypatch):
     tiers = FakeTiers((TierSpec("host", 200),), 4, seed=1)
     monkeypatch.setattr("test_scheduler_property.SchedulerOptions", lambda **o: SchedulerOptions(**o, preempt=mode))
     world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers)
@@ -26,14 +27,14 @@ def test_eight_times_too_much_work(mode, depth, monkeypatch):
         note(seq)
 
     world.scheduler.pressure.preempted = preempted
-    for i in range(300):
+    for i in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(4, 12))]
         params = SamplingParams(max_tokens=rng.randint(10, 60), seed=i, stop_token_ids=[])
         world.requests[f"r{i}"] = request = Request(id=f"r{i}", prompt=prompt, params=params, arrival=float(i))
         world.scheduler.submit(request)
     world.drain()
     world.scheduler.check()
-    assert len(world.ended) == 300
+    assert len(world.ended) == count
     for name, request in world.requests.items():
         assert (world.outputs[name, 0], world.ended[name, 0]) == alone(request, 0)
     assert counts and max(counts.values()) <= 4
