@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from quire.bench.workloads import chat
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import ops as plain
@@ -247,14 +248,14 @@ def products_fp8() -> Iterator[Trial]:
                 run = lambda i, x=x, w=eight, o=options: gemv.row_matmul(x, w[i], **o)  # noqa: E731
                 yield Trial("fp8", shape, "row_matmul", run, len(eight), moved, 0, against(run, x, eight[0], options))
                 options = {"x_scale": xs, "weight_scale": scale, "out_dtype": BF16}
-            function, configs_tried = (gemv.small_matmul, SMALL_FP8) if rows <= 64 else (gemm.matmul, LARGE_FP8)
+            function, configs_tried = (gemv.small_matmul, SMALL_FP8) if rows <= 128 else (gemm.matmul, LARGE_FP8)
             for config in configs_tried:
                 run = lambda i, x=xq, w=eight, o=options, c=config, f=function: f(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("fp8", shape, repr(config), run, len(eight), moved, 0, against(run, xq, eight[0], options))
 
 
 SMALL_FP8 = [
-    Matmul(32, 512, 4, 4), Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2), Matmul(128, 256, 4, 4),
+    Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2), Matmul(128, 256, 4, 4),
     Matmul(128, 128, 4, 5), Matmul(128, 128, 4, 5, splits=2),
 ]  # fmt: skip
 LARGE_FP8 = [
@@ -305,7 +306,7 @@ class Rows:
         self.group = GroupBatch(PAGE, table.cuda(), positions)
         self.batch = Batch(positions, start, torch.tensor(lens).int().cuda(), counts, lens, (self.group,))
         self.q = random(len(positions), HEADS, DIM)
-        self.spec = AttentionSpec(HEADS, KV, DIM, DIM**-0.5)
+        self.spec = AttentionSpec(HEADS, KV, DIM, DIM**-0.5, kv_itemsize=dtype.itemsize)
         self.read = 4.0 * KV * DIM * sum(lens)
         self.flops = sum(4.0 * HEADS * DIM * c * (n - (c - 1) / 2) for c, n in rows)
 
@@ -332,8 +333,9 @@ class Rows:
 def planned(rows: Rows, few: Tile | None = None, many: Tile | None = None, per: int | None = None,
             keys: int | None = None, prefix: paged.PrefixLists | None = None) -> paged.Plan:  # fmt: skip
     """A plan under other tuning values."""
-    saved = dict(configs.ATTENTION), configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS
+    saved = dict(configs.ATTENTION), configs.CROWD, configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS
     try:
+        configs.CROWD = {}
         configs.ATTENTION["few", 2, DIM] = few or configs.ATTENTION["few", 2, DIM]
         configs.ATTENTION["many", 2, DIM] = many or configs.ATTENTION["many", 2, DIM]
         configs.PROGRAMS_PER_PROCESSOR = per or configs.PROGRAMS_PER_PROCESSOR
@@ -341,11 +343,11 @@ def planned(rows: Rows, few: Tile | None = None, many: Tile | None = None, per: 
         return paged.TritonAttention().plan(rows.batch, rows.group, rows.spec, prefix=prefix)
     finally:
         configs.ATTENTION.update(saved[0])
-        configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS = saved[1:]
+        configs.CROWD, configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS = saved[1:]
 
 
-FEW = [Tile(16, 64, 4, 3), Tile(16, 64, 4, 5), Tile(16, 32, 4, 6), Tile(16, 32, 2, 3), Tile(16, 128, 4, 3),
-       Tile(16, 128, 8, 3), Tile(16, 128, 8, 5), Tile(16, 64, 2, 3)]  # fmt: skip
+FEW = [Tile(16, 64, 4, 3), Tile(16, 64, 2, 2), Tile(16, 64, 2, 2, 2), Tile(16, 32, 2, 2), Tile(16, 128, 4, 3),
+       Tile(16, 128, 4, 2, 2), Tile(16, 128, 8, 3)]  # fmt: skip
 MANY = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 5), Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 128, 4, 3),
         Tile(64, 32, 4, 3), Tile(128, 32, 8, 5)]  # fmt: skip
 
@@ -365,6 +367,7 @@ def decoding() -> Iterator[Trial]:
             plan = planned(case, per=per, keys=keys)
             yield Trial("decode", shape, f"per SM {per} keys {keys} splits {plan.launches[0].splits}",
                         lambda i, c=case, p=plan: c.run(i, backend, p), layers, case.read)  # fmt: skip
+    yield from uneven(backend)
     case = Rows([(4, 1024)] * 32, 4)  # three drafts a row
     plan = planned(case)
     yield Trial("decode", "32 x 1024, 4 tokens", "default", lambda i: case.run(i, backend, plan), 4, case.read, 0,
@@ -378,6 +381,21 @@ def decoding() -> Iterator[Trial]:
     fixed = steady.plan(long.batch, long.group, long.spec)
     yield Trial("decode invariant", "32 x 8192", "default", lambda i: long.run(i, steady, fixed), 2, long.read, 0,
                 lambda: long.error(steady, fixed))  # fmt: skip
+
+
+def uneven(backend: paged.TritonAttention) -> Iterator[Trial]:
+    """Rows as long as those that chat1000 has left after so many steps, in pages of 16 and of 8 bits."""
+    work = chat(1000, seed=1)
+    for step in (5, 200, 500, 1000):
+        rows = [(1, len(job.prompt) + step) for job in work if job.output_len > step]
+        for dtype in (BF16, FP8):
+            case = Rows(rows, 2, dtype=dtype)
+            for tile in FEW:
+                for splits, keys in ((1, 0), (3, 512), (3, 768)):
+                    plan = paged.Plan((paged.Launch("row", tile, len(rows), 1, 4, splits, keys),))
+                    yield Trial("decode", f"chat {step}, {dtype.itemsize * 8} bits", f"{tile!r} {splits} x {keys}",
+                                lambda i, c=case, p=plan: c.run(i, backend, p), 2, case.read * dtype.itemsize / 2, 0,
+                                lambda c=case, p=plan: c.error(backend, p))  # fmt: skip
 
 
 def prefilling() -> Iterator[Trial]:

@@ -2,8 +2,12 @@
 
 import os
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one of several processes on the same cores
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    # A share of the cores: threads of several processes that wait for each other on the same ones would mostly wait.
+    _cores, _worker = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    _mine = _cores[_worker % len(_cores) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
+    os.sched_setaffinity(0, _mine)
+    os.environ.setdefault("OMP_NUM_THREADS", str(len(_mine)))
 
 import torch
 
@@ -11,6 +15,32 @@ if not torch.cuda.is_available():  # read when triton is first imported, which o
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+
+# Files that ask for the default model in fp32, ours or transformers': both take long to load and much memory, so that
+# one process runs all of them.
+FP32 = {
+    "test_branching.py", "test_embeddings.py", "test_gguf_models.py", "test_greedy.py", "test_llm.py",
+    "test_native_accuracy.py",
+}  # fmt: skip
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--dist loadfile`: the tests of a file run in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "fp32" if os.path.basename(file) in FP32 else file
+
+    return Together(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items):
+    asking = {item.path.name for item in items if {"llm", "oracle"} & set(getattr(item, "fixturenames", ()))}
+    if unknown := asking - FP32:
+        raise pytest.UsageError(f"{sorted(unknown)} ask for a model in fp32; name them in FP32, in tests/conftest.py")
 
 
 @pytest.fixture(scope="session")

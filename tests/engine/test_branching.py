@@ -50,7 +50,7 @@ def theirs(oracle, llm, prompt, beams, tokens, setting):
     return found.sequences[:, ids.shape[1] :].tolist(), found.sequences_scores.tolist()
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 def test_beam_search_equals_transformers(llm, oracle, every):
     beams, tokens = 3, 8
     stops = llm.text.tokenizer.encode(".", add_special=False)
@@ -79,10 +79,9 @@ def twin(oracle, prompt, ends, params):
             if group["done"]:
                 continue
             options = []
-            for tokens, score in group["beams"]:
-                with torch.no_grad():
-                    logits = oracle(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double()
-                logprobs = logits.log_softmax(-1)
+            with torch.no_grad():
+                logits = oracle(torch.tensor([[*prompt, *tokens] for tokens, _ in group["beams"]])).logits[:, -1]
+            for (tokens, score), logprobs in zip(group["beams"], logits.double().log_softmax(-1), strict=True):
                 for token, count in taken.items():
                     logprobs[token] -= params.diversity * count
                 top = logprobs.topk(64)

@@ -13,9 +13,14 @@ TEXTS = ["The capital of France is Paris.", "Paris is where the French governmen
 LONG = "All work and no play makes a dull page of text. " * 12
 
 
+STATES = {}  # text → transformers' hidden states
+
+
 def theirs(oracle, tokenizer, text, pooling):
-    with torch.no_grad():
-        states = oracle.model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
+    if text not in STATES:
+        with torch.no_grad():
+            STATES[text] = oracle.model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0]
+    states = STATES[text]
     vector = states.mean(0) if pooling == "mean" else states[-1]
     return (vector / vector.norm()).numpy()
 

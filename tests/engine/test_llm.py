@@ -1,6 +1,8 @@
 """The Python API over the default model: what users call, and what happens when they call it wrongly."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -176,8 +178,24 @@ def test_wrong_options_are_refused():
         LLM("smollm2-135m", max_model_len=4000, kv_pages=10)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_closed_engine_gives_its_memory_back_at_once(default_model, dtype):
+    """Weights and pages in a cycle would wait for the garbage collector, which does not see how large they are."""
+    engine = LLM("smollm2-135m", dtype=dtype, kv_memory="64M")
+    engine.generate(PROMPT, greedy(max_tokens=2))
+    executor = engine._link.core.executor
+    large = [weakref.ref(executor.model), weakref.ref(executor._runner)]
+    gc.disable()
+    try:
+        engine.close()
+        del engine, executor
+        assert [it() for it in large] == [None, None]
+    finally:
+        gc.enable()
+
+
 async def test_async_form(default_model):
-    async with await AsyncLLM.open("smollm2-135m", dtype="float32", kv_memory="128M") as engine:
+    async with await AsyncLLM.open("smollm2-135m", kv_memory="128M") as engine:
         result = await engine.generate(PROMPT, greedy())
         assert result.outputs[0].text.startswith(" Paris")
         pieces = []

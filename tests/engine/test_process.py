@@ -14,7 +14,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
 
 def test_answers_and_leaves_nothing_behind(default_model):
-    with LLM("smollm2-135m", dtype="float32", kv_memory="128M", process=True) as llm:
+    with LLM("smollm2-135m", kv_memory="128M", process=True) as llm:
         directory, pid = llm._link._directory, llm._link.pid
         assert not directory.exists()  # both ends hold the connection: nobody needs the file
         assert llm.generate("The capital of France is", PARAMS)[0].outputs[0].text.startswith(" Paris")
@@ -28,7 +28,7 @@ def test_start_errors_cross_the_boundary(default_model):
 
 
 def test_a_killed_engine_is_an_error_not_a_hang(default_model):
-    llm = LLM("smollm2-135m", dtype="float32", kv_memory="128M", process=True)
+    llm = LLM("smollm2-135m", kv_memory="128M", process=True)
     stream = llm.stream("Once", SamplingParams(temperature=0, max_tokens=400))
     next(stream)
     os.kill(llm._link.pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from quire import LLM, SamplingParams
 from quire.generation.head_proposers import EagleProposer, MedusaProposer, Recorder
 from quire.generation.heads import load_heads, save_heads
 from quire.generation.speculation import Speculation
+from quire.scheduling.speculation import DraftPolicy
 from quire.types.grammar import GrammarSpec
 from quire.types.seams import Tree
 
@@ -54,7 +55,7 @@ def plain(default_model):
 @pytest.fixture(scope="module")
 def few(plain):
     prompts = forty(plain)
-    return [EDIT, *prompts[:3], *prompts[12:16], *prompts[36:38]]
+    return [EDIT, prompts[0], prompts[2], prompts[12], prompts[17], prompts[36]]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_heads_guess_in_the_engine_what_they_guess_in_training(plain, few, heads
 @pytest.mark.parametrize("speculation", ["ngram", "suffix", "draft:smollm2-135m", "medusa", "eagle"])
 def test_equals_plain(few, expected, heads, speculation):
     greedy, ways = expected
-    with engine(heads.get(speculation, speculation)) as llm:
+    with engine(heads.get(speculation, speculation), draft_adapt=False) as llm:  # however fast this machine is
         alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few]
         together = [texts(result) for result in llm.generate(few, SHORT)]
         found = {way: [texts(r) for r in llm.generate(few[:3], params)] for way, params in WAYS.items()}
@@ -146,6 +147,31 @@ def test_equals_plain(few, expected, heads, speculation):
     assert found == ways
     assert stats.accepted_tokens > 10 and stats.waste["draft"] == stats.drafted_tokens - stats.accepted_tokens
     assert stats.running == stats.waiting == stats.pages_used == 0
+
+
+class Dozing(DraftPolicy):
+    """Guesses all it may for some steps, rests for some."""
+
+    steps = 0
+
+    def budgets(self, running):
+        self.steps += 1
+        self.rests = self.steps % 8 < 4
+        return {} if self.rests else super().budgets(running)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+def test_while_guessing_rests_steps_show_nothing_and_then_it_goes_on(few, expected, heads, kind, monkeypatch):
+    monkeypatch.setattr("quire.scheduling.scheduler.DraftPolicy", Dozing)
+    with engine(heads[kind], draft_adapt=False) as llm:
+        core, seen = llm._link.core, []
+        forward = core.executor.model.forward
+        monkeypatch.setattr(
+            core.executor.model, "forward", lambda *a, tap=None, **k: seen.append(tap) or forward(*a, tap=tap, **k)
+        )
+        assert [texts(result) for result in llm.generate(few, SHORT)] == expected[0]
+        assert seen.count(None) >= 4 and len(seen) - seen.count(None) >= 4
+        assert llm.stats().accepted_tokens > 10
 
 
 @pytest.mark.parametrize(
@@ -216,8 +242,10 @@ def test_trees_of_guesses(plain, few, expected, options):
     assert stats.accepted_tokens > 50 and stats.pages_used == 0
 
 
-def test_plain_torch_agrees_too(few, llm):
+def test_plain_torch_agrees_too(few):
     """There rows of another batch may round otherwise; where the oracle decides, they may not."""
+    with engine("off", dtype="float32") as other:
+        plain = other.generate(few[:4], SHORT)
     with engine("ngram", dtype="float32") as other:
         results = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 5
@@ -226,8 +254,7 @@ def test_plain_torch_agrees_too(few, llm):
         trees = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 20
     assert sum(texts(a) == texts(b) for a, b in zip(results, trees, strict=True)) >= 3
-    same = sum(texts(a) == texts(b) for a, b in zip(results, llm.generate(few[:4], SHORT), strict=True))
-    assert same >= 3
+    assert sum(texts(a) == texts(b) for a, b in zip(results, plain, strict=True)) >= 3
 
 
 def hundred(llm):
@@ -242,8 +269,10 @@ def test_hundred_prompts_with_every_proposer(plain, heads):
     prompts = hundred(plain)
     expected = [texts(result) for result in plain.generate(prompts, GREEDY)]
     for speculation in ("ngram", "suffix", "draft:smollm2-135m", *heads.values()):
-        with engine(speculation) as llm:
+        with engine(speculation, draft_adapt=False) as llm:
             assert [texts(result) for result in llm.generate(prompts, GREEDY)] == expected, speculation
             alone = [texts(llm.generate(prompt, GREEDY)[0]) for prompt in prompts[::10]]
             assert alone == expected[::10], speculation
             assert llm.stats().accepted_tokens > 50
+        with engine(speculation) as llm:
+            assert [texts(result) for result in llm.generate(prompts, GREEDY)] == expected, f"{speculation}, adapting"

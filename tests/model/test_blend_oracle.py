@@ -73,14 +73,14 @@ class Oracle:
 
 
 @pytest.fixture
-def oracle(tmp_path):
+def plain(tmp_path):
     model = tiny("llama3")  # grouped heads, scaled frequencies
     model.save_pretrained(tmp_path)
     return Oracle(model)
 
 
 @pytest.fixture
-def core(oracle, tmp_path):
+def core(plain, tmp_path):
     options = EngineOptions.of(
         model=str(tmp_path), dtype="float32", kv_pages=100, page_size=4, max_model_len=100, max_batch_tokens=20
     )
@@ -117,32 +117,32 @@ def compare(found: dict[int, float], expected: torch.Tensor) -> None:
     torch.testing.assert_close(torch.tensor(list(found.values())), expected[ids], atol=1e-4, rtol=0)
 
 
-def test_nothing_recomputed_is_caches_joined_by_hand(oracle, core):
+def test_nothing_recomputed_is_caches_joined_by_hand(plain, core):
     answer(core, [0, 1, 2, 3], 0.0)
     order = [2, 0, 3, 1]
     found, computed, prompt = answer(core, order, 0.0)
     answer_only = list(range(len(prompt) - len(QUESTION), len(prompt)))
     assert computed == answer_only
-    k, v = (torch.cat((x, torch.zeros_like(x[:, :, : len(QUESTION)])), 2) for x in oracle.joined(order))
-    expected = oracle.after(prompt, k, v, answer_only)
+    k, v = (torch.cat((x, torch.zeros_like(x[:, :, : len(QUESTION)])), 2) for x in plain.joined(order))
+    expected = plain.after(prompt, k, v, answer_only)
     compare(found, expected)
-    full = oracle.after(prompt, *oracle.cache(prompt), answer_only)
+    full = plain.after(prompt, *plain.cache(prompt), answer_only)
     assert (full - expected).abs().max() > 1e-2, "the oracle can tell a blended prompt from a whole one"
 
 
-def test_some_recomputed_is_a_selective_pass(oracle, core):
+def test_some_recomputed_is_a_selective_pass(plain, core):
     answer(core, [0, 1, 2, 3], 0.4)
     order = [3, 1, 0, 2]
     found, computed, prompt = answer(core, order, 0.4)
     assert len(computed) == len(QUESTION) + 14 and len(set(computed)) == len(computed)  # 40% of three chunks
-    full = oracle.cache(prompt)
-    k, v = (torch.cat((x, torch.zeros_like(x[:, :, : len(QUESTION)])), 2) for x in oracle.joined(order))
+    full = plain.cache(prompt)
+    k, v = (torch.cat((x, torch.zeros_like(x[:, :, : len(QUESTION)])), 2) for x in plain.joined(order))
     for mine, true in ((k, full[0]), (v, full[1])):
         mine[:2] = true[:2]  # the probe leaves the first layers as they should be
-    compare(found, oracle.after(prompt, k, v, sorted(computed)))
+    compare(found, plain.after(prompt, k, v, sorted(computed)))
 
 
-def test_all_recomputed_is_the_whole_prompt(oracle, core):
+def test_all_recomputed_is_the_whole_prompt(plain, core):
     answer(core, [0, 1, 2, 3], 1.0)
     found, _, prompt = answer(core, [1, 3, 2, 0], 1.0)
-    compare(found, oracle.model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach())
+    compare(found, plain.model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach())

@@ -118,9 +118,9 @@ def generate(core, *requests, preempt=0):
     for step in count(1):
         if not core.busy:
             break
-        running = list(core.scheduler._running)
+        running = list(core.scheduler.roster.running)
         if preempt and step % preempt == 0 and step <= 6 * preempt and running:
-            core.scheduler.preempt(running[step // preempt % len(running)])
+            core.scheduler.roster.preempt(running[step // preempt % len(running)])
         for event in core.step():
             assert not event.message, event.message
             events[event.request].append(event)

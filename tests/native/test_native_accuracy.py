@@ -10,34 +10,39 @@ from quire import LLM, SamplingParams
 from quire.kernels.cpu import library
 
 TEXT = Path(__file__).parent / "data" / "text.txt"
-TOKENS = 2000
 ASK = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
 
-def scored(engine: LLM):
+@pytest.fixture(scope="module", params=[800, pytest.param(2000, marks=pytest.mark.slow)])
+def tokens(request):
+    """Of the text, so many."""
+    return request.param
+
+
+def scored(engine: LLM, tokens: int):
     """(perplexity, the likeliest token after each position)."""
-    prompt = engine.text.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:TOKENS]
+    prompt = engine.text.tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:tokens]
     entries = engine.generate([prompt], ASK)[0].prompt_logprobs
-    assert len(entries) == TOKENS - 1
+    assert len(entries) == tokens - 1
     return math.exp(-sum(e.logprob for e in entries) / len(entries)), [e.top_ids[0] for e in entries]
 
 
-def compiled(kv_dtype: str = "auto"):
+def compiled(tokens: int, kv_dtype: str = "auto"):
     if reason := library.available():
         pytest.skip(reason)
     with LLM(kv_memory="128M", kv_dtype=kv_dtype) as engine:
         assert any("compiled" in reason for reason in engine.info.reasons)
-        return scored(engine)
+        return scored(engine, tokens)
 
 
 @pytest.fixture(scope="module")
-def plain(llm):
-    return scored(llm)
+def plain(llm, tokens):
+    return scored(llm, tokens)
 
 
 @pytest.fixture(scope="module")
-def fast(default_model):
-    return compiled()
+def fast(default_model, tokens):
+    return compiled(tokens)
 
 
 def same(a, b):
@@ -61,8 +66,8 @@ def test_perplexity_is_that_of_fp32(plain, fast, capsys):
         pytest.param("int4", 0.1, marks=pytest.mark.slow),
     ],
 )
-def test_perplexity_over_smaller_pages(plain, fast, kind, within, capsys):
-    small = compiled(kind)
+def test_perplexity_over_smaller_pages(plain, fast, tokens, kind, within, capsys):
+    small = compiled(tokens, kind)
     with capsys.disabled():
         print(f"\nperplexity: {kind} pages {small[0]:.3f}, {small[0] / fast[0] - 1:+.2%} of fp16's; "
               f"{small[0] / plain[0] - 1:+.2%} of fp32's; same greedy {same(small, fast):.1%}")  # fmt: skip

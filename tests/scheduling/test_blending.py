@@ -4,7 +4,7 @@ import random
 
 import pytest
 from msgspec.structs import replace
-from test_scheduler_property import FULL, VOCAB, WINDOW, World, layout, live
+from test_scheduler_property import FULL, SHORT_OR_LONG, VOCAB, WINDOW, World, layout, live
 
 from quire.scheduling import Scheduler
 from quire.types.blend import Blend
@@ -172,10 +172,11 @@ class BlendedWorld(World):
         return None
 
 
+@SHORT_OR_LONG
 @pytest.mark.parametrize(("depth", "drafts", "tiers"), [(1, 0, True), (2, 4, False), (2, 0, True)])
-def test_random_life_with_chunks(depth, drafts, tiers):
+def test_random_life_with_chunks(depth, drafts, tiers, operations):
     fakes = FakeTiers((TierSpec("host", 60),), 4, seed=3) if tiers else None
     world = BlendedWorld((FULL,), policy="fcfs", depth=depth, seed=5, pages=50, drafts=drafts, tiers=fakes)
-    live(world, "fcfs", True, 10_000, drafts)
+    live(world, "fcfs", True, operations, drafts)
     stats = world.scheduler.stats
-    assert stats.blended_tokens > 500 and stats.recomputed_tokens > 200
+    assert stats.blended_tokens > operations / 10 and stats.recomputed_tokens > operations / 25

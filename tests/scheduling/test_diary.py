@@ -171,7 +171,7 @@ def test_rows_past_a_stop_and_padding() -> None:
     engine.submit("a", list(range(1, 9)), tokens=50)
     for _ in range(4):
         engine.step()
-    drawn = engine.scheduler._requests["a"][0].outputs
+    drawn = engine.scheduler.roster.requests["a"][0].outputs
     engine.scheduler.finish_at("a", 0, drawn - 1)
     engine.run()
     steps = engine.scheduler.stats.steps
@@ -203,7 +203,7 @@ def test_the_picture_agrees_with_the_books() -> None:
     assert (tier.used, tier.cached, tier.total, len(tier.cells)) == (pool.used, pool.cached, 32, 32)
     assert sum(cell >= 2 for cell in tier.cells) == pool.used
     assert any(cell == 2 for cell in tier.cells)  # the prompt's pages, shared
-    assert sorted(view.owners) == sorted(s.key for s in engine.scheduler._running)
+    assert sorted(view.owners) == sorted(s.key for s in engine.scheduler.roster.running)
     assert sum(node.pages for node in view.prefixes) == len(engine.scheduler.memory.index)
     assert {s.request for s in view.sequences} == {"a", "b"}
     engine.run()

@@ -13,9 +13,10 @@ MOST = 4
 
 
 class World:
-    """Steps of `rows` sequences that take `seconds(tokens)`, guesses right with chance `rate`."""
+    """Steps of `rows` sequences that take `seconds(tokens)`, and `asking` more where anything is guessed; guesses are
+    right with chance `rate`."""
 
-    def __init__(self, rows, rate, seconds, depth=1, adapts=True):
+    def __init__(self, rows, rate, seconds, depth=1, adapts=True, asking=0.0):
         capacity = Capacity(
             pages=9, slots=rows, max_model_len=10**6, max_batch_tokens=4096, depth=depth, drafts=MOST, adapts=adapts
         )
@@ -29,7 +30,7 @@ class World:
             seq.computed = 2
             self.seqs.append(seq)
         self.owed = 0.0
-        self.tokens = 0
+        self.asking, self.rested = asking, 0
 
     def run(self, steps):
         """Tokens drawn per second, and guesses per row and step."""
@@ -41,6 +42,8 @@ class World:
                 step=self.step, rows=[Row(i, 2, 1, drafts=budgets.get(s, 0)) for i, s in enumerate(self.seqs)]
             )
             self.policy.planned(plan, self.now)
+            self.rested += self.policy.rests
+            assert not (self.policy.rests and budgets)
             drafts = {}
             for i, seq in enumerate(self.seqs):
                 if budget := budgets.get(seq, 0):
@@ -50,7 +53,7 @@ class World:
                     drafts[i] = (budget, right)
                     (seq.aim or Aim()).learn(budget, budget, right)
                     drawn, guessed = drawn + right, guessed + budget
-            self.now += self.seconds(len(self.seqs) + sum(b for b, _ in drafts.values()))
+            self.now += self.seconds(len(self.seqs) + sum(b for b, _ in drafts.values())) + self.asking * bool(drafts)
             self.policy.landed(plan, StepResult(step=self.step, tokens=[], drafts=drafts), self.now)
             drawn += len(self.seqs)
         return drawn / (self.now - began), guessed / len(self.seqs) / steps
@@ -80,6 +83,37 @@ def test_where_guesses_lose_they_end_and_trials_are_rare(rate, seconds):
     speed, guessed = world.run(2000)
     assert speed > 0.97 * 32 / seconds(32)
     assert guessed < 0.1
+
+
+def test_what_it_costs_to_ask_is_paid_once_however_much_is_guessed():
+    world = World(1, 0.6, lambda tokens: 1.0, asking=0.9)  # one token is worth less than asking, four are worth more
+    world.run(100)
+    speed, guessed = world.run(1000)
+    assert guessed > 0.9 * MOST and speed > 1.15
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_where_asking_is_dear_it_rests(rows):
+    world = World(rows, 0.6, cheap, asking=4.0)
+    world.run(200)
+    world.rested = 0
+    speed, _ = world.run(4000)
+    assert speed > 0.98 * rows / cheap(rows)
+    assert world.rested > 0.95 * 4000
+    world.asking = 0.0
+    world.run(8000)
+    assert world.run(100)[1] > 2
+
+
+def test_bad_luck_of_one_is_forgotten_while_others_guess():
+    world = World(4, 0.8, lambda tokens: 4 + 0.3 * (tokens - 4))
+    world.run(50)
+    unlucky = world.seqs[0].aim
+    for _ in range(30):
+        unlucky.learn(4, 4, 0)
+    assert unlucky.rate < 0.3
+    world.run(300)
+    assert unlucky.rate > 0.4
 
 
 def test_a_policy_that_does_not_adapt_always_guesses_in_full():

@@ -111,9 +111,9 @@ class World:
                 self.take(self.scheduler.finish_at(request, branch, keep))
 
     def preempt(self):
-        running = list(self.scheduler._running)
+        running = list(self.scheduler.roster.running)
         if running:
-            self.scheduler.preempt(self.rng.choice(running))
+            self.scheduler.roster.preempt(self.rng.choice(running))
 
     def drain(self):
         for _ in range(20_000):
@@ -177,18 +177,22 @@ def pooled(request: Request) -> list[float]:
 
 
 WORLDS = [
-    pytest.param((FULL, WINDOW), "priority", 2, True, 20_000, id="two-groups-priority"),
-    pytest.param((FULL,), "fcfs", 1, True, 6_000, id="full-depth1"),
-    pytest.param((FULL,), "fcfs", 2, True, 6_000, id="full-depth2"),
-    pytest.param((FULL,), "fcfs", 2, False, 6_000, id="full-no-prefix-cache"),
-    pytest.param((WINDOW,), "fcfs", 2, True, 6_000, id="window-only"),
-    pytest.param((FULL,), "static", 1, True, 6_000, id="static"),
+    pytest.param((FULL, WINDOW), "priority", 2, True, id="two-groups-priority"),
+    pytest.param((FULL,), "fcfs", 1, True, id="full-depth1"),
+    pytest.param((FULL,), "fcfs", 2, True, id="full-depth2"),
+    pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
+    pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
+    pytest.param((FULL,), "static", 1, True, id="static"),
 ]
+SHORT_OR_LONG = pytest.mark.parametrize(  # a life of so many operations
+    "operations", [pytest.param(2_500, id="short"), pytest.param(20_000, marks=pytest.mark.slow, id="long")]
+)
 
 
+@SHORT_OR_LONG
 @pytest.mark.parametrize("drafts", [0, 4])
-@pytest.mark.parametrize(("groups", "policy", "depth", "cache", "operations"), WORLDS)
-def test_random_life(groups, policy, depth, cache, operations, drafts):
+@pytest.mark.parametrize(("groups", "policy", "depth", "cache"), WORLDS)
+def test_random_life(groups, policy, depth, cache, drafts, operations):
     world = World(groups, policy=policy, depth=depth, seed=7, prefix_cache=cache, drafts=drafts)
     live(world, policy, cache, operations, drafts)
 
@@ -220,10 +224,10 @@ def live(world, policy, cache, operations, drafts=0):
         if reason is not FinishReason.ABORT and (out == expected or reason is not FinishReason.STOP):
             assert (out, reason) == (expected, why)
             whole += 1
-    assert whole > 100 and len(world.embeddings) > 100
+    assert whole > 100 and len(world.embeddings) > operations / 80
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
     assert world.scheduler.stats.forced_tokens > 100
-    assert searches > 50 or not world.beams
+    assert searches > operations / 120 or not world.beams
     assert (world.scheduler.stats.accepted_tokens > 100) == (world.scheduler.stats.waste["draft"] > 100) == bool(drafts)
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20

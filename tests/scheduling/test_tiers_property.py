@@ -1,7 +1,7 @@
 """Random life over tiers that are slow, small and lose pages: nobody's tokens change, and nothing leaks."""
 
 import pytest
-from test_scheduler_property import FULL, WINDOW, World, live
+from test_scheduler_property import FULL, SHORT_OR_LONG, WINDOW, World, live
 
 from quire.types.fake_tiers import FakeTiers
 from quire.types.transfer import TierSpec
@@ -18,12 +18,13 @@ WORLDS = [
 ]
 
 
+@SHORT_OR_LONG
 @pytest.mark.parametrize(("groups", "tiers", "depth", "policy", "losses"), WORLDS)
-def test_random_life_over_tiers(groups, tiers, depth, policy, losses):
+def test_random_life_over_tiers(groups, tiers, depth, policy, losses, operations):
     fakes = FakeTiers(tiers, max(g.tokens_per_page for g in groups), seed=3, losses=losses)
     pages = 60 if len(groups) > 1 else 40
     world = World(groups, policy="fcfs", depth=depth, seed=11, pages=pages, tiers=fakes, kv_policy=policy)
-    live(world, "fcfs", True, 6_000)
+    live(world, "fcfs", True, operations)
     found = {tier.name: tier for tier in world.scheduler.snapshot().tiers}
     first = found[tiers[0].name]
     assert first.pages_out > (5 if losses > 0.5 else 100) and sum(tier.hit_tokens for tier in found.values()) > 20

@@ -31,6 +31,8 @@ KEYS = KeyRing(
 # What may answer without a key: liveness, and the files of the dashboard, which hold no data.
 OPEN = re.compile(r"/|/health|/ready|/favicon\.ico|/dashboard/.*")
 CHAT = "/v1/chat/completions"
+# A connection for each call, as callers have that know nothing of each other; what a client reads, it reads once.
+http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_without_a_key_only_liveness_answers(locked: ServerUrl, frontend: FakeFr
         assert {("GET", "/openapi.json"), ("GET", "/metrics"), ("GET", "/health")} <= set(walked)
         for method, path in [*walked, ("GET", "/no/such/route"), ("POST", "/health"), ("OPTIONS", CHAT)]:
             for headers in ({}, bearer("wrong"), {"x-api-key": "wrong"}, {"authorization": f"Basic {USER}"}):
-                response = httpx.request(method, base + path, headers=headers)
+                response = http.request(method, base + path, headers=headers)
                 may = method in ("GET", "HEAD") and OPEN.fullmatch(path)
                 assert (response.status_code != 401) == bool(may), f"{method} {base}{path} → {response.status_code}"
                 if not may:
@@ -83,18 +85,18 @@ def test_without_a_key_only_liveness_answers(locked: ServerUrl, frontend: FakeFr
 
 def test_scopes(locked: ServerUrl) -> None:
     models, admin = f"{locked}/v1/models", f"{locked.admin}/metrics"
-    assert httpx.get(models, headers=bearer(USER)).status_code == 200
-    assert httpx.get(models, headers={"x-api-key": USER}).status_code == 200
-    assert httpx.get(admin, headers=bearer(OPERATOR)).status_code == 200
-    assert httpx.get(f"{locked}/metrics", headers=bearer(OPERATOR)).status_code == 200
+    assert http.get(models, headers=bearer(USER)).status_code == 200
+    assert http.get(models, headers={"x-api-key": USER}).status_code == 200
+    assert http.get(admin, headers=bearer(OPERATOR)).status_code == 200
+    assert http.get(f"{locked}/metrics", headers=bearer(OPERATOR)).status_code == 200
     for url, secret in ((models, OPERATOR), (admin, USER), (f"{locked}/metrics", USER)):
-        refused = httpx.get(url, headers=bearer(secret))
+        refused = http.get(url, headers=bearer(secret))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
 
 
 def test_refusals_have_the_shape_of_their_api(locked: ServerUrl) -> None:
     def refusal(path: str) -> Any:
-        return httpx.post(f"{locked}{path}", json={}).json()
+        return http.post(f"{locked}{path}", json={}).json()
 
     assert refusal(CHAT)["error"]["type"] == "authentication_error"
     anthropic = refusal("/v1/messages")
@@ -104,7 +106,7 @@ def test_refusals_have_the_shape_of_their_api(locked: ServerUrl) -> None:
 
 def test_every_key_has_a_cache_of_its_own(locked: ServerUrl, frontend: FakeFrontend) -> None:
     def salt_of(secret: str, **fields: Any) -> str:
-        response = httpx.post(f"{locked}{CHAT}", headers=bearer(secret), json=chat(max_tokens=1, **fields))
+        response = http.post(f"{locked}{CHAT}", headers=bearer(secret), json=chat(max_tokens=1, **fields))
         assert response.status_code == 200, response.text
         return frontend.requests[-1].salt
 
@@ -121,25 +123,25 @@ def test_a_key_has_its_limits(locked: ServerUrl, frontend: FakeFrontend) -> None
         refused = user.post(CHAT, json=chat())
         assert (refused.status_code, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(refused.headers["retry-after"]) >= 1
-        assert httpx.post(f"{locked}{CHAT}", headers=bearer(OTHER), json=chat(max_tokens=1)).status_code == 200
+        assert http.post(f"{locked}{CHAT}", headers=bearer(OTHER), json=chat(max_tokens=1)).status_code == 200
         for stream in streams:
             stream.__exit__(None, None, None)
         assert all(frontend.aborted.acquire(timeout=10) for _ in streams)
     for _ in range(100):  # the places are free again as soon as the server has noticed
-        if (again := httpx.post(f"{locked}{CHAT}", headers=bearer(USER), json=chat(max_tokens=1))).status_code == 200:
+        if (again := http.post(f"{locked}{CHAT}", headers=bearer(USER), json=chat(max_tokens=1))).status_code == 200:
             break
     assert again.status_code == 200
     spent = [
-        httpx.post(f"{locked}{CHAT}", headers=bearer(OTHER), json=chat(max_tokens=200)).status_code for _ in range(4)
+        http.post(f"{locked}{CHAT}", headers=bearer(OTHER), json=chat(max_tokens=200)).status_code for _ in range(4)
     ]
     assert 429 in spent
 
 
 def test_request_ids(locked: ServerUrl) -> None:
-    assert httpx.get(f"{locked}/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
-    made = {httpx.get(f"{locked}/health", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b")}
+    assert http.get(f"{locked}/health", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    made = {http.get(f"{locked}/health", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b")}
     assert len(made) == 2 and all(re.fullmatch(r"req-[0-9a-f]{32}", each) for each in made)
-    assert "x-request-id" in httpx.get(f"{locked}/v1/models").headers
+    assert "x-request-id" in http.get(f"{locked}/v1/models").headers
 
 
 # ---- sizes --------------------------------------------------------------------------------------------------
@@ -172,11 +174,11 @@ def test_heads_are_bounded(locked: ServerUrl, form: str) -> None:
     }
     answer = raw(locked, *heads[form])
     assert answer.startswith(b"HTTP/1.1 431 "), answer[:100]
-    assert httpx.get(f"{locked}/health", headers={"a": "x" * 4000}).status_code == 200
+    assert http.get(f"{locked}/health", headers={"a": "x" * 4000}).status_code == 200
 
 
 def test_bodies_are_bounded(locked: ServerUrl) -> None:
-    answer = httpx.post(f"{locked}{CHAT}", headers=bearer(USER), content=b"x" * 70_000)
+    answer = http.post(f"{locked}{CHAT}", headers=bearer(USER), content=b"x" * 70_000)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
@@ -203,7 +205,7 @@ def test_bodies_must_arrive_in_time(locked: ServerUrl, monkeypatch: pytest.Monke
     ],
 )
 def test_an_open_server_does_not_answer_other_sites(fake_server: str, headers: dict[str, str], status: int) -> None:
-    assert httpx.get(f"{fake_server}/v1/models", headers=headers).status_code == status
+    assert http.get(f"{fake_server}/v1/models", headers=headers).status_code == status
 
 
 def test_only_loopback_may_stand_open() -> None:
@@ -221,17 +223,17 @@ def test_only_loopback_may_stand_open() -> None:
 
 def test_deadlines_reach_the_engine(fake_server: str, fake_frontend: FakeFrontend) -> None:
     post = {"url": f"{fake_server}{CHAT}"}
-    assert httpx.post(**post, json=chat(max_tokens=1)).status_code == 200
+    assert http.post(**post, json=chat(max_tokens=1)).status_code == 200
     assert fake_frontend.requests[-1].deadline == 0.0
-    assert httpx.post(**post, json=chat(max_tokens=1, deadline_ms=60_000)).status_code == 200
+    assert http.post(**post, json=chat(max_tokens=1, deadline_ms=60_000)).status_code == 200
     request = fake_frontend.requests[-1]
     assert 0 < request.deadline - asyncio.new_event_loop().time() < 60
     for bad in (0, -1, "1", 1 << 50):
-        assert httpx.post(**post, json=chat(deadline_ms=bad)).json()["error"]["param"] == "deadline_ms"
+        assert http.post(**post, json=chat(deadline_ms=bad)).json()["error"]["param"] == "deadline_ms"
 
 
 def test_streams_end_in_errors_their_clients_can_read(fake_server: str) -> None:
-    with httpx.stream("POST", f"{fake_server}{CHAT}", json=chat("dead", stream=True, logprobs=True)) as response:
+    with http.stream("POST", f"{fake_server}{CHAT}", json=chat("dead", stream=True, logprobs=True)) as response:
         events = [line for line in response.iter_lines() if line]
     assert json.loads(events[-2].removeprefix("data: "))["error"]["code"] == "engine_dead"
     assert events[-1] == "data: [DONE]"
@@ -246,10 +248,10 @@ def test_files_and_batches_belong_to_a_key_and_count_for_it(locked: ServerUrl, f
     with httpx.Client(base_url=locked, headers=bearer(USER)) as user:
         file = user.post("/v1/files", **upload).json()["id"]
         order = {"input_file_id": file, "endpoint": CHAT, "completion_window": "24h"}
-        assert httpx.get(f"{locked}/v1/files/{file}", **other).status_code == 404
-        assert httpx.post(f"{locked}/v1/batches", json=order, **other).status_code == 404
+        assert http.get(f"{locked}/v1/files/{file}", **other).status_code == 404
+        assert http.post(f"{locked}/v1/batches", json=order, **other).status_code == 404
         batch = user.post("/v1/batches", json=order).json()["id"]
-        assert httpx.get(f"{locked}/v1/batches/{batch}", **other).status_code == 404
+        assert http.get(f"{locked}/v1/batches/{batch}", **other).status_code == 404
         for _ in range(500):  # the key may have two requests under way: lines beyond wait their turn
             state = user.get(f"/v1/batches/{batch}").json()
             if state["status"] == "completed":

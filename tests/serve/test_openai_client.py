@@ -12,13 +12,13 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 PROMPT = "The days of the week are Monday, Tuesday,"
 
 
-@pytest.fixture(params=["fake_server", "live_server"])
+@pytest.fixture(params=["fake_server", "live_server"], scope="module")
 def client(request: pytest.FixtureRequest) -> openai.OpenAI:
     url = request.getfixturevalue(request.param)
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 

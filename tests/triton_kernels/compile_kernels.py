@@ -62,7 +62,8 @@ def attention(dtype, rows, shared=0, **options):
     group = GroupBatch(PAGE, table, positions)
     start = torch.tensor([0, *counts]).cumsum(0).int()
     made = Batch(positions, start, torch.tensor(lens).int(), counts, lens, (group,))
-    spec, backend, prefix = AttentionSpec(HEADS, KV, DIM, 0.1), TritonAttention(**options), None
+    spec = AttentionSpec(HEADS, KV, DIM, 0.1, kv_itemsize=dtype.itemsize)
+    backend, prefix = TritonAttention(**options), None
     if shared:
         found = cascade.find_groups(table.tolist(), [n - c for c, n in rows], PAGE)
         prefix = cascade.prefix_lists(found, counts, PAGE, HEADS // KV, torch.device("cpu"))
@@ -109,7 +110,7 @@ def draws():
 def attending():
     for dtype in (BF16, FP8, torch.int8):
         attention(dtype, [(1, 100)] * 8)
-    attention(BF16, [(1, 100), (100, 100)])
+        attention(dtype, [(1, 100), (100, 100)])
     attention(BF16, [(1, 100)] * 64, shared=64)
     attention(BF16, [(1, 100), (5, 100)], invariant=True)
 

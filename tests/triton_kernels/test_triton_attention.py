@@ -1,13 +1,16 @@
 """Paged attention against the plain one: ragged batches, page boundaries, windows, splits, shared prefixes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV, encode
+from quire.kernels.kv import LayerKV, encode, take_pages
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import cascade, configs
 from quire.kernels.triton.attention import Bounds, Plan, TritonAttention, _with_items, plan_launches
+from quire.kernels.triton.widen import Wide, widen_pages
 
 
 class Case:
@@ -127,8 +130,10 @@ def test_half_precision(dtype, tolerance):
     case.check(case.triton(), tolerance)
 
 
-def test_eight_bit_pages():
+@pytest.mark.parametrize("wide", [False, True])
+def test_eight_bit_pages(wide):
     case = Case([(1, 40), (20, 30)])
+    case.spec = replace(case.spec, kv_itemsize=int(wide))  # long rows read copies where the plan knows of small pages
     eight = [part.contiguous().to(torch.float8_e4m3fn) for part in (case.k, case.v)]
     case.k, case.v = (part.float() for part in eight)
     expected = case.plain()
@@ -139,13 +144,29 @@ def test_eight_bit_pages():
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("rows", [[(1, 40), (20, 30)], [(1, 9), (70, 70)]])
-def test_scaled_pages(rows, stored):
+@pytest.mark.parametrize("wide", [False, True])
+def test_scaled_pages(rows, stored, wide):
     case = Case(rows, heads=9, kv_heads=3, dim=12)
+    case.spec = replace(case.spec, kv_itemsize=int(wide))
     encoded = [encode(part * size, stored, scaled=True) for part, size in ((case.k, 3.0), (case.v, 0.01))]
     (case.k, k_scales), (case.v, v_scales) = encoded
     case.scales = (k_scales, v_scales)
     assert k_scales.isnan().any()  # of places nobody wrote
     torch.testing.assert_close(case.triton(), case.plain(), atol=2e-5, rtol=3e-3)
+
+
+def test_copied_pages_are_those_of_rows_with_many_queries():
+    case = Case([(1, 40), (20, 30), (3, 9), (33, 33)])
+    wide = Wide.of(case.batch, case.group, 20)
+    assert wide.pages.tolist() == [*case.group.page_table[1, :8].tolist(), *case.group.page_table[3, :9].tolist()]
+    assert wide.group.page_table[1, :8].tolist() == list(range(8))
+    assert wide.group.page_table[3, :9].tolist() == list(range(8, 17))
+    assert Wide.of(case.batch, case.group, 34) is None
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        (k, k_scales), (v, v_scales) = (encode(part.nan_to_num(), dtype, scaled=True) for part in (case.k, case.v))
+        copied = widen_pages(LayerKV(k, v, 0, k_scales, v_scales), wide.pages, torch.float32)
+        for side, got in ((k, k_scales), copied.k_pages), ((v, v_scales), copied.v_pages):
+            torch.testing.assert_close(got, take_pages(*side, wide.pages.long()))
 
 
 def test_queries_in_place_of_a_fused_projection():

@@ -93,13 +93,15 @@ def test_every_shape_has_a_configuration():
             for outputs in (576, 4096, 6144, 28672, 128256):
                 left_to_the_library = (element, rows > 32, outputs < 16384) == (2, True, True)
                 assert (configs.small_matmul(element, rows, outputs) is None) == left_to_the_library
-        assert configs.small_matmul(element, 65, 4096) is None
+        assert (configs.small_matmul(element, 65, 4096) is None) == (element > 1)
+        assert configs.small_matmul(element, 129, 4096) is None is configs.small_matmul(element, 65, 28672)
         assert configs.INVARIANT_MATMUL[element].rows
     for outputs, width in ((6144, 4096), (4096, 14336), (28672, 4096), (960, 512)):
         found = configs.row_matmul(outputs, width)
         assert found is not None and width % found.block_k == outputs % found.block_n == 0
     assert configs.row_matmul(576, 576) is None
-    assert configs.fp8_matmul(100, 4096) is not None and configs.fp8_matmul(100, 28672) is None
-    for element in (2, 4):
+    assert configs.fp8_matmul(256, 4096) is not None and configs.fp8_matmul(256, 28672) is None
+    assert configs.fp8_matmul(192, 4096) is None, "a tile half full costs as much as a full one"
+    for element in (1, 2, 4):
         for kernel in ("few", "many"):
             assert configs.attention(kernel, element, 256) is not None

@@ -1,7 +1,8 @@
 """Grammars at work: which are compiled, and where the answer in each slot stands in its own.
 
     admit ──► fork of the compiled grammar, moved along the tokens the answer has so far
-    begin ──► masks of the step's draws, made in threads while the forward pass runs; `masks` waits for them
+    begin ──► masks of the step's draws, made in threads while the forward pass runs; `masks` waits for them, or makes
+              them where they are so few that waking a thread takes longer
               (along a draft: as if each of its tokens had been drawn, while the grammar allows them)
     accept ──► the tokens drawn, and those the grammar forces after them: they need no step of their own
 
@@ -28,6 +29,8 @@ from quire.types.plan import Admit
 from quire.types.seams import Grammar, GrammarBackend
 
 KEPT = 128  # compiled grammars
+FEW = 8  # masks, of 5 to 100 µs each
+_Work = tuple[Grammar, list[int], npt.NDArray[np.uint8]]  # a grammar, a draft, where its masks go
 Masks = npt.NDArray[np.uint8]  # [rows, bytes]: a bit a token, lowest first
 
 
@@ -84,7 +87,7 @@ class SlotGrammars:
         self._live: dict[int, _Live] = {}
         self._workers = max(1, min(8, (os.cpu_count() or 2) // 2))
         self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="quire-masks")
-        self._begun: tuple[Masks, list[Future[None]]] | None = None
+        self._begun: tuple[Masks, list[_Work], list[Future[None]]] | None = None
 
     def apply(self, frees: Sequence[int], admits: Sequence[Admit]) -> None:
         """Follow a plan's changes of slots."""
@@ -108,15 +111,19 @@ class SlotGrammars:
         ends = list(accumulate(len(draft) + 1 for _, draft in found))
         masks = np.empty((ends[-1], self._bytes), np.uint8)
         work = [(*job, masks[end - len(job[1]) - 1 : end]) for job, end in zip(found, ends, strict=True)]
+        if len(masks) <= FEW:
+            self._begun = masks, work, []
+            return
         share = -(-len(work) // self._workers)
         parts = [work[at : at + share] for at in range(0, len(work), share)]
-        self._begun = masks, [self._pool.submit(_fill, part) for part in parts]
+        self._begun = masks, [], [self._pool.submit(_fill, part) for part in parts]
 
     def masks(self) -> Masks | None:
         """The masks begun last, one row for each of the slots that has a grammar; waits for them."""
         if self._begun is None:
             return None
-        masks, parts = self._begun
+        masks, left, parts = self._begun
+        _fill(left)
         for part in parts:
             part.result()
         return masks
@@ -141,7 +148,7 @@ class SlotGrammars:
         self._store.close()
 
 
-def _fill(work: list[tuple[Grammar, list[int], Masks]]) -> None:
+def _fill(work: list[_Work]) -> None:
     for grammar, draft, masks in work:
         grammar.fill(masks[0])
         taken = 0

@@ -22,14 +22,15 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
+from quire.generation.bounds import excess
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-DOOR_SECONDS = 0.7  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
+DOOR_SECONDS = 0.5  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
 ENGINE_SECONDS = 10.0
-PATIENCE = 10  # times these seconds are waited for them, on a machine that is busy otherwise
+PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
 POLL = 0.02
 COMPILERS = 4  # at once; one that was given up counts until it ends
 STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
@@ -61,32 +62,44 @@ def _compile(spec: GrammarSpec, tokenizer: Any) -> GuidanceGrammar:
 
     matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
     grammar = GuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
-    trial = grammar.fork()  # too many ways to begin, or to go on from the beginning, shows only when tried
-    row = np.empty(-(-tokenizer.vocab_size // 8), np.uint8)
-    for tokens in ([], trial.forced()):
-        if not trial.done:
-            trial.accept(tokens)
-            trial.fill(row)
-    if trial.error:
-        raise _refusal(spec, trial.error)
+    # Too many ways to begin, or to go on from the beginning, shows only when tried; an answer that need be no object
+    # may yet become one.
+    for opening in ("", "{") if spec.kind in ("json_object", "json_schema") else ("",):
+        if error := _tried(grammar.fork(), tokenizer.tokenize_str(opening)):
+            raise _refusal(spec, error)
     return grammar
+
+
+def _tried(grammar: GuidanceGrammar, opening: list[int]) -> str:
+    """What goes wrong in the first masks after an opening, if it is allowed at all."""
+    row = np.empty(grammar.words * 4, np.uint8)
+    grammar.fill(row)
+    for token in opening:
+        if not row[token // 8] >> token % 8 & 1:
+            return ""
+        grammar.accept([token])
+    if forced := grammar.forced():
+        grammar.accept(forced)
+    if not grammar.done:
+        grammar.fill(row)
+    return grammar.error
 
 
 class GuidanceGrammar:
     def __init__(self, matcher: Any, words: int):
         self._matcher = matcher
-        self._words = words  # of 32 bits in a mask
+        self.words = words  # of 32 bits in a mask
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return self._matcher.get_error().removesuffix("<non-verbose/>").strip() if self._matcher.is_error() else ""
 
     @property
     def done(self) -> bool:
         return bool(self._matcher.is_stopped())
 
     def fill(self, row: npt.NDArray[np.uint8]) -> None:
-        words = np.empty(self._words, np.int32)
+        words = np.empty(self.words, np.int32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         row[:] = words.view(np.uint8)[: len(row)]
 
@@ -100,7 +113,7 @@ class GuidanceGrammar:
         self._matcher.rollback(count)
 
     def fork(self) -> GuidanceGrammar:
-        return GuidanceGrammar(self._matcher.deep_copy(), self._words)
+        return GuidanceGrammar(self._matcher.deep_copy(), self.words)
 
 
 class _Tokens:
@@ -132,8 +145,10 @@ def _tokenizer(vocabulary: Vocabulary) -> Any:
 
 def _grammar(spec: GrammarSpec) -> str:
     """The specification in llguidance's own words."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher
 
+    if reason := excess(spec):
+        raise _refusal(spec, reason)
     if spec.kind in ("json_object", "json_schema"):
         source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
         try:
@@ -141,7 +156,9 @@ def _grammar(spec: GrammarSpec) -> str:
         except ValueError as error:
             raise _refusal(spec, str(error)) from None
     if spec.kind == "choice":
-        return grammar_from("choice", json.dumps(_choices(spec)))
+        # One lexeme, not one rule each: the lexer takes many thousands at once, the parser does not.
+        words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(spec))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")
     return (LLMatcher.grammar_from_regex if spec.kind == "regex" else LLMatcher.grammar_from_lark)(spec.source)
 
 
@@ -156,7 +173,6 @@ def _choices(spec: GrammarSpec) -> list[str]:
 
 
 def _refusal(spec: GrammarSpec, reason: str) -> InputError:
-    reason = reason.removesuffix("<non-verbose/>").strip()
     if len(reason) > MAX_REASON:
         reason = reason[:MAX_REASON] + " ..."
     return InputError(f"the {spec.kind} grammar cannot be used: {reason}", param="grammar", code="invalid_grammar")
@@ -168,6 +184,7 @@ _compiling = threading.Semaphore(COMPILERS)
 
 def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
     done: Future[T] = Future()
+    room = _compiling
 
     def body() -> None:
         try:
@@ -175,29 +192,33 @@ def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
         except BaseException as error:
             done.set_exception(error)
         finally:
-            _compiling.release()
+            room.release()
 
-    if not _compiling.acquire(timeout=seconds):
+    began = time.monotonic()
+    if not room.acquire(timeout=seconds):
         raise OverloadedError("too many large grammars are being compiled; retry shortly")
-    thread = threading.Thread(target=body, name="quire-grammar")
+    thread = threading.Thread(target=body, name="quire-grammar", daemon=True)  # nothing waits for one given up
     with _spawning:
         usual = threading.stack_size(STACK)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
-    began = time.monotonic()
     while True:
         try:
             return done.result(POLL)
         except TimeoutError:
             waited = time.monotonic() - began
-            if not done.done() and (_computed(thread, waited) > seconds or waited > PATIENCE * seconds):
-                raise InputError(
-                    f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
-                    param="grammar",
-                    code="invalid_grammar",
-                ) from None
+        if done.done():  # and may have ended with an error of that very kind
+            return done.result()
+        if _computed(thread, waited) > seconds:
+            raise InputError(
+                f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
+                param="grammar",
+                code="invalid_grammar",
+            )
+        if waited > PATIENCE * seconds:
+            raise OverloadedError(f"no grammar was compiled within {waited:.1f} s, the machine is busy; retry shortly")
 
 
 def _computed(thread: threading.Thread, waited: float) -> float:

@@ -76,13 +76,13 @@ class EagleProposer:
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         drawn = context.hidden
         if drawn is None or len(drawn) != len(tokens):
-            context.state = None  # a grammar forced tokens: positions without a hidden state
+            context.state = None  # nothing was shown, or a grammar forced tokens: positions without a hidden state
             return
         trail = context.state = context.state or _Trail()
-        trail.hidden.append(drawn[-WINDOW:])
-        trail.tokens.extend(tokens[-WINDOW:])
-        if len(trail.hidden) > WINDOW:  # nobody asks: keep no more than will be read
-            trail.hidden, trail.tokens = trail.hidden[-WINDOW:], trail.tokens[-sum(map(len, trail.hidden[-WINDOW:])) :]
+        trail.hidden.append(drawn)
+        trail.tokens.extend(tokens)
+        if len(trail.tokens) > 2 * WINDOW:  # nobody asks: keep no more than will be read
+            trail.hidden, trail.tokens = [torch.cat(trail.hidden)[-WINDOW:]], trail.tokens[-WINDOW:]
 
     def forget(self, context: DraftContext) -> None:
         pass

@@ -32,6 +32,11 @@ class AttentionSpec:
     scale: float
     window: int | None = None  # tokens a query sees, itself included
     itemsize: int = 2  # bytes of a query element
+    kv_itemsize: int = 0  # bytes of a number in the pages; 0: as of queries
+
+    @property
+    def stored(self) -> int:
+        return self.kv_itemsize or self.itemsize
 
 
 @dataclass
@@ -82,6 +87,7 @@ class Batch:
     paths: Paths | None = None  # where rows guess in trees
     asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
+    exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property
     def rows(self) -> int:

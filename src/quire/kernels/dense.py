@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
 from quire.kernels.kv import LayerKV, take_pages
 
-LONG = 1024  # tokens from which a row is worth calls of its own
+LONG = 1536  # tokens from which a row is worth calls of its own
 ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
 
 
@@ -85,7 +85,8 @@ class DenseRows:
             out[first : first + count] = mixed
         if plan.rest is not None:
             rest = plan.rest
-            out[rest.tokens] = self.paged.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.paged)
+            others = self.paged.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.paged)
+            out.index_copy_(0, rest.tokens, others)
         return out
 
 

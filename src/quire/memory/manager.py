@@ -83,6 +83,7 @@ class KVManager:
     ):
         self.layout = layout
         self.prefix_cache = prefix_cache
+        self.contiguous = contiguous
         self.index = PrefixIndex()
         self.pool = (ContiguousPool if contiguous else PagePool)(pages, self.index)
         self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled

@@ -14,7 +14,6 @@ from quire.model.linear import State
 from quire.model.stored import Stored
 
 LARGEST = 448.0  # of e4m3
-FEW_ROWS = 64  # up to here, and in a few shapes beyond, the library's product is slower than Triton's
 
 
 class Fp8Scheme:
@@ -52,10 +51,10 @@ class Fp8Scheme:
         """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]."""
         rows, outputs = x.shape[0], state["weight"].shape[0]
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
-        if rows <= FEW_ROWS:
+        if few := configs.small_matmul(1, rows, outputs):
             from quire.kernels.triton.gemv import small_matmul
 
-            out = small_matmul(x, state["weight"], **scales)
+            out = small_matmul(x, state["weight"], config=few, **scales)
         elif config := configs.fp8_matmul(rows, outputs):
             from quire.kernels.triton.gemm import matmul
 

@@ -10,7 +10,7 @@ AttentionBackend and Ops. Refuses to know: how many layers there are, what token
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class Stages:
         if step.batch.asks:
             backend = MeasuredRows(backend)
         if kv.group not in step.plans:
-            step.plans[kv.group] = backend.plan(step.batch, group, layer.attention)
+            stored = replace(layer.attention, kv_itemsize=kv.k_pages.element_size())
+            step.plans[kv.group] = backend.plan(step.batch, group, stored)
         return backend.forward(layer.attention, q, kv, step.batch, group, step.plans[kv.group])
 
     def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:

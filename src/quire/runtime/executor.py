@@ -92,7 +92,7 @@ class LocalExecutor:
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
         self.reasons += self._tiers.reasons
-        self._grammars = GrammarStore(Guidance(), lambda: vocabulary(self.vocab_size))
+        self._grammars = GrammarStore(Guidance(), lambda: vocabulary(spec.vocab_size))  # not self: a cycle
 
     def _rescale_keys(self) -> str:
         """Scale keys by channel; what tells pages with these scales from others."""
@@ -129,7 +129,7 @@ class LocalExecutor:
         self._saved = (pages, self._runner.read_pages(pages))
         self._runner.close()
         self._runner = None
-        gc.collect()  # captured steps and the runner know each other
+        gc.collect()  # as in close()
         self.model.to(torch.device("cpu"))
         torch.cuda.empty_cache()
 
@@ -190,7 +190,7 @@ class LocalExecutor:
             self._runner.close()
         self._runner = None
         if self.device.type == "cuda":
-            gc.collect()  # captured steps and the runner know each other: their memory would wait for a later round
+            gc.collect()  # whatever cycle holds device memory must not wait for a later round
             torch.cuda.empty_cache()
 
 

@@ -81,6 +81,7 @@ class ModelRunner:
 
     def close(self) -> None:
         self._grammars.close()
+        del self._captured  # they know each other: pages would wait for the garbage collector
 
     def read_pages(self, pages: list[int]) -> torch.Tensor:
         """Their bytes, in host memory."""
@@ -143,13 +144,14 @@ class ModelRunner:
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
         if batch.asks:
             batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self._device)
+        tap = None if plan.rests else self._tap
         # [tokens or rows, hidden]
-        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at, tap=self._tap)
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not looked_at, tap=tap)
         scores: dict[int, list[LogprobTensors]] = {}
         pooled: dict[int, torch.Tensor] = {}
         if looked_at:
             scores, pooled, hidden = self._score(plan, hidden), _pool(plan, hidden), hidden[batch.ends]
-        shown = self._tap.beside(hidden) if self._tap is not None else None
+        shown = tap.beside(hidden) if tap is not None else None
         sampled = None
         if plan.samples:
             rows = [s.row for s in plan.samples]
@@ -210,7 +212,7 @@ class ModelRunner:
                 sampled = Sampled(output.best[self._staging.upload(np.array(rows, dtype=np.int64))])
         computed = output.logits.shape[0] if size[0] == size[1] else size[0]
         shown = None
-        if plan.samples and self._tap is not None:  # the next replay writes over it: indexing copies
+        if plan.samples and self._tap is not None and not plan.rests:  # the next replay writes over it: indexing copies
             shown = output.shown[self._staging.upload(np.array(rows, dtype=np.int64))]
         return Computed(sampled, padding=computed - plan.tokens, shown=shown)
 
@@ -227,6 +229,7 @@ class ModelRunner:
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy draws out."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
+        batch.exact = False
         hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
         logits = self.model.logits(hidden)
         chosen = best(logits)

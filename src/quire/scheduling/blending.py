@@ -37,6 +37,8 @@ from quire.types.request import Request, Status
 from quire.types.sampling import SamplingParams
 
 Span = tuple[int, int]  # positions [start, end)
+Enter = Callable[[Request], Sequence]  # lets a prompt of which nothing is drawn wait for its turn, before others
+AddRow = Callable[[Flight, Sequence, int], None]  # computes tokens from where a sequence is; draws if that completes it
 
 
 def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
@@ -100,22 +102,10 @@ class Course:
 
 
 class Blending:
-    def __init__(
-        self,
-        memory: KVManager,
-        capacity: Capacity,
-        stats: EngineStats,
-        *,
-        queue: Callable[[Request], Sequence],
-        add_row: Callable[[Flight, Sequence, int], None],
-    ):
-        """`queue`: lets a prompt of which nothing is drawn wait for its turn, before others; `add_row`: lets a sequence
-        compute tokens from where it is, and draw if that completes it."""
+    def __init__(self, memory: KVManager, capacity: Capacity, stats: EngineStats):
         self.stats = stats
         self._memory = memory
         self._most = capacity.max_batch_tokens
-        self._queue = queue
-        self._add_row = add_row
         self._parts: dict[Sequence, list[Part]] = {}
         self._apart: dict[Sequence, None] = {}  # chunks being computed
         self._courses: dict[Sequence, Course] = {}
@@ -126,10 +116,10 @@ class Blending:
 
     # ---- before it starts -----------------------------------------------------------------------------------
 
-    def waits(self, flight: Flight, seq: Sequence, blend: Blend) -> bool:
+    def waits(self, flight: Flight, seq: Sequence, blend: Blend, enter: Enter) -> bool:
         """Whether chunks of a waiting sequence are being computed; looks, once, which have to be."""
         if seq not in self._parts:
-            self._parts[seq] = self._look(seq, blend)
+            self._parts[seq] = self._look(seq, blend, enter)
         parts = self._parts[seq]
         if any(part.apart and part.apart.status is not Status.FINISHED for part in parts):
             return True
@@ -145,7 +135,7 @@ class Blending:
             for page in seq.table.pages[0][row.start // size : (row.start + row.count - 1) // size + 1]
         }
 
-    def _look(self, seq: Sequence, blend: Blend) -> list[Part]:
+    def _look(self, seq: Sequence, blend: Blend, enter: Enter) -> list[Part]:
         memory, request = self._memory, seq.request
         memory.hash_pages(seq.table, seq.tokens, request.salt)
         exact = memory.lookup(seq.table, reusable(seq)).tokens
@@ -163,7 +153,7 @@ class Blending:
             memory.hash_pages(part.table, tokens, request.salt)
             if len(memory.index.run(0, part.names)) < len(part.names):
                 # With one token more, which must be computed, all pages may come from a tier.
-                part.apart = self._queue(_alone(request, tokens[: len(part.names) * size + 1]))
+                part.apart = enter(_alone(request, tokens[: len(part.names) * size + 1]))
                 self._apart[part.apart] = None
             parts.append(part)
         return parts
@@ -176,7 +166,9 @@ class Blending:
 
     # ---- from its start to its first token ------------------------------------------------------------------
 
-    def begin(self, flight: Flight, seq: Sequence, blend: Blend, exact: int, budget: int) -> bool:
+    def begin(
+        self, flight: Flight, seq: Sequence, blend: Blend, exact: int, budget: int, add_row: AddRow
+    ) -> bool:
         """A sequence has pages for all its tokens, of which the first `exact` are there: turn what is cached of its
         chunks. False: nothing is, and it is computed like any other."""
         head, size = blend.chunks[0][0] if blend.chunks else 0, self._memory.layout.alignment
@@ -203,17 +195,17 @@ class Blending:
         self.stats.blended_tokens += seq.log.blended
         if blend.recompute == 0:
             course.choose(0)
-        self._go_on(flight, course, max(1, budget))
+        self._go_on(flight, course, max(1, budget), add_row)
         return True
 
-    def plan(self, flight: Flight, budget: int) -> int:
+    def plan(self, flight: Flight, budget: int, add_row: AddRow) -> int:
         """Let all that are under way go on; returns what is left of the budget."""
         for seq, course in list(self._courses.items()):
             if seq.status is Status.RUNNING:  # else its pages are about to go
-                budget -= self._go_on(flight, course, budget)
+                budget -= self._go_on(flight, course, budget, add_row)
         return budget
 
-    def _go_on(self, flight: Flight, course: Course, budget: int) -> int:
+    def _go_on(self, flight: Flight, course: Course, budget: int, add_row: AddRow) -> int:
         """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it."""
         seq, used = course.seq, 0
         if course.runs is None:
@@ -228,7 +220,7 @@ class Blending:
             start, end = course.runs[0]
             count = min(end - start, budget - used)
             seq.computed = start
-            self._add_row(flight, seq, count)
+            add_row(flight, seq, count)
             course.runs[:1] = [(start + count, end)] if start + count < end else []
             used += count
         if course.runs:

@@ -24,7 +24,6 @@ from typing import Protocol
 
 from quire.memory.compaction import compact
 from quire.memory.manager import Change, KVManager, PageTable
-from quire.memory.pool import ContiguousPool
 from quire.scheduling.diary import Diary
 from quire.scheduling.flight import Flight
 from quire.scheduling.sequence import Sequence
@@ -149,7 +148,7 @@ class Forgetting:
             self._refusal = "this model's sliding windows forget by themselves"
         elif not capacity.turns:
             self._refusal = "this model learned its positions one by one, so what it keeps cannot move together"
-        elif isinstance(memory.pool, ContiguousPool):
+        elif memory.contiguous:
             self._refusal = "static batching sets all memory aside in advance"
         self._leaving: deque[tuple[int, list[int]]] = deque()  # (step that may still use them, pages nobody holds)
 

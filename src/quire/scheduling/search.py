@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable
 
 from quire.memory.manager import KVManager
-from quire.memory.pool import ContiguousPool
 from quire.scheduling.beams import BeamGroup, Hypothesis
 from quire.scheduling.sequence import Sequence
 from quire.types.beam import BeamParams
@@ -87,7 +86,7 @@ class Search:
 
 def check_fits(request: Request, params: BeamParams, limit: int, memory: KVManager, slots: int) -> None:
     """Refuse a search whose beams could not all be there at once."""
-    if isinstance(memory.pool, ContiguousPool):
+    if memory.contiguous:
         raise InputError("beam search forks sequences, which static batching cannot; use another scheduler")
     if params.beams > slots:
         raise InputError(f"{params.beams} beams need as many slots, there are {slots}; raise max_seqs", param="beams")

@@ -1,8 +1,10 @@
 """How many tokens to guess ahead, and whether to: from how often guesses were right, and what they cost.
 
 A guess of k tokens makes a step of B rows one of up to B (1 + k), and is worth a + a² + ... + aᵏ tokens where a is the
-share of guesses that were right. Both sides are measured: `a` for each sequence, the seconds of steps with and without
-guesses for each size of batch. Guessing stops where it loses, and is tried again now and then, ever more seldom.
+share of guesses that were right. It costs something to guess at all, and something for every token guessed. All that is
+measured: `a` for each sequence, the seconds of steps with and without guesses for each size of batch. Guessing stops
+where it loses, and is tried again now and then, ever more seldom and the more seldom the dearer it is; in between it
+rests, and steps cost what they cost without anybody who guesses.
 
 Refuses to know: what is guessed, or by whom.
 """
@@ -10,34 +12,44 @@ Refuses to know: what is guessed, or by whom.
 from __future__ import annotations
 
 from collections import deque
+from itertools import combinations
 from statistics import median_low
 
 from quire.scheduling.sequence import Sequence
 from quire.types.plan import Capacity, StepPlan, StepResult
 
-DECAY = 0.9  # of what was seen of a sequence, with every guess
-PRIOR = (1.4, 0.6)  # right and wrong guesses before the first
+DECAY, SLOW_DECAY = 0.9, 0.99  # of what was seen of a sequence, and of all, with every guess
+FADING = 1 / 32  # of what was seen of a sequence, with every step in which nothing is guessed for it
+PRIOR = 0.7  # share of right guesses before the first
 KEPT = 5  # latest measurements of a kind
 PLAIN_EVERY = 64  # steps with guesses before some without, to know what they replace
 PLAIN_MOST = 4  # of those, unless one has been timed before
-TRIAL = 3  # steps of a trial
+TRIAL = (4, 1, 4)  # tokens guessed in the steps of a trial: the difference tells what guessing costs, and what a token
 FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
+LOSS = 0.01  # ... and as many more as it takes for trials to cost no more than this share of all time
+WARM = 16  # steps before a trial in which a proposer sees what it will guess from
 
 
 class Aim:
-    """How guesses for one sequence have done, lately more than long ago."""
+    """How guesses have done, lately more than long ago."""
 
-    __slots__ = ("asked", "found", "right", "wrong")
+    __slots__ = ("_decay", "asked", "found", "right", "wrong")
 
-    def __init__(self) -> None:
-        self.right, self.wrong = PRIOR
+    def __init__(self, prior: float = PRIOR, decay: float = DECAY) -> None:
+        self._decay = decay
+        self.right, self.wrong = 2 * prior, 2 * (1 - prior)
         self.asked = self.found = 1.0
 
     def learn(self, budget: int, offered: int, accepted: int) -> None:
-        self.right = self.right * DECAY + accepted
-        self.wrong = self.wrong * DECAY + (accepted < offered)
-        self.asked = self.asked * DECAY + budget
-        self.found = self.found * DECAY + offered
+        self.right = self.right * self._decay + accepted
+        self.wrong = self.wrong * self._decay + (accepted < offered)
+        self.asked = self.asked * self._decay + budget
+        self.found = self.found * self._decay + offered
+
+    def fade(self, prior: float) -> None:
+        """Nothing was guessed: what was seen counts a little less."""
+        self.right += FADING * (2 * prior - self.right)
+        self.wrong += FADING * (2 * (1 - prior) - self.wrong)
 
     @property
     def rate(self) -> float:
@@ -48,20 +60,27 @@ class Aim:
 class _Costs:
     """Seconds of steps over about as many rows, without guesses and with them."""
 
-    __slots__ = ("extra", "guessing", "plain")
-
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=KEPT)
-        self.guessing: deque[float] = deque(maxlen=KEPT)
-        self.extra: deque[float] = deque(maxlen=KEPT)  # tokens guessed in those
+        self.guessing: deque[tuple[int, float]] = deque(maxlen=2 * KEPT)  # tokens guessed, seconds
+        self._line = 0.0, 0.0  # through those: seconds at no tokens, and for each
 
-    def slope(self) -> float:
-        """What a guessed token costs, in plain steps; nothing until it is known."""
+    def guessed(self, tokens: int, seconds: float) -> None:
+        self.guessing.append((tokens, seconds))
+        pairs = [(one, two) for one, two in combinations(self.guessing, 2) if one[0] != two[0]]
+        slope = max(0.0, median_low((two[1] - one[1]) / (two[0] - one[0]) for one, two in pairs)) if pairs else 0.0
+        base = median_low(seconds - slope * tokens for tokens, seconds in self.guessing) if pairs else 0.0
+        self._line = base, slope
+
+    def price(self) -> tuple[float, float]:
+        """What guessing costs, and what a guessed token does, in plain steps; nothing until it is known."""
         if not self.plain or not self.guessing:
-            return 0.0
-        plain = median_low(self.plain)
-        more = (median_low(self.guessing) - plain) / max(0.1, sum(self.extra) / len(self.extra))
-        return max(0.0, more / plain)
+            return 0.0, 0.0
+        plain, (base, slope) = median_low(self.plain), self._line
+        if base <= plain:  # all of it is the tokens'
+            each = median_low((seconds - plain) / max(0.1, tokens) for tokens, seconds in self.guessing)
+            return 0.0, max(0.0, each / plain)
+        return base / plain - 1, slope / plain
 
 
 class DraftPolicy:
@@ -71,6 +90,7 @@ class DraftPolicy:
         self._adapts = capacity.adapts
         self._overlapped = capacity.depth > 1
         self._costs: dict[int, _Costs] = {}
+        self._general = Aim(decay=SLOW_DECAY)  # over all sequences
         self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
         self._last = 0.0
         self._guessed = 0  # steps with guesses since one without was timed
@@ -79,6 +99,7 @@ class DraftPolicy:
         self._wait = FIRST_WAIT
         self._tried = 0  # steps of the trial under way
         self._trying = False  # whether the latest budgets are a trial's
+        self.rests = False  # nothing will be guessed for a while
 
     def budgets(self, running: list[Sequence]) -> dict[Sequence, int]:
         """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
@@ -90,23 +111,31 @@ class DraftPolicy:
         if not self._adapts:
             return self._capped(dict.fromkeys(able, room))
         costs = self._costs.setdefault(len(ready).bit_length(), _Costs())
+        self.rests = False
         if not costs.plain or self._guessed >= PLAIN_EVERY:
             return {}
-        price = costs.slope() * len(ready)  # of a guessed token, in drawn ones
-        budgets, gain, cost = {}, 0.0, 0.0
+        fixed, slope = costs.price()
+        price = slope * len(ready)  # of a guessed token, in drawn ones
+        budgets, gain, tokens = {}, 0.0, 0.0
         for seq in able:
-            aim = seq.aim = seq.aim or Aim()
+            aim = seq.aim = seq.aim or Aim(self._general.rate)
             rate, share = aim.rate, aim.found / aim.asked
             count, right = 0, rate
             while count < room and right > price:
                 count, gain, right = count + 1, gain + right * share, right * rate
             if count:
                 budgets[seq] = count
-                cost += count * share
-        self._trying = gain <= cost * price
+                tokens += count * share
+            else:
+                aim.fade(self._general.rate)
+        self._trying = gain <= (fixed + slope * tokens) * len(ready)
         if not self._trying:
             return self._capped(budgets)
-        return self._capped({seq: min(2, room) for seq in able}) if self._waited >= self._wait else {}
+        known = len(costs.guessing) > len(TRIAL)  # the first measurements are of things done for the first time
+        cost = sum(fixed + slope * len(able) * min(count, room) for count in TRIAL) if known else 0.0
+        left = 0 if self._tried else max(self._wait, cost / LOSS) - self._waited  # steps until guesses are tried again
+        self.rests = left > WARM
+        return self._capped(dict.fromkeys(able, min(TRIAL[self._tried], room))) if left <= 0 else {}
 
     def _capped(self, budgets: dict[Sequence, int]) -> dict[Sequence, int]:
         """No sequence draws more tokens than it may have."""
@@ -129,7 +158,7 @@ class DraftPolicy:
         self._guessed += 1
         if self._trying:
             self._tried += 1
-            if self._tried == TRIAL:
+            if self._tried == len(TRIAL):
                 self._waited = self._tried = 0
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
         else:
@@ -144,12 +173,13 @@ class DraftPolicy:
         planned, rows, guesses = self._began.pop(plan.step)
         seconds = now - max(planned, before)
         offered = sum(count for count, _ in result.drafts.values())
+        for count, right in result.drafts.values():
+            self._general.learn(count, count, right)
         if seconds <= 0 or (guesses and not offered and not self._overlapped):
             return  # no clock; or a step like any other, only that somebody was asked
         costs = self._costs.setdefault(rows.bit_length(), _Costs())
         if guesses:
-            costs.guessing.append(seconds)
-            costs.extra.append(offered)
+            costs.guessed(offered, seconds)
         elif not costs.plain or not self._overlapped or planned < before:
             costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
             self._guessed = self._plain = 0

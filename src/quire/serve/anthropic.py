@@ -43,6 +43,7 @@ from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
 from quire.types.request import FinishReason
 from quire.types.sampling import SamplingParams
 
+CONSTRAINT = "output_config.format"  # where a grammar is
 _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
 
@@ -55,7 +56,7 @@ def params_of(body: MessagesRequest) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=body.top_k or 0,
         stop=body.stop_sequences or [],
-        grammar=json_schema(config.format.schema) if config and config.format else None,
+        grammar=json_schema(config.format.schema, CONSTRAINT) if config and config.format else None,
     )
 
 
@@ -83,7 +84,7 @@ def turn_of(body: CountTokensRequest, params: SamplingParams) -> Turn:
         choice=choice_of(body),
         variables=variables,
         prefix=prefix,
-        constraint="output_config.format",
+        constraint=CONSTRAINT,
     )
 
 

@@ -209,7 +209,8 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     """Render the conversation, tokenise it, check it; the work itself begins when the answer is read."""
     frontend = serving.frontend
     tools = turn.offered()
-    params, format = _bound(turn, tools, frontend.text)
+    with naming(constraint="tools"):
+        params, format = _bound(turn, tools, frontend.text)
     tokens, blend = await render(serving, turn)
     constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
 

@@ -97,7 +97,7 @@ def _or(value: Any, default: Any) -> Any:
 def _grammar(format: Any) -> GrammarSpec | None:
     if not format:
         return None
-    return ANY_JSON if format == "json" else json_schema(format)
+    return ANY_JSON if format == "json" else json_schema(format, "format")
 
 
 def variables_of(body: OllamaAnswerRequest) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from quire.types.grammar import GrammarSpec
 from quire.types.request import FinishReason
 from quire.types.sampling import SamplingParams
 
+CONSTRAINT = "text.format"  # where a grammar is
 _DECODER = msgspec.json.Decoder(ResponseRequest)
 
 
@@ -81,7 +82,7 @@ def params_of(body: ResponseRequest) -> SamplingParams:
 def _grammar(text: TextConfig | None) -> GrammarSpec | None:
     format = text.format if text else None
     if isinstance(format, SchemaFormat):
-        return json_schema(format.schema)
+        return json_schema(format.schema, CONSTRAINT)
     return ANY_JSON if isinstance(format, JsonObjectFormat) else None
 
 
@@ -170,7 +171,7 @@ class Work:
             salt=body.cache_salt or "",
             deadline_ms=body.deadline_ms,
             messages_param="input",
-            constraint="text.format",
+            constraint=CONSTRAINT,
         )
         return await start(self.serving, turn, self.response.id, arrived)
 

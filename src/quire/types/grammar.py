@@ -10,6 +10,7 @@ import msgspec
 
 from quire.types.errors import InputError
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 MAX_GRAMMAR = 256 << 10  # characters of one grammar
 
 
@@ -17,12 +18,16 @@ class GrammarSpec(msgspec.Struct, frozen=True):
     """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark grammar;
     nothing for `json_object`."""
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    kind: GrammarKind
     source: str = ""
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_GRAMMAR:
-            raise InputError(f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR} are taken")
+            raise InputError(
+                f"the grammar has {len(self.source)} characters, at most {MAX_GRAMMAR} are taken",
+                param="grammar",
+                code="invalid_grammar",
+            )
 
 
 @dataclass(frozen=True, eq=False)

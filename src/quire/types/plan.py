@@ -118,6 +118,7 @@ class StepPlan(msgspec.Struct):
     probes: list[Probe] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
+    rests: bool = False  # nobody guesses from what this step shows: it need show nothing
 
     @property
     def tokens(self) -> int:

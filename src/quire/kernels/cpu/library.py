@@ -140,6 +140,7 @@ def features() -> list[str]:
     return names
 
 
+@cache
 def kernels(isa: str | None = None) -> int:
     """The address of a kernel set: by name, or the best."""
     names = features()

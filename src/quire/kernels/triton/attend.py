@@ -15,13 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.triton.pairs import even, odd
+
 
 @triton.jit
 def _walk(
-    acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, end, first, scale,
+    acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, end, first, scale,
     stride_page, stride_slot, stride_scale_page, stride_scale_slot,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. end. Not MASKED: whole tiles that every query sees. Keys before `first` are seen by none, and
     what lies there or behind `end` may be anything, NaN included."""
@@ -44,7 +47,12 @@ def _walk(
             keys = tl.load(k + where, mask=there, other=0.0)
         else:
             keys = tl.load(k + where)
-        scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision=PRECISION) * scale  # [BLOCK_M, BLOCK_N]
+        if PAIRS != "":
+            scores = tl.dot(q, tl.trans(even(keys, PAIRS, NATIVE)))
+            scores = tl.dot(q_odd, tl.trans(odd(keys, PAIRS, NATIVE)), scores)
+        else:
+            scores = tl.dot(q, tl.trans(keys), input_precision=PRECISION)  # [BLOCK_M, BLOCK_N]
+        scores *= scale
         if SCALED:
             scores *= k_scale[None, :]
         if MASKED:
@@ -58,16 +66,24 @@ def _walk(
         shrink = tl.exp2(peak - level)
         mass = mass * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
+        if PAIRS != "":
+            acc_odd = acc_odd * shrink[:, None]
         if MASKED or D != DP:
             values = tl.load(v + where, mask=there, other=0.0)
         else:
             values = tl.load(v + where)
-        values = values.to(q.dtype)
-        if SCALED:
-            values *= v_scale.to(q.dtype)[:, None]  # rather than the weights, which may be too small for half floats
-        acc = tl.dot(p.to(q.dtype), values, acc, input_precision=PRECISION)
+        p = p.to(q.dtype)
+        if PAIRS != "":
+            some, others = even(values, PAIRS, NATIVE), odd(values, PAIRS, NATIVE)
+            if SCALED:  # rather than the weights, which may be too small for half floats
+                some *= v_scale[:, None]
+                others *= v_scale[:, None]
+            acc = tl.dot(p, some, acc)
+            acc_odd = tl.dot(p, others, acc_odd)
+        else:
+            acc = tl.dot(p, values, acc, input_precision=PRECISION)
         peak = higher
-    return acc, peak, mass
+    return acc, acc_odd, peak, mass
 
 
 @triton.jit
@@ -113,7 +129,9 @@ def attend_kernel(
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr,  # what 8-bit pages hold; strides are then those of 16-bit words
+    NATIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP  # query tokens of a block
     if PDL:
@@ -181,32 +199,44 @@ def attend_kernel(
         last = tl.minimum(begin + length, end)
 
     d = tl.arange(0, DP)
-    q_at = q_ptr + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=valid[:, None] & (d < D)[None, :], other=0.0)
-    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        q = q.to(tl.float16)  # which 8-bit keys and values turn into in one instruction
+    q_at = q_ptr + (token.to(tl.int64) * stride_qt + head * stride_qh)[:, None]
+    SIZE: tl.constexpr = D // 2 if PAIRS != "" else D  # of a head as the walk sees it: in words
+    WIDTH: tl.constexpr = DP // 2 if PAIRS != "" else DP
+    if PAIRS != "":
+        i = 2 * tl.arange(0, WIDTH)
+        there = valid[:, None] & (i < D)[None, :]
+        q = tl.load(q_at + i[None, :], mask=there, other=0.0).to(tl.float16)
+        q_odd = tl.load(q_at + 1 + i[None, :], mask=there, other=0.0).to(tl.float16)
+        k_ptr = k_ptr.to(tl.pointer_type(tl.int16))
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
+    else:
+        q = tl.load(q_at + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
+        q_odd = q
     table = page_table + row.to(tl.int64) * stride_table
     k = k_ptr + kv_head * stride_head
     v = v_ptr + kv_head * stride_head
     k_scales += kv_head
     v_scales += kv_head
-    acc = tl.zeros([BLOCK_M, DP], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    acc_odd = acc
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     if TWO_PHASE:
         middle = begin + tl.maximum(tl.minimum(full, last) - begin, 0) // BLOCK_N * BLOCK_N
-        acc, peak, mass = _walk(
-            acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, middle, first, scale,
+        acc, acc_odd, peak, mass = _walk(
+            acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, middle, first, scale,
             stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-            PAGE, D, DP, BLOCK_N, WINDOW, False, SCALED, PRECISION,
+            PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, False, SCALED, PRECISION, PAIRS, NATIVE,
         )  # fmt: skip
         begin = middle
-    acc, peak, mass = _walk(
-        acc, peak, mass, q, at, k, v, k_scales, v_scales, table, begin, last, first, scale,
+    acc, acc_odd, peak, mass = _walk(
+        acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, last, first, scale,
         stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-        PAGE, D, DP, BLOCK_N, WINDOW, True, SCALED, PRECISION,
+        PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, True, SCALED, PRECISION, PAIRS, NATIVE,
     )  # fmt: skip
 
+    if PAIRS != "":
+        acc = tl.interleave(acc, acc_odd)
     out = acc * tl.where(mass > 0.0, 1.0 / mass, 0.0)[:, None]
     lse = peak + tl.log2(mass)
     if SPLIT:

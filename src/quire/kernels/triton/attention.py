@@ -14,13 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.triton import configs, why_not
+from quire.kernels.triton import pairs as pairing
 from quire.kernels.triton.attend import attend_kernel, list_blocks_kernel
 from quire.kernels.triton.configs import Tile
 from quire.kernels.triton.launch import counters, overlap, power_of_two, processors
+from quire.kernels.triton.widen import Wide, widen_pages
 
 MAX_HEAD_DIM = 256
 LOG2E = 1.4426950408889634
@@ -72,6 +75,7 @@ class Plan:
     launches: tuple[Launch, ...]
     prefix: PrefixLists | None = None
     ahead: Launch | None = None  # over the shared prefixes, before the others
+    wide: Wide | None = None  # what rows with many queries read instead of 8-bit pages
 
 
 class TritonAttention:
@@ -95,10 +99,13 @@ class TritonAttention:
     ) -> Plan:  # fmt: skip
         """`bounds`: of all batches this plan is for, if not of this one only."""
         bounds = bounds or Bounds.of(batch)
+        wide = None
+        if batch.exact and spec.stored < spec.itemsize and not self.invariant:
+            wide = Wide.of(batch, group, _shortest_block(bounds, spec))
         prefix = prefix or group.prefix
-        launches = plan_launches(bounds, spec, processors(batch.positions.device), self.invariant)
+        launches = plan_launches(bounds, spec, processors(batch.positions.device), self.invariant, wide is not None)
         ahead = None if prefix is None else prefix_launch(prefix, spec, processors(batch.positions.device))
-        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead)
+        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead, wide)
 
     def forward(
         self, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch, plan: Plan,
@@ -112,27 +119,26 @@ class TritonAttention:
             shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
             _run(plan.ahead, spec, q, kv, batch, group, *shared, prefix=plan.prefix)
         for launch in plan.launches:
+            if plan.wide is not None and launch.form == "block":
+                kv, group = widen_pages(kv, plan.wide.pages, q.dtype), plan.wide.group  # this launch is the last
             _run(launch, spec, q, kv, batch, group, out, lse, prefix=plan.prefix, shared=shared)
         return out
 
 
-def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool) -> list[Launch]:
-    """Which launches cover every batch within the bounds."""
+def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool, wide: bool = False) -> list[Launch]:
+    """Which launches cover every batch within the bounds. `wide`: rows with many queries read pages like these."""
     group = spec.heads // spec.kv_heads
     if invariant:
-        tile = configs.INVARIANT[spec.itemsize]
+        tile = configs.INVARIANT[spec.stored]
         tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
         splits = -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
         blocks = _most_blocks(bounds, 1, tile.block_m // group)
         return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT, steady=True)]
-    few, many = _tile("few", spec), _tile("many", spec)
-    limit = max(64 // group, 1)
-    # beside prefill rows, the short launch takes only what fits the smallest tile
-    short = bounds.longest if bounds.longest <= limit else max(16 // group, 1)
+    few, many = _tile("few", spec.stored, spec), _tile("many", spec.itemsize if wide else spec.stored, spec)
+    short = _shortest_block(bounds, spec) - 1
     launches = []
     if bounds.shortest <= short:
-        if bounds.rows * spec.kv_heads >= configs.CROWD * sms:
-            few = configs.attention("crowd", spec.itemsize, spec.head_dim) or few
+        few = configs.crowd(bounds.rows * spec.kv_heads / sms, spec.stored, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
         launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
@@ -143,15 +149,22 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     return launches
 
 
+def _shortest_block(bounds: Bounds, spec: AttentionSpec) -> int:
+    """Query tokens from which a row is cut into blocks: the others are one each. Beside rows for that, these take only
+    what fits the smallest tile."""
+    group = spec.heads // spec.kv_heads
+    return (bounds.longest if bounds.longest <= max(64 // group, 1) else max(16 // group, 1)) + 1
+
+
 def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, sms: int) -> Launch:
-    tile = configs.attention("prefix", spec.itemsize, spec.head_dim) if prefix.block_m > 16 else None
-    tile = replace(tile or _tile("few", spec), block_m=prefix.block_m)
+    tile = configs.attention("prefix", spec.stored, spec.head_dim) if prefix.block_m > 16 else None
+    tile = replace(tile or _tile("few", spec.stored, spec), block_m=prefix.block_m)
     launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, items=prefix.items)
     return _split(launch, prefix.longest, spec, sms // configs.PROGRAMS_PER_PROCESSOR)
 
 
-def _tile(kernel: str, spec: AttentionSpec) -> Tile:
-    tile = configs.attention(kernel, spec.itemsize, spec.head_dim)
+def _tile(kernel: str, element: int, spec: AttentionSpec) -> Tile:
+    tile = configs.attention(kernel, element, spec.head_dim)
     assert tile is not None, "supports() refuses such heads"
     return tile
 
@@ -164,10 +177,11 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
 def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
     """Enough programs to fill the chip and even out rows of different length."""
     programs = launch.blocks * spec.kv_heads
-    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
+    keys = launch.tile.ragged or max(configs.SPLIT_KEYS, launch.tile.block_n)
     if spec.window is not None:
         longest = min(longest, spec.window + launch.tile.block_m)
     wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))
+    wanted = configs.RAGGED_SPLITS if launch.tile.ragged else wanted
     return replace(launch, splits=max(1, min(wanted, -(-longest // keys))), split_min=keys)
 
 
@@ -204,6 +218,8 @@ def _run(
     else:
         k_scales = v_scales = out  # placeholders
         beside = (0, 0)
+    pairs = pairing.KINDS.get(k.dtype, "")
+    strides = [stride // 2 if pairs else stride for stride in k.stride()[:3]]
     assert k.stride() == v.stride() and k.stride(3) == q.stride(2) == 1 and k.dtype != torch.uint8
     assert prefix is None or spec.window is None, "shared prefixes are for full attention"
     attend_kernel[(spec.kv_heads, launch.blocks, launch.splits)](
@@ -213,12 +229,13 @@ def _run(
         batch.kv_len if launch.items is None else launch.items, batch.kv_len if prefix is None else prefix.members,
         group.page_table, batch.positions, batch.query_start, batch.kv_len,
         spec.scale * LOG2E, launch.splits, launch.split_min, launch.shortest, launch.longest, spec.heads,
-        q.stride(0), q.stride(1), *k.stride()[:3], *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
+        q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
         SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
-        TWO_PHASE=tile.block_m >= 64 and spec.window is None and not launch.steady,
+        TWO_PHASE=tile.phases == 2 and spec.window is None and not launch.steady,
         SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        PAIRS=pairs, NATIVE=not triton.knobs.runtime.interpret,
         num_warps=tile.warps, num_stages=tile.stages,
         **overlap(device),
     )  # fmt: skip

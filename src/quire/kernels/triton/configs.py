@@ -17,6 +17,8 @@ class Tile:
     block_n: int
     warps: int
     stages: int
+    phases: int = 1  # 2: keys that every query sees are walked first, without asking which sees which
+    ragged: int = 0  # keys: rows with more are split, though the chip is full, so that it is not left with a few
 
 
 @dataclass(frozen=True)
@@ -31,32 +33,54 @@ class Matmul:
     rows: int = 0
 
 
-# (kernel, bytes of a query element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens, a
-# "crowd" of them fills the chip several times over, "prefix" queries come from rows that share their first keys
+# (kernel, bytes of a stored key's element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
+# "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
+    ("few", 1, 64): Tile(16, 128, 4, 2, 2),
+    ("few", 1, 128): Tile(16, 128, 4, 2, 2),
+    ("few", 1, 256): Tile(16, 64, 4, 2, 2),
     ("few", 2, 64): Tile(16, 128, 4, 3),
-    ("few", 2, 128): Tile(16, 128, 8, 3),
+    ("few", 2, 128): Tile(16, 128, 4, 2, 2),
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
-    ("crowd", 2, 128): Tile(16, 32, 2, 2),
-    ("prefix", 2, 128): Tile(64, 64, 4, 3),
-    ("many", 2, 64): Tile(64, 64, 4, 3),
-    ("many", 2, 128): Tile(128, 32, 4, 3),
-    ("many", 2, 256): Tile(64, 32, 8, 2),
+    ("prefix", 1, 128): Tile(64, 64, 4, 3, 2),
+    ("prefix", 2, 128): Tile(64, 64, 4, 3, 2),
+    ("many", 1, 128): Tile(128, 32, 4, 3, 2),
+    ("many", 1, 256): Tile(64, 32, 8, 2, 2),
+    ("many", 2, 64): Tile(64, 64, 4, 3, 2),
+    ("many", 2, 128): Tile(128, 32, 4, 3, 2),
+    ("many", 2, 256): Tile(64, 32, 8, 2, 2),
     ("many", 4, 128): Tile(32, 32, 8, 2),
     ("many", 4, 256): Tile(32, 16, 8, 2),
 }
-INVARIANT: dict[int, Tile] = {2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}  # one tiling for every row
+# The same for more of them, by (least programs a processor, tile): from 4 on they fill the chip over and over
+CROWD: dict[tuple[int, int], list[tuple[int, Tile]]] = {
+    (1, 128): [
+        (16, Tile(16, 64, 2, 2)),
+        (8, Tile(16, 128, 4, 3)),
+        (4, Tile(16, 64, 2, 2, ragged=768)),
+        (2, Tile(16, 64, 2, 2, ragged=512)),
+        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+    ],
+    (2, 128): [
+        (8, Tile(16, 128, 4, 3)),
+        (4, Tile(16, 32, 2, 2, ragged=512)),
+        (2, Tile(16, 64, 4, 3, ragged=768)),
+        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+    ],
+}
+RAGGED_SPLITS = 3  # of a row's keys, at most
+# One tiling for every row, by bytes of a stored key's element
+INVARIANT: dict[int, Tile] = {1: Tile(64, 64, 4, 3), 2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
-PROGRAMS_PER_PROCESSOR = 2  # split long rows until there are about this many programs
-CROWD = 4  # programs a processor from which many small ones beat few large ones
+PROGRAMS_PER_PROCESSOR = 4  # split long rows until there are about this many programs
 
 # Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike; shapes that are missing belong to the library.
-SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
+SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul | None]]] = {
     (2, 32): [
         (16384, Matmul(64, 128, 4, 4)),
         (6144, Matmul(64, 128, 4, 4, splits=2)),
@@ -70,13 +94,18 @@ SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul]]] = {
     ],
     (1, 64): [
         (16384, Matmul(128, 256, 4, 4)),
-        (6144, Matmul(64, 256, 4, 3, splits=2)),
-        (0, Matmul(64, 256, 4, 3, splits=4)),
+        (6144, Matmul(64, 256, 4, 4)),
+        (0, Matmul(64, 256, 4, 4, splits=2)),
+    ],
+    (1, 128): [
+        (16384, None),
+        (6144, Matmul(64, 256, 4, 4)),
+        (0, Matmul(64, 256, 4, 4, splits=2)),
     ],
     (4, 64): [(0, Matmul(32, 64, 4, 3))],
 }
-# Tiled 8-bit products that beat the library's: (most rows, most outputs, config)
-FP8_MATMUL = [(128, 8192, Matmul(64, 128, 4, 5, rows=128)), (256, 4096, Matmul(64, 128, 4, 5, rows=128))]
+# Tiled 8-bit products that beat the library's where rows fill the tiles: (most rows, most outputs, config)
+FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128))]
 # One tiling for any number of rows: bytes of an element → config
 INVARIANT_MATMUL = {
     1: Matmul(128, 128, 4, 4, rows=64),
@@ -89,6 +118,12 @@ def attention(kernel: str, element: int, head_dim: int) -> Tile | None:
     """None: no tile of this head size fits the chip."""
     sizes = sorted(dim for name, size, dim in ATTENTION if (name, size) == (kernel, element) and dim >= head_dim)
     return ATTENTION[kernel, element, sizes[0]] if sizes else None
+
+
+def crowd(programs: float, element: int, head_dim: int) -> Tile | None:
+    """`programs` a processor. None: the tile for few does."""
+    sizes = sorted(dim for size, dim in CROWD if size == element and dim >= head_dim)
+    return next((tile for least, tile in CROWD[element, sizes[0]] if programs >= least), None) if sizes else None
 
 
 def row_matmul(outputs: int, width: int) -> Matmul | None:
@@ -107,8 +142,9 @@ def small_matmul(element: int, rows: int, outputs: int) -> Matmul | None:
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
     """None: the library is as fast."""
-    return next((config for most, widest, config in FP8_MATMUL if rows <= most and outputs <= widest), None)
+    fits = (c for most, widest, c in FP8_MATMUL if rows <= most and outputs <= widest and rows % c.rows == 0)
+    return next(fits, None)
 
 
-def look_up(table: list[tuple[int, Matmul]], size: int) -> Matmul | None:
+def look_up(table: list[tuple[int, Matmul | None]], size: int) -> Matmul | None:
     return next((config for least, config in table if size >= least), None)

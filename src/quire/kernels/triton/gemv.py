@@ -162,7 +162,7 @@ def small_matmul_kernel(
 
 
 def small_matmul(
-    x: torch.Tensor,  # [rows, k]; rows at most 64
+    x: torch.Tensor,  # [rows, k]; rows at most 128
     weight: torch.Tensor,  # [n, k], contiguous; 8-bit with x of 8 bits or more
     *,
     residual: torch.Tensor | None = None,  # added to the result; may be `out`
@@ -175,7 +175,7 @@ def small_matmul(
     rows, width = x.shape
     outputs = weight.shape[0]
     config = config or configs.small_matmul(weight.element_size(), rows, outputs)
-    assert config is not None and rows <= 64 and weight.is_contiguous() and x.stride(1) == 1
+    assert config is not None and rows <= 128 and weight.is_contiguous() and x.stride(1) == 1
     if out is None:
         default = x.dtype if residual is None else residual.dtype
         out = torch.empty(rows, outputs, dtype=out_dtype or default, device=x.device)
