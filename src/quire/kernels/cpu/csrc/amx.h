@@ -1,9 +1,9 @@
 // Multiplication by AMX tiles for many rows; few rows stay with VNNI. Included by isa_avx512.cpp in its namespace.
 //
-// A tile product takes 16 (or 8) rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be applied
-// inside a tile, so each product is stored, then scaled and added by vectors. What a tile stored cannot be read back
-// before it has reached the cache, so additions run kLag blocks behind, and from one group into the next: there is no
-// place where only tiles or only vectors are at work.
+// A tile product takes 16 (or 8) rows x one block of 32 inputs x one group of 16 outputs. Block scales cannot be
+// applied inside a tile, so each product is stored, then scaled and added by vectors. What a tile stored cannot be read
+// back before it has reached the cache, so additions run kLag blocks behind, and from one group into the next: there is
+// no place where only tiles or only vectors are at work.
 //
 // While tiles are in use one of the two vector multipliers is not: multiplications, and conversions of integers, which
 // are done by it too, take twice as long, but additions do not. Products therefore become floats by additions.
@@ -14,7 +14,7 @@ constexpr int kFew = 5;       // rows left over that VNNI does sooner than a mos
 constexpr int kLag = 3;       // blocks after its multiplication a product is added
 constexpr int kProducts = 4;  // kept at a time
 constexpr int kLead = 4;      // blocks before its multiplication 4-bit weights become bytes
-constexpr size_t kEarly = 2560;  // bytes: weights are asked for this far ahead of that, or with 8 bits of multiplication
+constexpr size_t kEarly = 2560;  // bytes: weights are asked for this far ahead of that (8 bits: of multiplication)
 
 struct alignas(64) Config {
   uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -156,6 +156,7 @@ void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, uint8_
   Walk at = Walk::over(pieces, end);
   if (!at.more()) return;
   for (int b = 0; Bits == 4 && b < kLead; b++) unpack(at.quants(b), bytes + b * 512);
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
   while (at.more()) {
     const Walk next = at.next();
     const uint8_t *coming = at.quants(Bits == 4 ? kLead : 0), *weights = Bits == 4 ? bytes : at.quants(0);

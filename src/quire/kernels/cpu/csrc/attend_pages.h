@@ -1,6 +1,6 @@
 // Attention of a few states of one KV head straight from fp16 or fp32 pages: nothing is copied first. Included by
-// `attend.h` where vectors are wide and registers many. Each state adds what `attend_block` adds, in the same order: the
-// same bits, sooner, as long as keys and values are not needed again.
+// `attend.h` where vectors are wide and registers many. Each state adds what `attend_block` adds, in the same order:
+// the same bits, sooner, as long as keys and values are not needed again.
 
 // Where K of all heads of a block's tokens lies; those not written yet stand where the last does.
 inline void find(const Paged& kv, const Table& table, int position, int block, const uint8_t** at) {
