@@ -176,7 +176,7 @@ def test_while_guessing_rests_steps_show_nothing_and_then_it_goes_on(few, expect
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 2}, {"kv_pages": 24, "max_model_len": 320}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
+    [{"depth": 2}, {"kv_pages": 16, "max_model_len": 224}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
     ids=["two steps in flight", "preemption", "small chunks and pages", "process"],
 )
 def test_other_ways_to_run(few, expected, options):
@@ -221,7 +221,7 @@ class Knowing:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"depth": 2}, {"kv_pages": 24, "max_model_len": 320}, {"page_size": 5}, {"page_size": 1, "draft_tokens": 16}],
+    [{}, {"depth": 2}, {"kv_pages": 16, "max_model_len": 224}, {"page_size": 5}, {"page_size": 1, "draft_tokens": 16}],
     ids=["as it is", "two steps in flight", "preemption", "small pages", "pages of one token"],
 )
 def test_trees_of_guesses(plain, few, expected, options):
