@@ -70,7 +70,7 @@ def penalise(
 
 
 def allow(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
-    """Forbid all tokens but those whose bit is set. masks uint8 [m, bytes], lowest bit first"""
+    """Forbid all tokens but those whose bit is set. masks uint8 [m, bytes], lowest bit first; `rows` ascend"""
     bytes_, shifts = (torch.arange(count, dtype=torch.uint8, device=masks.device) for count in (256, 8))
     banned = (bytes_.unsqueeze(-1) >> shifts).bitwise_and_(1) == 0  # [256, 8]: what each byte forbids
     # Looked up and added, without a branch for every token: a third of the time that filling takes.
