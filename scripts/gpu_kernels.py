@@ -336,7 +336,8 @@ def planned(rows: Rows, few: Tile | None = None, many: Tile | None = None, per: 
     saved = dict(configs.ATTENTION), configs.CROWD, configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS
     try:
         configs.CROWD = {}
-        configs.ATTENTION["few", 2, DIM] = few or configs.ATTENTION["few", 2, DIM]
+        for size in (1, 2):
+            configs.ATTENTION["few", size, DIM] = few or configs.ATTENTION["few", size, DIM]
         configs.ATTENTION["many", 2, DIM] = many or configs.ATTENTION["many", 2, DIM]
         configs.PROGRAMS_PER_PROCESSOR = per or configs.PROGRAMS_PER_PROCESSOR
         configs.SPLIT_KEYS = keys or configs.SPLIT_KEYS
@@ -391,9 +392,9 @@ def uneven(backend: paged.TritonAttention) -> Iterator[Trial]:
         for dtype in (BF16, FP8):
             case = Rows(rows, 2, dtype=dtype)
             for tile in FEW:
-                for splits, keys in ((1, 0), (3, 512), (3, 768)):
-                    plan = paged.Plan((paged.Launch("row", tile, len(rows), 1, 4, splits, keys),))
-                    yield Trial("decode", f"chat {step}, {dtype.itemsize * 8} bits", f"{tile!r} {splits} x {keys}",
+                for pieces in (2, 4, 8):
+                    plan = planned(case, few=replace(tile, pieces=pieces))
+                    yield Trial("decode", f"chat {step}, {dtype.itemsize * 8} bits", f"{tile!r} x {pieces}",
                                 lambda i, c=case, p=plan: c.run(i, backend, p), 2, case.read * dtype.itemsize / 2, 0,
                                 lambda c=case, p=plan: c.error(backend, p))  # fmt: skip
 

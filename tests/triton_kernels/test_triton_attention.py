@@ -1,5 +1,6 @@
 """Paged attention against the plain one: ragged batches, page boundaries, windows, splits, shared prefixes."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from quire.kernels.kv import LayerKV, encode, take_pages
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import cascade, configs
 from quire.kernels.triton.attention import Bounds, Plan, TritonAttention, _with_items, plan_launches
+from quire.kernels.triton.lists import list_pieces_kernel
 from quire.kernels.triton.widen import Wide, widen_pages
 
 
@@ -252,3 +254,47 @@ def test_refusals():
     backend = TritonAttention()
     assert "cuda" in str(backend.supports(AttentionSpec(4, 2, 64, 1.0), torch.device("cpu"))).lower()
     assert "head_dim" in str(backend.supports(AttentionSpec(4, 2, 512, 1.0), torch.device("cuda")))
+
+
+def listed(lens, fit, least, bound, begins=None, window=0, tile=16):
+    """What `list_pieces_kernel` makes of rows with one query each: (row, piece, pieces, first key, behind the last)."""
+    rows = len(lens)
+    items = torch.full((bound, 8), 99, dtype=torch.int32)
+    kv_len = torch.tensor(lens, dtype=torch.int32)
+    list_pieces_kernel[(rows,)](
+        torch.tensor(lens) - 1, torch.arange(rows + 1, dtype=torch.int32), kv_len,
+        kv_len if begins is None else torch.tensor(begins, dtype=torch.int32), items, rows, bound, fit, least, 1, 1,
+        ROWS=64, QUERIES=4, BLOCK_N=tile, WINDOW=window, HAS_PREFIX=begins is not None, PDL=False,
+    )  # fmt: skip
+    used = items[items[:, 0] >= 0]
+    assert (items[len(used) :, 0] == -1).all()
+    assert (used[:, 4] == 1).all() and used[:, 3].tolist() == used[:, 0].tolist()
+    return used[:, [0, 1, 2, 5, 6]].tolist()
+
+
+def test_pieces_are_as_even_as_whole_rounds_allow():
+    rng = random.Random(5)
+    for fit in (2, 7, 33):
+        lens = [rng.choice((1, 40, 700, 3000)) + rng.randrange(100) for _ in range(rng.randint(1, 50))]
+        most = -(-len(lens) * 5 // (4 * fit)) * fit
+        found = listed(lens, fit, 2, len(lens) * 5 // 4 + fit)
+        assert len(lens) <= len(found) <= most
+        for row, length in enumerate(lens):
+            mine = [piece[1:] for piece in found if piece[0] == row]
+            assert [index for index, *_ in mine] == list(range(len(mine))) and {n for _, n, *_ in mine} == {len(mine)}
+            seen = [key for _, _, first, last in mine for key in range(first, last)]
+            assert seen == list(range(length))
+        longest = max(-(-(last - first) // 16) for *_, first, last in found)
+        finer = [max(2, longest - 1)] * len(lens)
+        assert longest <= 2 or sum(-(-(-(-n // 16)) // size) for n, size in zip(lens, finer, strict=True)) > most
+
+
+def test_one_long_row_among_many_is_cut():
+    found = listed([30] * 49 + [100_000], 33, 16, 50 * 5 // 4 + 33)
+    assert [pieces for row, _, pieces, *_ in found if row == 0] == [1]
+    assert max(last - first for *_, first, last in found) < 6500
+
+
+def test_pieces_begin_behind_a_shared_prefix_and_inside_a_window():
+    assert listed([100, 48], 2, 100, 10, begins=[32, 0]) == [[0, 0, 1, 32, 100], [1, 0, 1, 0, 48]]
+    assert listed([100, 10], 2, 100, 10, window=20) == [[0, 0, 1, 80, 100], [1, 0, 1, 0, 10]]

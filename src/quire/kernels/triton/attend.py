@@ -3,9 +3,11 @@
 
     block of queries, BLOCK_M:   token 0 · head 0..G-1 | token 1 · head 0..G-1 | ...     G query heads share a KV head
 
-What a block is comes in three forms: the only block of a row (short rows), an entry of a list of blocks (long rows),
-or a run of members of a group of rows that share a prefix (`cascade.py`). Several programs may split the keys of a
-block; the last to finish adds up (`launch.py`). Softmax runs in powers of two.
+What a block is comes in three forms: a piece of a row's keys (short rows), a block of a row's queries (long rows), or a
+run of members of a group of rows that share a prefix (`cascade.py`). Several programs may split the keys of a block; the
+last to finish adds up (`launch.py`). Softmax runs in powers of two.
+
+The first two come as lists, made on the device once a step (`lists.py`).
 
 Refuses to know: plans, host lengths; every length is read on the device.
 """
@@ -99,14 +101,14 @@ def _join(out, lse, other, other_lse):
 
 @triton.jit
 def _store(
-    out_ptr, lse_ptr, prefix_out, prefix_lse, out, lse, token, head, valid, begin, stride_ot, stride_oh, heads,
+    out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, row, token, head, valid, stride_ot, stride_oh, heads,
     D: tl.constexpr, DP: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, DP)
     where = valid[:, None] & (d < D)[None, :]
     flat = token.to(tl.int64) * heads + head
     if HAS_PREFIX:
-        if begin > 0:
+        if tl.load(row_begin + row) > 0:
             other = tl.load(prefix_out + flat[:, None] * D + d[None, :], mask=where, other=0.0).to(tl.float32)
             other_lse = tl.load(prefix_lse + flat, mask=valid, other=float("-inf")) * 1.4426950408889634
             out, lse = _join(out, lse, other, other_lse)
@@ -116,13 +118,13 @@ def _store(
         tl.store(lse_ptr + flat, lse * 0.6931471805599453, mask=valid)
 
 
-@triton.jit(do_not_specialize=["splits", "split_min", "shortest", "longest"])
+@triton.jit(do_not_specialize=["splits", "split_min"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, k_scales, v_scales, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
     prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...
     partial, partial_lse, counters,
     items, members, page_table, positions, query_start, kv_len,
-    scale, splits, split_min, shortest, longest, heads,
+    scale, splits, split_min, heads,
     stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_scale_page, stride_scale_slot,
     stride_ot, stride_oh, stride_table,
     FORM: tl.constexpr,  # "row", "block" or "prefix"
@@ -161,19 +163,29 @@ def attend_kernel(
         at = tl.where(valid, end - 1, -1)
         full = end
         first = 0
+    elif FORM == "row":
+        item = items + block * 8
+        row = tl.load(item)
+        if row < 0:
+            return
+        split = tl.load(item + 1)
+        used = tl.load(item + 2)
+        token = tl.load(item + 3) + index
+        valid = (index < tl.load(item + 4)) & (m < BLOCK_Q * GROUP)
+        start = tl.load(item + 5)  # of this piece
+        end = tl.load(item + 6)
+        full = tl.load(item + 7)
+        at = tl.load(positions + token, mask=valid, other=-1).to(tl.int32)
+        first = start
+        if WINDOW:
+            first = tl.maximum(first, full - WINDOW)
     else:
-        row = block
-        tile = 0
-        if FORM == "block":
-            row = tl.load(items + block * 2)
-            if row < 0:
-                return
-            tile = tl.load(items + block * 2 + 1)
+        row = tl.load(items + block * 2)
+        if row < 0:
+            return
         from_token = tl.load(query_start + row)
         count = tl.load(query_start + row + 1) - from_token
-        if (count < shortest) | (count > longest):
-            return
-        index += tile * BLOCK_Q
+        index += tl.load(items + block * 2 + 1) * BLOCK_Q
         valid = (index < count) & (m < BLOCK_Q * GROUP)
         token = from_token + index
         at = tl.load(positions + token, mask=valid, other=-1).to(tl.int32)
@@ -188,8 +200,8 @@ def attend_kernel(
             first = tl.maximum(first, nearest - WINDOW + 1)
             start = tl.maximum(start, first // BLOCK_N * BLOCK_N)
 
-    begin, last, used = start, end, 1
-    if SPLIT:
+    begin, last = start, end
+    if SPLIT and FORM != "row":
         keys = tl.maximum(end - start, 0)
         length = tl.maximum(split_min, tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N)
         used = tl.maximum(tl.cdiv(keys, length), 1)
@@ -241,8 +253,13 @@ def attend_kernel(
     lse = peak + tl.log2(mass)
     if SPLIT:
         if used > 1:
-            slot = (block * tl.num_programs(0) + kv_head).to(tl.int64)
-            rows = (slot * splits + split) * BLOCK_M + m
+            sides = tl.num_programs(0)
+            slot, apart = (block * sides + kv_head).to(tl.int64), 1
+            place = slot * splits  # of the first part's result; the others lie `apart`
+            if FORM == "row":
+                slot, apart = (row * sides + kv_head).to(tl.int64), sides
+                place = ((block - split) * sides + kv_head).to(tl.int64)
+            rows = (place + split * apart) * BLOCK_M + m
             tl.store(partial + rows[:, None] * DP + d[None, :], out, mask=valid[:, None])
             tl.store(partial_lse + rows, lse, mask=valid)
             tl.debug_barrier()
@@ -252,39 +269,11 @@ def attend_kernel(
             out = tl.zeros([BLOCK_M, DP], tl.float32)
             lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
             for s in range(0, used):
-                rows = (slot * splits + s) * BLOCK_M + m
+                rows = (place + s * apart) * BLOCK_M + m
                 other = tl.load(
                     partial + rows[:, None] * DP + d[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
                 )
                 other_lse = tl.load(partial_lse + rows, mask=valid, other=float("-inf"), cache_modifier=".cg")
                 out, lse = _join(out, lse, other, other_lse)
-    _store(out_ptr, lse_ptr, prefix_out, prefix_lse, out, lse, token, head, valid, start, stride_ot, stride_oh,
+    _store(out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, row, token, head, valid, stride_ot, stride_oh,
            heads, D, DP, HAS_PREFIX, HAS_LSE)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["rows", "bound", "shortest", "longest"])
-def list_blocks_kernel(
-    query_start, items, rows, bound, shortest, longest,
-    ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """items [bound, 2]: (row, tile) of every block of the rows with shortest .. longest tokens, last rows and tiles
-    first (they have the most keys); (-1, -1) behind them. One program a row."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    every = tl.arange(0, ROWS)
-    there = every < rows
-    tokens = tl.load(query_start + every + 1, mask=there, other=0) - tl.load(query_start + every, mask=there, other=0)
-    blocks = tl.where((tokens >= shortest) & (tokens <= longest), tl.cdiv(tokens, BLOCK_Q), 0)
-    behind = tl.sum(tl.where(every > row, blocks, 0), 0)
-    own = tl.sum(tl.where(every == row, blocks, 0), 0)
-    for i0 in range(0, own, 128):
-        i = i0 + tl.arange(0, 128)
-        tl.store(items + (behind + i) * 2, row, mask=i < own)
-        tl.store(items + (behind + i) * 2 + 1, own - 1 - i, mask=i < own)
-    if row == 0:
-        for i0 in range(behind + own, bound, 128):
-            i = i0 + tl.arange(0, 128)
-            tl.store(items + i * 2, -1, mask=i < bound)
-            tl.store(items + i * 2 + 1, -1, mask=i < bound)

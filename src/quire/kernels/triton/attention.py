@@ -4,7 +4,7 @@ Short rows (a few query tokens: decoding, speculation) and long ones take the sa
 launch each. Grids come from bounds the host knows, everything else is read on the device, so a plan made from the
 bounds of a captured graph stays true whatever the graph is replayed with.
 
-    rows, tokens:   1  1  480  4  1     ──►   short: one block a row      long: a list of blocks, made on the device
+    rows, tokens:   1  1  480  4  1     ──►   short: pieces of their keys      long: blocks of their queries
 
 Refuses to know: who owns pages, which rows share some (`cascade.py` finds out and hands the lists to `plan`).
 """
@@ -20,9 +20,10 @@ from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.triton import configs, why_not
 from quire.kernels.triton import pairs as pairing
-from quire.kernels.triton.attend import attend_kernel, list_blocks_kernel
+from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.configs import Tile
 from quire.kernels.triton.launch import counters, overlap, power_of_two, processors
+from quire.kernels.triton.lists import list_blocks_kernel, list_pieces_kernel
 from quire.kernels.triton.widen import Wide, widen_pages
 
 MAX_HEAD_DIM = 256
@@ -48,13 +49,13 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Launch:
-    form: str  # "row": one block a row; "block": `items` lists (row, tile); "prefix": see `PrefixLists`
+    form: str  # "row": `items` lists pieces of rows; "block": blocks of queries; "prefix": see `PrefixLists`
     tile: Tile
     blocks: int
     shortest: int  # query tokens of the rows it is for
     longest: int
-    splits: int  # at most, of a block's keys
-    split_min: int
+    splits: int  # at most, of a block's keys; of rows: pieces that the chip holds at once
+    split_min: int  # keys of a part, at least; of a piece: tiles of keys
     steady: bool = False  # one instruction sequence for every tile: the same bits wherever a query lies in its block
     items: torch.Tensor | None = None  # int32, on the device
 
@@ -105,7 +106,7 @@ class TritonAttention:
         prefix = prefix or group.prefix
         launches = plan_launches(bounds, spec, processors(batch.positions.device), self.invariant, wide is not None)
         ahead = None if prefix is None else prefix_launch(prefix, spec, processors(batch.positions.device))
-        return Plan(tuple(_with_items(one, batch, spec) for one in launches), prefix, ahead, wide)
+        return Plan(tuple(_with_items(one, batch, spec, prefix) for one in launches), prefix, ahead, wide)
 
     def forward(
         self, spec: AttentionSpec, q: torch.Tensor, kv: LayerKV, batch: Batch, group: GroupBatch, plan: Plan,
@@ -140,7 +141,7 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     if bounds.shortest <= short:
         few = configs.crowd(bounds.rows * spec.kv_heads / sms, spec.stored, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
-        launches.append(_split(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
+        launches.append(_pieces(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
         many = replace(many, block_m=max(many.block_m, power_of_two(group)))
         blocks = _most_blocks(bounds, short + 1, many.block_m // group)
@@ -175,27 +176,44 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
 
 
 def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
-    """Enough programs to fill the chip and even out rows of different length."""
-    programs = launch.blocks * spec.kv_heads
-    keys = launch.tile.ragged or max(configs.SPLIT_KEYS, launch.tile.block_n)
-    if spec.window is not None:
-        longest = min(longest, spec.window + launch.tile.block_m)
-    wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(programs, 1))
-    wanted = configs.RAGGED_SPLITS if launch.tile.ragged else wanted
-    return replace(launch, splits=max(1, min(wanted, -(-longest // keys))), split_min=keys)
+    """Enough programs to fill the chip."""
+    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
+    wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(launch.blocks * spec.kv_heads, 1))
+    return replace(launch, splits=max(1, min(wanted, -(-_seen(launch, longest, spec) // keys))), split_min=keys)
 
 
-def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec) -> Launch:
-    """List the blocks of a "block" launch, on the device."""
-    if launch.form != "block":
-        return launch
-    items = torch.empty(launch.blocks, 2, dtype=torch.int32, device=batch.query_start.device)
-    rows = batch.query_start.shape[0] - 1
-    list_blocks_kernel[(rows,)](
-        batch.query_start, items, rows, launch.blocks, launch.shortest, launch.longest,
-        ROWS=max(power_of_two(rows), 2048), BLOCK_Q=launch.tile.block_m // (spec.heads // spec.kv_heads),
-        **overlap(items.device),
-    )  # fmt: skip
+def _pieces(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
+    """So many that they fill the chip and end together, however different the rows are."""
+    least = -(-configs.SPLIT_KEYS // launch.tile.block_n)
+    if _seen(launch, longest, spec) <= least * launch.tile.block_n:
+        return replace(launch, split_min=longest)
+    fit = max(sms * launch.tile.pieces // spec.kv_heads, 2)
+    return replace(launch, blocks=launch.blocks * 5 // 4 + fit, splits=fit, split_min=least)
+
+
+def _seen(launch: Launch, longest: int, spec: AttentionSpec) -> int:
+    """Keys that a row of `longest` attends, at most."""
+    return longest if spec.window is None else min(longest, spec.window + launch.tile.block_m)
+
+
+def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec, prefix: PrefixLists | None = None) -> Launch:
+    """List what a launch takes on, on the device."""
+    rows, device = batch.query_start.shape[0] - 1, batch.query_start.device
+    block_q = launch.tile.block_m // (spec.heads // spec.kv_heads)
+    among = {"ROWS": max(power_of_two(rows), 2048), **overlap(device)}
+    if launch.form == "row":
+        items = torch.empty(launch.blocks, 8, dtype=torch.int32, device=device)
+        list_pieces_kernel[(rows,)](
+            batch.positions, batch.query_start, batch.kv_len, batch.kv_len if prefix is None else prefix.row_begin, items,
+            rows, launch.blocks, launch.splits, launch.split_min, launch.shortest, launch.longest,
+            QUERIES=power_of_two(block_q), BLOCK_N=launch.tile.block_n, WINDOW=spec.window or 0,
+            HAS_PREFIX=prefix is not None, num_warps=8, **among,
+        )  # fmt: skip
+    else:
+        items = torch.empty(launch.blocks, 2, dtype=torch.int32, device=device)
+        list_blocks_kernel[(rows,)](
+            batch.query_start, items, rows, launch.blocks, launch.shortest, launch.longest, BLOCK_Q=block_q, **among
+        )
     return replace(launch, items=items)
 
 
@@ -207,10 +225,11 @@ def _run(
     tile, device = launch.tile, q.device
     padded = max(power_of_two(spec.head_dim), 16)
     partial = partial_lse = counts = out  # placeholders: not read unless split
+    apart = 1 if launch.form == "row" else launch.splits  # programs a block
     if launch.splits > 1:
         slots = launch.blocks * spec.kv_heads
-        partial = torch.empty(slots * launch.splits * tile.block_m, padded, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(slots * launch.splits * tile.block_m, dtype=torch.float32, device=device)
+        partial = torch.empty(slots * apart * tile.block_m, padded, dtype=torch.float32, device=device)
+        partial_lse = torch.empty(slots * apart * tile.block_m, dtype=torch.float32, device=device)
         counts = counters(device, slots)
     k, v, (k_scales, v_scales) = kv.k_pages, kv.v_pages, (kv.k_scales, kv.v_scales)
     if scaled := k_scales is not None and v_scales is not None:
@@ -222,13 +241,13 @@ def _run(
     strides = [stride // 2 if pairs else stride for stride in k.stride()[:3]]
     assert k.stride() == v.stride() and k.stride(3) == q.stride(2) == 1 and k.dtype != torch.uint8
     assert prefix is None or spec.window is None, "shared prefixes are for full attention"
-    attend_kernel[(spec.kv_heads, launch.blocks, launch.splits)](
+    attend_kernel[(spec.kv_heads, launch.blocks, apart)](
         q, k, v, k_scales, v_scales, out, out if lse is None else lse,
         *(shared or (out, out)), batch.kv_len if prefix is None else prefix.row_begin,
         partial, partial_lse, counts,
-        batch.kv_len if launch.items is None else launch.items, batch.kv_len if prefix is None else prefix.members,
+        launch.items, batch.kv_len if prefix is None else prefix.members,
         group.page_table, batch.positions, batch.query_start, batch.kv_len,
-        spec.scale * LOG2E, launch.splits, launch.split_min, launch.shortest, launch.longest, spec.heads,
+        spec.scale * LOG2E, launch.splits, launch.split_min, spec.heads,
         q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,

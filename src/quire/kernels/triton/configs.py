@@ -18,7 +18,7 @@ class Tile:
     warps: int
     stages: int
     phases: int = 1  # 2: keys that every query sees are walked first, without asking which sees which
-    ragged: int = 0  # keys: rows with more are split, though the chip is full, so that it is not left with a few
+    pieces: int = 4  # programs that a processor holds at once; rows with few queries are cut into whole rounds of them
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Matmul:
 # "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 1, 64): Tile(16, 128, 4, 2, 2),
-    ("few", 1, 128): Tile(16, 128, 4, 2, 2),
+    ("few", 1, 128): Tile(16, 64, 4, 3, pieces=4),
     ("few", 1, 256): Tile(16, 64, 4, 2, 2),
     ("few", 2, 64): Tile(16, 128, 4, 3),
-    ("few", 2, 128): Tile(16, 128, 4, 2, 2),
+    ("few", 2, 128): Tile(16, 128, 4, 3, pieces=2),
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
@@ -54,29 +54,23 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("many", 4, 128): Tile(32, 32, 8, 2),
     ("many", 4, 256): Tile(32, 16, 8, 2),
 }
-# The same for more of them, by (least programs a processor, tile): from 4 on they fill the chip over and over
+# The same for more of them, by (least programs a processor, tile)
 CROWD: dict[tuple[int, int], list[tuple[int, Tile]]] = {
     (1, 128): [
-        (16, Tile(16, 64, 2, 2)),
-        (8, Tile(16, 128, 4, 3)),
-        (4, Tile(16, 64, 2, 2, ragged=768)),
-        (2, Tile(16, 64, 2, 2, ragged=512)),
-        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+        (8, Tile(16, 64, 2, 2, pieces=6)),
+        (1, Tile(16, 64, 2, 2, 2, pieces=6)),
     ],
     (2, 128): [
-        (8, Tile(16, 128, 4, 3)),
-        (4, Tile(16, 32, 2, 2, ragged=512)),
-        (2, Tile(16, 64, 4, 3, ragged=768)),
-        (1, Tile(16, 128, 4, 2, 2, ragged=768)),
+        (8, Tile(16, 64, 4, 2, 2, pieces=5)),
+        (2, Tile(16, 64, 4, 3, pieces=4)),
     ],
 }
-RAGGED_SPLITS = 3  # of a row's keys, at most
 # One tiling for every row, by bytes of a stored key's element
 INVARIANT: dict[int, Tile] = {1: Tile(64, 64, 4, 3), 2: Tile(64, 64, 4, 3), 4: Tile(32, 32, 8, 2)}
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
-PROGRAMS_PER_PROCESSOR = 4  # split long rows until there are about this many programs
+PROGRAMS_PER_PROCESSOR = 4  # split rows with many queries until there are about this many programs
 
 # Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike; shapes that are missing belong to the library.
