@@ -49,7 +49,8 @@ def quantise_kernel(
     y = tl.load(x_ptr + where, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         y = silu(y) * tl.load(x_ptr + WIDTH + where, mask=inside, other=0.0).to(tl.float32)
-    store_fp8(y, out_ptr, scales_ptr, row.to(tl.int64)[:, None] * WIDTH + column[None, :], row, inside, row >= 0)
+    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    store_fp8(y, 1.0, out_ptr, scales_ptr, at, row, inside, row >= 0)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

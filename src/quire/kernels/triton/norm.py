@@ -16,10 +16,11 @@ FP8 = torch.float8_e4m3fn
 
 
 @triton.jit
-def store_fp8(y, out, scales, where, row, mask, valid):
-    """y [ROWS, BLOCK] as 8-bit floats times one scale a row: the row's largest becomes the largest representable."""
+def store_fp8(y, factor, out, scales, where, row, mask, valid):
+    """y [ROWS, BLOCK] times `factor` [ROWS] as 8-bit floats times one scale a row: the row's largest becomes the largest
+    representable. The factor only goes into the scale, so what it is made of need not be known first."""
     scale = tl.maximum(tl.max(tl.abs(y), 1), 1e-12) * (1.0 / 448.0)
-    tl.store(scales + row, scale, mask=valid)
+    tl.store(scales + row, scale * factor, mask=valid)
     tl.store(out + where, tl.clamp(y / scale[:, None], -448.0, 448.0).to(tl.float8e4nv), mask=mask)
 
 
@@ -47,11 +48,11 @@ def norm_kernel(
         )
         tl.store(residual_ptr + where, x, mask=mask)
     wide = x.to(tl.float32)
-    y = wide * tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None] * weight[None, :]
+    rms = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
     if QUANTISE:
-        store_fp8(y, out_ptr, scales_ptr, where, row, mask, valid)
+        store_fp8(wide * weight[None, :], rms, out_ptr, scales_ptr, where, row, mask, valid)
     else:
-        tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + where, (wide * rms[:, None] * weight[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
