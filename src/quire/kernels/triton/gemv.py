@@ -125,13 +125,13 @@ def small_matmul_kernel(
     acc = tl.zeros([TALL, NARROW], tl.float32)
     for step in range(STEPS):
         k0 = (split * STEPS + step) * BLOCK_K
-        w = weight_desc.load([tile * BLOCK_N, k0])
         if X_FULL:
             x = x_in.load([0, k0])
         else:
             k = k0 + tl.arange(0, BLOCK_K)
             x_mask = (m < M)[:, None] & (k < K)[None, :]
             x = tl.load(x_in + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=x_mask, other=0.0)
+        w = weight_desc.load([tile * BLOCK_N, k0])  # behind x: before it, float32 spills its registers
         if X_TALL:
             acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
         else:
