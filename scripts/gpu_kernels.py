@@ -185,9 +185,9 @@ def draws() -> Iterator[Trial]:
 # --- products ---------------------------------------------------------------------------------------------------
 
 SMALL = [
-    Matmul(16, 512, 4, 3), Matmul(32, 256, 4, 4), Matmul(32, 256, 4, 4, splits=2), Matmul(64, 128, 4, 4),
-    Matmul(64, 256, 4, 3), Matmul(64, 128, 4, 6, splits=2), Matmul(64, 128, 4, 4, splits=4),
-    Matmul(128, 128, 4, 4), Matmul(128, 128, 8, 4, splits=4), Matmul(128, 64, 4, 6, splits=2),
+    Matmul(64, 128, 4, 4), Matmul(64, 128, 4, 4, splits=2), Matmul(64, 128, 4, 4, splits=4), Matmul(64, 64, 4, 5),
+    Matmul(128, 128, 4, 4), Matmul(128, 128, 4, 4, splits=2), Matmul(128, 64, 4, 5), Matmul(128, 64, 8, 5, splits=2),
+    Matmul(32, 128, 4, 4, rows=64), Matmul(32, 128, 4, 5, rows=64), Matmul(64, 128, 4, 4, splits=2, rows=64),
 ]  # fmt: skip
 LAYERS = {  # name: (outputs, reduction, what `row_matmul` does beside the product)
     "qkv": (QKV, HIDDEN, "norm"),
@@ -223,8 +223,6 @@ def small_products() -> Iterator[Trial]:
                             against(run, x, copies[0], options))  # fmt: skip
             options = {"residual": residual}
             for config in SMALL:
-                if rows > 16 and config.block_n < 64:
-                    continue
                 run = lambda i, x=x, w=copies, o=options, c=config: gemv.small_matmul(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("few rows", f"{name} {rows}", repr(config), run, len(copies), moved, 0,
                             against(run, x, copies[0], options))  # fmt: skip
@@ -250,13 +248,16 @@ def products_fp8() -> Iterator[Trial]:
                 options = {"x_scale": xs, "weight_scale": scale, "out_dtype": BF16}
             function, configs_tried = (gemv.small_matmul, SMALL_FP8) if rows <= 128 else (gemm.matmul, LARGE_FP8)
             for config in configs_tried:
+                if config.rows and config.rows < rows <= 128:
+                    continue
                 run = lambda i, x=xq, w=eight, o=options, c=config, f=function: f(x, w[i], config=c, **o)  # noqa: E731
                 yield Trial("fp8", shape, repr(config), run, len(eight), moved, 0, against(run, xq, eight[0], options))
 
 
 SMALL_FP8 = [
-    Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2), Matmul(128, 256, 4, 4),
-    Matmul(128, 128, 4, 5), Matmul(128, 128, 4, 5, splits=2),
+    Matmul(64, 256, 4, 4), Matmul(64, 256, 4, 4, splits=2), Matmul(64, 256, 4, 4, splits=4), Matmul(64, 128, 4, 5),
+    Matmul(128, 256, 4, 4), Matmul(128, 256, 4, 4, splits=2), Matmul(128, 128, 4, 5),
+    Matmul(32, 256, 4, 4, rows=64), Matmul(32, 256, 4, 5, rows=64), Matmul(64, 256, 4, 4, splits=2, rows=64),
 ]  # fmt: skip
 LARGE_FP8 = [
     Matmul(64, 128, 4, 5, rows=128), Matmul(256, 128, 8, 3, rows=128), Matmul(128, 128, 8, 4, rows=128),

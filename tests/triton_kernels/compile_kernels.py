@@ -15,10 +15,11 @@ from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.triton import activation, batch, cascade, gather, gemm, gemv, launch, norm, rope, sampling
 from quire.kernels.triton.attention import TritonAttention
-from quire.kernels.triton.configs import INVARIANT_MATMUL
+from quire.kernels.triton.configs import INVARIANT_MATMUL, small_matmul
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV, DIM, HIDDEN, FFN, PAGE = 32, 8, 128, 4096, 14336, 16
+SHARED = 227 * 1024  # bytes that a program may have there
 met = set()
 
 
@@ -37,7 +38,9 @@ class Absent:
 
 def compiled_only(self, *args, grid, warmup, **kwargs):
     met.add(self.fn.__name__)
-    return run(self, *args, grid=grid, warmup=True, **kwargs)
+    made = run(self, *args, grid=grid, warmup=True, **kwargs)
+    assert made.metadata.shared <= SHARED, (self.fn.__name__, made.metadata.shared)
+    return made
 
 
 run, JITFunction.run = JITFunction.run, compiled_only
@@ -92,11 +95,23 @@ def products():
     for dtype in (BF16, FP8):
         weight, scale = random(2 * FFN, HIDDEN, dtype=dtype), torch.ones(2 * FFN) if dtype == FP8 else None
         gemv.row_matmul(random(1, HIDDEN), weight, norm=random(HIDDEN), eps=1e-5, gated=True, weight_scale=scale)
-        for rows, outputs in ((8, HIDDEN), (64, 2 * FFN)):
+        for rows in (8, 64):
             x = random(rows, HIDDEN, dtype=dtype)
             scales = {"x_scale": torch.ones(rows), "weight_scale": scale, "out_dtype": BF16} if dtype == FP8 else {}
-            gemv.small_matmul(x, weight[:outputs], **scales)
-            gemm.matmul(x, weight[:outputs], INVARIANT_MATMUL[x.element_size()], **scales)
+            gemm.matmul(x, weight, INVARIANT_MATMUL[x.element_size()], **scales)
+    small_products()
+
+
+def small_products():
+    """Every tiling that the layers may take, with tiles of x's rows that are full and not."""
+    layers = ((6144, HIDDEN), (HIDDEN, HIDDEN), (2 * FFN, HIDDEN), (HIDDEN, FFN), (8192, FFN), (576, 576))
+    for dtype in (BF16, FP8, torch.float32):
+        weight, scale = random(HIDDEN, HIDDEN, dtype=dtype), torch.ones(HIDDEN)
+        for rows in (1, 16, 32, 63, 64, 127, 128):
+            x, out = random(rows, HIDDEN, dtype=dtype), random(rows, HIDDEN, dtype=BF16 if dtype == FP8 else dtype)
+            options = {"x_scale": torch.ones(rows), "weight_scale": scale} if dtype == FP8 else {"residual": out}
+            for config in {small_matmul(dtype.itemsize, rows, *layer) for layer in layers} - {None}:
+                gemv.small_matmul(x, weight, out=out, config=config, **options)
 
 
 def draws():

@@ -51,7 +51,7 @@ class Fp8Scheme:
         """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]."""
         rows, outputs = x.shape[0], state["weight"].shape[0]
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
-        if few := configs.small_matmul(1, rows, outputs):
+        if few := configs.small_matmul(1, rows, outputs, x.shape[1]):
             from quire.kernels.triton.gemv import small_matmul
 
             out = small_matmul(x, state["weight"], config=few, **scales)

@@ -109,7 +109,7 @@ class FusedStages(Stages):
         """Whether the product with x is one for `small_matmul`."""
         if not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return False
-        return configs.small_matmul(x.element_size(), x.shape[0], sum(linear.parts)) is not None
+        return configs.small_matmul(x.element_size(), x.shape[0], sum(linear.parts), linear.columns) is not None
 
     def _single(self, linear: Linear, x: torch.Tensor) -> bool:
         """Whether the product with x is one for `row_matmul`."""

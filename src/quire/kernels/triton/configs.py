@@ -1,7 +1,7 @@
 """Launch shapes as data: nothing is searched for at run time. Values are chosen for an H200 by reasoning and checked
 to fit it; `scripts/gpu_kernels.py` measures candidates, and what it finds best belongs here.
 
-`look_up` takes the first row whose bounds hold. Refuses to know: tensors, devices.
+In a table the first row whose bounds hold is taken. Refuses to know: tensors, devices.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Tile:
 
 @dataclass(frozen=True)
 class Matmul:
-    """One matrix multiplication launch: outputs by reduction; `rows` is the tile of x's rows where it is tiled."""
+    """One matrix multiplication launch: outputs by reduction."""
 
     block_n: int
     block_k: int
     warps: int
     stages: int
     splits: int = 1  # of the reduction
-    rows: int = 0
+    rows: int = 0  # tile of x's rows, the tall side of it; 0: weights are the tall side, x's rows all in one tile
 
 
 # (kernel, bytes of a stored key's element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
@@ -72,31 +72,43 @@ INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 PROGRAMS_PER_PROCESSOR = 4  # split rows with many queries until there are about this many programs
 
-# Weights-stationary products of few rows: (bytes of a weight, most rows) → by (least outputs, config). Tiles and splits
-# are such that all programs are on the chip at once and read alike; shapes that are missing belong to the library.
-SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, Matmul | None]]] = {
+# Products of few rows: (bytes of a weight, most rows) → by (least outputs, least reduction, config). Tiles and splits
+# are such that all programs are on the chip at once and read alike: 4096 to 4224 outputs are a tile of 32 a processor,
+# and a short reduction need not be split. Shapes that are missing belong to the library.
+SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
     (2, 32): [
-        (16384, Matmul(64, 128, 4, 4)),
-        (6144, Matmul(64, 128, 4, 4, splits=2)),
-        (0, Matmul(64, 128, 4, 4, splits=4)),
+        (16384, 0, Matmul(64, 128, 4, 4)),
+        (6144, 8192, Matmul(64, 128, 4, 4, splits=2)),
+        (4096, 8192, Matmul(64, 128, 4, 4, splits=4)),
+        (4225, 0, Matmul(64, 128, 4, 4)),
+        (4096, 0, Matmul(32, 128, 4, 5, rows=64)),
+        (0, 0, Matmul(64, 128, 4, 4, splits=4)),
     ],
-    (2, 64): [(16384, Matmul(128, 128, 4, 4))],
+    (2, 64): [
+        (16384, 0, Matmul(128, 128, 4, 4)),
+        (4225, 0, None),
+        (4096, 8192, Matmul(64, 128, 4, 4, splits=2)),
+        (4096, 0, Matmul(32, 128, 4, 5, rows=64)),
+    ],
     (1, 32): [
-        (16384, Matmul(64, 256, 4, 4)),
-        (6144, Matmul(64, 256, 4, 4, splits=2)),
-        (0, Matmul(64, 256, 4, 4, splits=4)),
+        (16384, 0, Matmul(64, 256, 4, 4)),
+        (4096, 8192, Matmul(64, 256, 4, 4, splits=2)),
+        (4225, 0, Matmul(64, 256, 4, 4)),
+        (4096, 0, Matmul(32, 256, 4, 5, rows=64)),
+        (0, 0, Matmul(64, 256, 4, 4, splits=4)),
     ],
     (1, 64): [
-        (16384, Matmul(128, 256, 4, 4)),
-        (6144, Matmul(64, 256, 4, 4)),
-        (0, Matmul(64, 256, 4, 4, splits=2)),
+        (16384, 0, Matmul(128, 256, 4, 4)),
+        (4225, 0, Matmul(64, 256, 4, 4)),
+        (4096, 0, Matmul(32, 256, 4, 5, rows=64)),
+        (0, 0, Matmul(64, 256, 4, 4, splits=2)),
     ],
     (1, 128): [
-        (16384, None),
-        (6144, Matmul(64, 256, 4, 4)),
-        (0, Matmul(64, 256, 4, 4, splits=2)),
+        (16384, 0, None),
+        (4225, 0, Matmul(64, 128, 4, 5)),
+        (0, 0, Matmul(64, 256, 4, 4, splits=2)),
     ],
-    (4, 64): [(0, Matmul(32, 64, 4, 3))],
+    (4, 64): [(0, 0, Matmul(32, 64, 4, 3))],
 }
 # Tiled 8-bit products that beat the library's where rows fill the tiles: (most rows, most outputs, config)
 FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128))]
@@ -128,17 +140,16 @@ def row_matmul(outputs: int, width: int) -> Matmul | None:
     return Matmul(4, 4096, 4, 1) if block == 4096 else Matmul(2, min(block, 2048), 4, 1)
 
 
-def small_matmul(element: int, rows: int, outputs: int) -> Matmul | None:
-    """None: the library is as fast."""
+def small_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | None:
+    """None: the library is as fast, or rows of the weight are no multiples of the 16 bytes that descriptors need."""
     most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
-    return look_up(SMALL_MATMUL[element, most[0]], outputs) if most else None
+    if not most or width * element % 16:
+        return None
+    fits = (c for least, long, c in SMALL_MATMUL[element, most[0]] if outputs >= least and width >= long)
+    return next(fits, None)
 
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
     """None: the library is as fast."""
     fits = (c for most, widest, c in FP8_MATMUL if rows <= most and outputs <= widest and rows % c.rows == 0)
     return next(fits, None)
-
-
-def look_up(table: list[tuple[int, Matmul | None]], size: int) -> Matmul | None:
-    return next((config for least, config in table if size >= least), None)

@@ -5,8 +5,9 @@
 
 `row_matmul`, for a single row: a program reads a few whole rows of the weight, the first of them before it waits for
 x, norms x on the way in, and gates or adds the residual on the way out: three launches saved and more bytes a second
-than the library reaches. `small_matmul`, up to 64 rows: weights are the tall side of the tensor cores' tile; several
-programs may share a tile's reduction, and the last one adds up in a fixed order.
+than the library reaches. `small_matmul`, up to 128 rows: weights come through tensor descriptors and are the tall side
+of the tensor cores' tile, or the narrow one beside x padded to 64 rows where that gives every processor a tile;
+several programs may share a tile's reduction, and the last one adds up in a fixed order.
 
 Plain twin: `twins.matmul`. Refuses to know: which layer this is.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import configs
 from quire.kernels.triton.activation import silu
@@ -103,59 +105,56 @@ def row_matmul(
     return out
 
 
-@triton.jit
-def _tile(weight, n, n_mask, k, K, EVEN: tl.constexpr):
-    where = weight + n.to(tl.int64)[:, None] * K + k[None, :]
-    if EVEN:
-        return tl.load(where, eviction_policy="evict_first")
-    return tl.load(where, mask=n_mask[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
-
-
 @triton.jit(do_not_specialize=["M"])
 def small_matmul_kernel(
-    x_ptr, weight_ptr, out_ptr, residual_ptr, x_scale_ptr, scale_ptr, partial, counters_ptr, M, stride_x, stride_out,
+    x_in, weight_desc, out_ptr, residual_ptr, x_scale_ptr, scale_ptr, partial, counters_ptr, M, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, RESIDUAL: tl.constexpr, X_SCALE: tl.constexpr, W_SCALE: tl.constexpr,
+    SPLITS: tl.constexpr, X_TALL: tl.constexpr, X_FULL: tl.constexpr, RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % (BLOCK_K * SPLITS) == 0)
     STEPS: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
+    TALL: tl.constexpr = BLOCK_M if X_TALL else BLOCK_N
+    NARROW: tl.constexpr = BLOCK_N if X_TALL else BLOCK_M
     tile, split = tl.program_id(0), tl.program_id(1)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < N
     m = tl.arange(0, BLOCK_M)
-    k0 = split * STEPS * BLOCK_K
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([TALL, NARROW], tl.float32)
     for step in range(STEPS):
-        k = k0 + step * BLOCK_K + tl.arange(0, BLOCK_K)
-        x_mask = (m < M)[:, None] & (k < K)[None, :]
-        x = tl.load(x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=x_mask, other=0.0)
-        w = _tile(weight_ptr, n, n_mask, k, K, EVEN).to(x.dtype)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        k0 = (split * STEPS + step) * BLOCK_K
+        if X_FULL:
+            x = x_in.load([0, k0])
+        else:
+            k = k0 + tl.arange(0, BLOCK_K)
+            x_mask = (m < M)[:, None] & (k < K)[None, :]
+            x = tl.load(x_in + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=x_mask, other=0.0)
+        w = weight_desc.load([tile * BLOCK_N, k0])  # behind x: before it, float32 spills its registers
+        if X_TALL:
+            acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
 
     if SPLITS > 1:
-        within = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        base = partial + tile.to(tl.int64) * (SPLITS * BLOCK_N * BLOCK_M)
-        tl.store(base + split * (BLOCK_N * BLOCK_M) + within, acc)
+        within = tl.arange(0, TALL)[:, None] * NARROW + tl.arange(0, NARROW)[None, :]
+        base = partial + tile.to(tl.int64) * (SPLITS * TALL * NARROW)
+        tl.store(base + split * (TALL * NARROW) + within, acc)
         tl.debug_barrier()
         if tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(counters_ptr + tile, 0)
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc = tl.zeros([TALL, NARROW], tl.float32)
         for s in range(SPLITS):
-            acc += tl.load(base + s * (BLOCK_N * BLOCK_M) + within, cache_modifier=".cg")
+            acc += tl.load(base + s * (TALL * NARROW) + within, cache_modifier=".cg")
 
-    y = tl.trans(acc)
-    if X_SCALE:
+    y = acc if X_TALL else acc.T
+    if SCALES:
         y *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
-    if W_SCALE:
-        y *= tl.load(scale_ptr + n, mask=n_mask, other=0.0)[None, :]
+        y *= tl.load(scale_ptr + n, mask=n < N, other=0.0)[None, :]
     where = m.to(tl.int64)[:, None] * stride_out + n[None, :]
-    mask = (m < M)[:, None] & n_mask[None, :]
+    mask = (m < M)[:, None] & (n < N)[None, :]
     if RESIDUAL:
         y += tl.load(residual_ptr + where, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + where, y.to(out_ptr.dtype.element_ty), mask=mask)
@@ -163,7 +162,7 @@ def small_matmul_kernel(
 
 def small_matmul(
     x: torch.Tensor,  # [rows, k]; rows at most 128
-    weight: torch.Tensor,  # [n, k], contiguous; 8-bit with x of 8 bits or more
+    weight: torch.Tensor,  # [n, k], contiguous; of x's dtype
     *,
     residual: torch.Tensor | None = None,  # added to the result; may be `out`
     x_scale: torch.Tensor | None = None,  # [rows], of 8-bit x
@@ -174,13 +173,19 @@ def small_matmul(
 ) -> torch.Tensor:
     rows, width = x.shape
     outputs = weight.shape[0]
-    config = config or configs.small_matmul(weight.element_size(), rows, outputs)
-    assert config is not None and rows <= 128 and weight.is_contiguous() and x.stride(1) == 1
+    config = config or configs.small_matmul(weight.element_size(), rows, outputs, width)
+    assert config is not None and rows <= (config.rows or 128), "ask configs.small_matmul first"
+    assert x.dtype == weight.dtype and weight.is_contiguous() and x.stride(1) == 1
+    assert (x_scale is None) == (weight_scale is None)
     if out is None:
         default = x.dtype if residual is None else residual.dtype
         out = torch.empty(rows, outputs, dtype=out_dtype or default, device=x.device)
+    if not rows:
+        return out
     assert residual is None or residual.stride() == out.stride()
-    block_m = max(16, power_of_two(rows))
+    block_m = config.rows or max(16, power_of_two(rows))
+    # A tile that reaches beyond the rows is slow to come through a descriptor, and float32's takes too many registers
+    full = rows == block_m and x.element_size() < 4
     tiles = -(-outputs // config.block_n)
     partial = count = x  # placeholders: not read unless split
     if config.splits > 1:
@@ -188,10 +193,12 @@ def small_matmul(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         count = counters(x.device, tiles)
     small_matmul_kernel[(tiles, config.splits)](
-        x, weight, out, x if residual is None else residual, x if x_scale is None else x_scale,
+        TensorDescriptor.from_tensor(x, [block_m, config.block_k]) if full else x,
+        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
+        out, x if residual is None else residual, x if x_scale is None else x_scale,
         x if weight_scale is None else weight_scale, partial, count, rows, x.stride(0), out.stride(0),
         N=outputs, K=width, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
-        RESIDUAL=residual is not None, X_SCALE=x_scale is not None, W_SCALE=weight_scale is not None,
+        X_TALL=config.rows > 0, X_FULL=full, RESIDUAL=residual is not None, SCALES=x_scale is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps, num_stages=config.stages, **overlap(x.device),
     )  # fmt: skip
