@@ -74,9 +74,10 @@ class FusedStages(Stages):
             gated = self._row(layer.up, residual, norm=layer.post_norm.weight, eps=self._eps, gated=True)
             return self._into_residual(layer.down, gated, residual)
         up = self._product(layer.up, layer.post_norm, x, residual)
-        if isinstance(layer.down.scheme, Fp8Scheme):
-            return layer.down.scheme.multiply(layer.down.state, *self._quantise(up, gated=True), layer.down.bias)
-        return self._into_residual(layer.down, self.ops.act_and_mul(up, "silu"), residual)
+        down = layer.down
+        if isinstance(down.scheme, Fp8Scheme):
+            return down.scheme.multiply_into(down.state, *self._quantise(up, gated=True), down.bias, residual)
+        return self._into_residual(down, self.ops.act_and_mul(up, "silu"), residual)
 
     def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """residual += x, its norm, and the product with it; an 8-bit product's norm comes out in 8 bits."""
@@ -91,6 +92,8 @@ class FusedStages(Stages):
         """The product, added to the residual where that costs nothing; else handed on for the next norm to add."""
         if self._single(linear, x):
             self._row(linear, x, residual=residual, out=residual)
+        elif isinstance(linear.scheme, Fp8Scheme):
+            return linear.scheme.multiply_into(linear.state, *self._quantise(x), linear.bias, residual)
         elif not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return linear(x)
         elif self._few(linear, x):
