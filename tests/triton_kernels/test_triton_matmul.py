@@ -47,7 +47,7 @@ def test_small_products(shape, splits, tall):
 
 @pytest.mark.parametrize("tall", [0, 16])
 @pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("rows", [7, 16])  # 16 fill the tile: x comes through a descriptor as well
+@pytest.mark.parametrize("rows", [7, 16])
 def test_the_residual_stream_may_be_updated_in_place(rows, splits, tall):
     x, weight, stream = (tensor.bfloat16() for tensor in (*tensors(rows, 40, 72)[:2], torch.randn(rows, 40)))
     expected = twins.matmul(x, weight, residual=stream)
@@ -104,11 +104,10 @@ def test_every_shape_has_a_configuration():
     for element in (1, 2, 4):
         for rows in (1, 16, 32, 33, 64):
             for outputs, width in shapes:
-                left_to_the_library = (element, rows > 32) == (2, True) and outputs in (576, 6144)
+                left_to_the_library = (element, rows > 32) == (2, True) and outputs < 16384
                 assert (configs.small_matmul(element, rows, outputs, width) is None) == left_to_the_library
         assert (configs.small_matmul(element, 65, 4096, 4096) is None) == (element > 1)
         assert configs.small_matmul(element, 129, 4096, 4096) is None is configs.small_matmul(element, 65, 28672, 4096)
-        assert configs.small_matmul(element, 8, 4096, 4097) is None, "no descriptor has such rows"
         assert configs.INVARIANT_MATMUL[element].rows
     for (_, most), table in configs.SMALL_MATMUL.items():
         assert all(most <= config.rows for *_, config in table if config is not None and config.rows)

@@ -139,7 +139,8 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     short = _shortest_block(bounds, spec) - 1
     launches = []
     if bounds.shortest <= short:
-        few = configs.crowd(bounds.rows * spec.kv_heads / sms, spec.stored, spec.head_dim) or few
+        rows = -(-bounds.rows // _unit(bounds.rows)) * _unit(bounds.rows)
+        few = configs.crowd(rows * spec.kv_heads / sms, spec.stored, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
         launches.append(_pieces(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
@@ -148,6 +149,12 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
         launch = Launch("block", many, blocks, short + 1, EVERY, 1, 0)
         launches.append(_split(launch, bounds.longest_kv, spec, sms))
     return launches
+
+
+def _unit(rows: int) -> int:
+    """Captured steps of so many rows are padded to a multiple of this, at most; steps that are not are tiled alike, so
+    that both give the same bits."""
+    return 16 if rows <= 256 else 64
 
 
 def _shortest_block(bounds: Bounds, spec: AttentionSpec) -> int:
@@ -188,7 +195,8 @@ def _pieces(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Laun
     if _seen(launch, longest, spec) <= least * launch.tile.block_n:
         return replace(launch, split_min=longest)
     fit = max(sms * launch.tile.pieces // spec.kv_heads, 2)
-    return replace(launch, blocks=launch.blocks * 5 // 4 + fit, splits=fit, split_min=least)
+    rounds = -(-launch.blocks * 5 // (4 * fit))
+    return replace(launch, blocks=rounds * fit + _unit(launch.blocks) - 1, splits=fit, split_min=least)
 
 
 def _seen(launch: Launch, longest: int, spec: AttentionSpec) -> int:

@@ -78,22 +78,15 @@ PROGRAMS_PER_PROCESSOR = 4  # split rows with many queries until there are about
 SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
     (2, 32): [
         (16384, 0, Matmul(64, 128, 4, 4)),
-        (6144, 8192, Matmul(64, 128, 4, 4, splits=2)),
-        (4096, 8192, Matmul(64, 128, 4, 4, splits=4)),
-        (4225, 0, Matmul(64, 128, 4, 4)),
-        (4096, 0, Matmul(32, 128, 4, 5, rows=64)),
+        (6144, 0, Matmul(64, 128, 4, 4, splits=2)),
         (0, 0, Matmul(64, 128, 4, 4, splits=4)),
     ],
-    (2, 64): [
-        (16384, 0, Matmul(128, 128, 4, 4)),
-        (4225, 0, None),
-        (4096, 8192, Matmul(64, 128, 4, 4, splits=2)),
-        (4096, 0, Matmul(32, 128, 4, 5, rows=64)),
-    ],
+    (2, 64): [(16384, 0, Matmul(128, 128, 4, 4))],
     (1, 32): [
         (16384, 0, Matmul(64, 256, 4, 4)),
-        (4096, 8192, Matmul(64, 256, 4, 4, splits=2)),
-        (4225, 0, Matmul(64, 256, 4, 4)),
+        (6144, 0, Matmul(64, 256, 4, 4, splits=2)),
+        (0, 8192, Matmul(64, 256, 4, 4, splits=4)),
+        (4225, 0, Matmul(64, 256, 4, 4, splits=2)),
         (4096, 0, Matmul(32, 256, 4, 5, rows=64)),
         (0, 0, Matmul(64, 256, 4, 4, splits=4)),
     ],
@@ -105,7 +98,7 @@ SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
     ],
     (1, 128): [
         (16384, 0, None),
-        (4225, 0, Matmul(64, 128, 4, 5)),
+        (6144, 0, Matmul(64, 256, 4, 4)),
         (0, 0, Matmul(64, 256, 4, 4, splits=2)),
     ],
     (4, 64): [(0, 0, Matmul(32, 64, 4, 3))],
@@ -141,12 +134,10 @@ def row_matmul(outputs: int, width: int) -> Matmul | None:
 
 
 def small_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | None:
-    """None: the library is as fast, or rows of the weight are no multiples of the 16 bytes that descriptors need."""
+    """None: the library is as fast."""
     most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
-    if not most or width * element % 16:
-        return None
-    fits = (c for least, long, c in SMALL_MATMUL[element, most[0]] if outputs >= least and width >= long)
-    return next(fits, None)
+    table = SMALL_MATMUL[element, most[0]] if most else []
+    return next((c for least, long, c in table if outputs >= least and width >= long), None)
 
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:

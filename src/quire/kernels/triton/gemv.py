@@ -5,9 +5,9 @@
 
 `row_matmul`, for a single row: a program reads a few whole rows of the weight, the first of them before it waits for
 x, norms x on the way in, and gates or adds the residual on the way out: three launches saved and more bytes a second
-than the library reaches. `small_matmul`, up to 128 rows: weights come through tensor descriptors and are the tall side
-of the tensor cores' tile, or the narrow one beside x padded to 64 rows where that gives every processor a tile;
-several programs may share a tile's reduction, and the last one adds up in a fixed order.
+than the library reaches. `small_matmul`, up to 128 rows: weights are the tall side of the tensor cores' tile, or the
+narrow one beside x padded to 64 rows where that gives every processor a tile; several programs may share a tile's
+reduction, and the last one adds up in a fixed order.
 
 Plain twin: `twins.matmul`. Refuses to know: which layer this is.
 """
@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quire.kernels.triton import configs
 from quire.kernels.triton.activation import silu
@@ -107,11 +106,12 @@ def row_matmul(
 
 @triton.jit(do_not_specialize=["M"])
 def small_matmul_kernel(
-    x_in, weight_desc, out_ptr, residual_ptr, x_scale_ptr, scale_ptr, partial, counters_ptr, M, stride_x, stride_out,
+    x_ptr, weight_ptr, out_ptr, residual_ptr, x_scale_ptr, scale_ptr, partial, counters_ptr, M, stride_x, stride_out,
     N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, X_TALL: tl.constexpr, X_FULL: tl.constexpr, RESIDUAL: tl.constexpr, SCALES: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, X_TALL: tl.constexpr, RESIDUAL: tl.constexpr, SCALES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % (BLOCK_K * SPLITS) == 0)
     STEPS: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
     TALL: tl.constexpr = BLOCK_M if X_TALL else BLOCK_N
     NARROW: tl.constexpr = BLOCK_N if X_TALL else BLOCK_M
@@ -124,14 +124,15 @@ def small_matmul_kernel(
 
     acc = tl.zeros([TALL, NARROW], tl.float32)
     for step in range(STEPS):
-        k0 = (split * STEPS + step) * BLOCK_K
-        if X_FULL:
-            x = x_in.load([0, k0])
+        k = (split * STEPS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+        x_mask = (m < M)[:, None] & (k < K)[None, :]
+        x = tl.load(x_ptr + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=x_mask, other=0.0)
+        where = weight_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
+        if EVEN:
+            w = tl.load(where, eviction_policy="evict_first")
         else:
-            k = k0 + tl.arange(0, BLOCK_K)
-            x_mask = (m < M)[:, None] & (k < K)[None, :]
-            x = tl.load(x_in + m.to(tl.int64)[:, None] * stride_x + k[None, :], mask=x_mask, other=0.0)
-        w = weight_desc.load([tile * BLOCK_N, k0])  # behind x: before it, float32 spills its registers
+            inside = (n < N)[:, None] & (k < K)[None, :]
+            w = tl.load(where, mask=inside, other=0.0, eviction_policy="evict_first")
         if X_TALL:
             acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
         else:
@@ -184,8 +185,6 @@ def small_matmul(
         return out
     assert residual is None or residual.stride() == out.stride()
     block_m = config.rows or max(16, power_of_two(rows))
-    # A tile that reaches beyond the rows is slow to come through a descriptor, and float32's takes too many registers
-    full = rows == block_m and x.element_size() < 4
     tiles = -(-outputs // config.block_n)
     partial = count = x  # placeholders: not read unless split
     if config.splits > 1:
@@ -193,12 +192,10 @@ def small_matmul(
         partial = torch.empty(size, dtype=torch.float32, device=x.device)
         count = counters(x.device, tiles)
     small_matmul_kernel[(tiles, config.splits)](
-        TensorDescriptor.from_tensor(x, [block_m, config.block_k]) if full else x,
-        TensorDescriptor.from_tensor(weight, [config.block_n, config.block_k]),
-        out, x if residual is None else residual, x if x_scale is None else x_scale,
+        x, weight, out, x if residual is None else residual, x if x_scale is None else x_scale,
         x if weight_scale is None else weight_scale, partial, count, rows, x.stride(0), out.stride(0),
         N=outputs, K=width, BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
-        X_TALL=config.rows > 0, X_FULL=full, RESIDUAL=residual is not None, SCALES=x_scale is not None,
+        X_TALL=config.rows > 0, RESIDUAL=residual is not None, SCALES=x_scale is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.warps, num_stages=config.stages, **overlap(x.device),
     )  # fmt: skip

@@ -37,8 +37,10 @@ def list_pieces_kernel(
         keys -= tl.load(row_begin + every, mask=there, other=0)
     if WINDOW:
         keys = tl.minimum(keys, WINDOW + BLOCK_N)
-    tiles = tl.where(there, tl.maximum(tl.cdiv(keys, BLOCK_N), 1), 0).to(tl.float32)
-    wanted = tl.cdiv(tl.sum(there.to(tl.int32), 0) * 5, fit * 4) * fit
+    some = keys > 1  # others are nobody's, in captured steps; they must not change how the rest is cut
+    tiles = tl.where(some, tl.cdiv(keys, BLOCK_N), 0).to(tl.float32)
+    wanted = tl.cdiv(tl.sum(some.to(tl.int32), 0) * 5, fit * 4) * fit
+    wanted = tl.minimum(wanted, bound - tl.sum((there & (keys <= 1)).to(tl.int32), 0))
     size, most = least, tl.maximum(tl.max(tiles, 0).to(tl.int32), least)  # tiles of a piece
     while size < most:
         middle = (size + most) // 2
@@ -46,7 +48,7 @@ def list_pieces_kernel(
             most = middle
         else:
             size = middle + 1
-    pieces = tl.ceil(tiles / size).to(tl.int32)
+    pieces = tl.where(there, tl.maximum(tl.ceil(tiles / size).to(tl.int32), 1), 0)
     before = tl.sum(tl.where(every < row, pieces, 0), 0)
     own = tl.sum(tl.where(every == row, pieces, 0), 0)
 
