@@ -1,5 +1,6 @@
 """Paged attention against the plain one: ragged batches, page boundaries, windows, splits, shared prefixes."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -285,9 +286,8 @@ def test_pieces_are_as_even_as_whole_rounds_allow():
             assert [index for index, *_ in mine] == list(range(len(mine))) and {n for _, n, *_ in mine} == {len(mine)}
             seen = [key for _, _, first, last in mine for key in range(first, last)]
             assert seen == list(range(length))
-        longest = max(-(-(last - first) // 16) for *_, first, last in found)
-        finer = [max(2, longest - 1)] * len(lens)
-        assert longest <= 2 or sum(-(-(-(-n // 16)) // size) for n, size in zip(lens, finer, strict=True)) > most
+        longest = max(math.ceil((last - first) / 16) for *_, first, last in found)
+        assert longest <= 2 or sum(math.ceil(math.ceil(n / 16) / (longest - 1)) for n in lens) > most  # no shorter ones
 
 
 def test_one_long_row_among_many_is_cut():

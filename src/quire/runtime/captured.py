@@ -14,11 +14,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from quire.kernels.triton import why_not
+from quire.kernels.triton.launch import compile_together
 from quire.runtime.sharing import BLOCK, Lists, SharedPrefixes
 from quire.runtime.staging import Ints, Staging
 
@@ -72,13 +75,29 @@ class CapturedSteps:
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self) -> None:
-        """Record all sizes, largest first, so that the smaller ones fit into memory already taken."""
+    def capture(self, *, alone: bool) -> None:
+        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `alone`: forward
+        passes may not run side by side."""
+        if not alone and why_not(self._device) is None:
+            self._compile()
         self._pool = torch.cuda.graph_pool_handle()
         self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)
         torch.cuda.synchronize()
+
+    def _compile(self) -> None:
+        """A step of each kind, on streams of their own: the first start on a machine is mostly compiling kernels, and
+        that goes on side by side so."""
+        kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
+
+        def run(size: tuple[int, int]) -> None:
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+                table = pad_table(np.zeros((5, 0), np.int64), size, self._nobody)
+                self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
+
+        torch.cuda.synchronize()  # what they read is there
+        compile_together([partial(run, size) for size in kinds.values()])
 
     def sizes(self) -> list[tuple[int, int]]:
         """(tokens, rows) of all captures; equal numbers mean that every row has one token."""

@@ -94,7 +94,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
-        self._captured.capture()
+        self._captured.capture(alone=self._tap is not None)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:

@@ -3,11 +3,9 @@
 
     block of queries, BLOCK_M:   token 0 · head 0..G-1 | token 1 · head 0..G-1 | ...     G query heads share a KV head
 
-What a block is comes in three forms: a piece of a row's keys (short rows), a block of a row's queries (long rows), or a
-run of members of a group of rows that share a prefix (`cascade.py`). Several programs may split the keys of a block; the
-last to finish adds up (`launch.py`). Softmax runs in powers of two.
-
-The first two come as lists, made on the device once a step (`lists.py`).
+What a block is comes in three forms: a piece of a row's keys (short rows), a tile of a row's queries (long rows), both
+listed on the device once a step (`lists.py`), or a run of members of a group of rows with one prefix (`cascade.py`).
+Several programs may split the keys of a block; the last to finish adds up (`launch.py`). Softmax runs in powers of two.
 
 Refuses to know: plans, host lengths; every length is read on the device.
 """

@@ -212,8 +212,8 @@ def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec, prefix: Prefi
     if launch.form == "row":
         items = torch.empty(launch.blocks, 8, dtype=torch.int32, device=device)
         list_pieces_kernel[(rows,)](
-            batch.positions, batch.query_start, batch.kv_len, batch.kv_len if prefix is None else prefix.row_begin, items,
-            rows, launch.blocks, launch.splits, launch.split_min, launch.shortest, launch.longest,
+            batch.positions, batch.query_start, batch.kv_len, batch.kv_len if prefix is None else prefix.row_begin,
+            items, rows, launch.blocks, launch.splits, launch.split_min, launch.shortest, launch.longest,
             QUERIES=power_of_two(block_q), BLOCK_N=launch.tile.block_n, WINDOW=spec.window or 0,
             HAS_PREFIX=prefix is not None, num_warps=8, **among,
         )  # fmt: skip

@@ -62,6 +62,7 @@ CROWD: dict[tuple[int, int], list[tuple[int, Tile]]] = {
     ],
     (2, 128): [
         (8, Tile(16, 64, 4, 2, 2, pieces=5)),
+        (7, Tile(16, 32, 2, 2, pieces=6)),
         (2, Tile(16, 64, 4, 3, pieces=4)),
     ],
 }

@@ -1,4 +1,5 @@
-"""What every launch shares: the counters by which the last program of a group knows itself, and overlap of launches.
+"""What every launch shares: the counters by which the last program of a group knows itself, overlap of launches, and
+compiling.
 
 Several programs that split one sum leave partial results and count themselves; whoever counts last adds up, in a
 fixed order, and sets the counter back to zero. So counters are zero between launches, a captured graph needs no
@@ -9,6 +10,10 @@ Refuses to know: what is summed.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import cache
 from typing import Any
 
@@ -25,6 +30,21 @@ def counters(device: torch.device, needed: int) -> torch.Tensor:
     if device not in _counters:
         _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
     return _counters[device]
+
+
+def compile_together(jobs: Sequence[Callable[[], None]]) -> None:
+    """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled once, on all cores. Their
+    results are worthless: the jobs share counters."""
+    import triton
+
+    with ThreadPoolExecutor(os.cpu_count()) as compilers, triton.AsyncCompileMode(compilers):
+        places = [copy_context() for _ in jobs]  # where that mode is on
+        with ThreadPoolExecutor(len(jobs)) as threads:
+            list(threads.map(lambda place, job: place.run(job), places, jobs))
+    for device, kept in _counters.items():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        kept.zero_()
 
 
 @cache

@@ -17,8 +17,8 @@ FP8 = torch.float8_e4m3fn
 
 @triton.jit
 def store_fp8(y, factor, out, scales, where, row, mask, valid):
-    """y [ROWS, BLOCK] times `factor` [ROWS] as 8-bit floats times one scale a row: the row's largest becomes the largest
-    representable. The factor only goes into the scale, so what it is made of need not be known first."""
+    """y [ROWS, BLOCK] times `factor` [ROWS] as 8-bit floats times a scale a row: its largest becomes the largest
+    there is. The factor goes into the scale alone, and need not be known first."""
     scale = tl.maximum(tl.max(tl.abs(y), 1), 1e-12) * (1.0 / 448.0)
     tl.store(scales + row, scale * factor, mask=valid)
     tl.store(out + where, tl.clamp(y / scale[:, None], -448.0, 448.0).to(tl.float8e4nv), mask=mask)
