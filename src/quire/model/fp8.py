@@ -79,6 +79,6 @@ class Fp8Scheme:
             return self.multiply(state, x, x_scale, bias)
         from quire.kernels.triton.gemv import small_matmul
 
-        scales = {"x_scale": x_scale, "weight_scale": state["scale"]}
+        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"]}
         small_matmul(x, state["weight"], config=few, residual=residual, out=residual, **scales)
         return None
