@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels import cublas
 from quire.kernels.triton import configs, why_not
 from quire.model.fp8 import Fp8Scheme
 from quire.model.linear import DenseScheme, Linear, Plain
@@ -106,7 +107,14 @@ class FusedStages(Stages):
         return self._multiply(head, hidden)
 
     def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        return self._gemv.small_matmul(x, linear.state["weight"]) if self._few(linear, x) else linear(x)
+        if self._few(linear, x):
+            return self._gemv.small_matmul(x, linear.state["weight"])
+        tiles = configs.cublas_tiles(x.shape[0], sum(linear.parts))
+        if tiles and isinstance(linear.scheme, DenseScheme) and linear.bias is None:
+            out = cublas.matmul(x, linear.state["weight"], tiles)
+            if out is not None:
+                return out
+        return linear(x)
 
     def _few(self, linear: Linear, x: torch.Tensor) -> bool:
         """Whether the product with x is one for `small_matmul`."""

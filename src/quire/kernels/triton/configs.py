@@ -106,6 +106,8 @@ SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
 }
 # Tiled 8-bit products that beat the library's where rows fill the tiles: (most rows, most outputs, config)
 FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128))]
+# Tiles of cuBLAS that beat the one it prefers, by cublasLt's numbers: (least rows, least outputs, tiles, best first)
+CUBLAS_TILES = [(2048, 6144, (201, 197))]  # 176 x 128, 168 x 128
 # One tiling for any number of rows: bytes of an element → config
 INVARIANT_MATMUL = {
     1: Matmul(128, 128, 4, 4, rows=64),
@@ -139,6 +141,11 @@ def small_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | 
     most = sorted(limit for size, limit in SMALL_MATMUL if size == element and limit >= rows)
     table = SMALL_MATMUL[element, most[0]] if most else []
     return next((c for least, long, c in table if outputs >= least and width >= long), None)
+
+
+def cublas_tiles(rows: int, outputs: int) -> tuple[int, ...]:
+    """Empty: its own choice."""
+    return next((tiles for least, wide, tiles in CUBLAS_TILES if rows >= least and outputs >= wide), ())
 
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:
