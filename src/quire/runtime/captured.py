@@ -87,16 +87,16 @@ class CapturedSteps:
         torch.cuda.synchronize()
 
     def _compile(self) -> None:
-        """A step of each kind, on streams of their own: the first start on a machine is mostly compiling kernels, and
-        that goes on side by side so."""
+        """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
+        side by side so. One stream has all their launches, and its order keeps what they share whole."""
         kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
 
         def run(size: tuple[int, int]) -> None:
-            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.Stream()):
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
                 table = pad_table(np.zeros((5, 0), np.int64), size, self._nobody)
                 self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
 
-        torch.cuda.synchronize()  # what they read is there
+        stream = torch.cuda.current_stream(self._device)
         compile_together([partial(run, size) for size in kinds.values()])
 
     def sizes(self) -> list[tuple[int, int]]:

@@ -33,18 +33,14 @@ def counters(device: torch.device, needed: int) -> torch.Tensor:
 
 
 def compile_together(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled once, on all cores. Their
-    results are worthless: the jobs share counters."""
+    """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled once, on all cores. All must
+    launch in one stream, because they share counters."""
     import triton
 
     with ThreadPoolExecutor(os.cpu_count()) as compilers, triton.AsyncCompileMode(compilers):
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
             list(threads.map(lambda place, job: place.run(job), places, jobs))
-    for device, kept in _counters.items():
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        kept.zero_()
 
 
 @cache
