@@ -44,7 +44,7 @@ def test_padding_belongs_to_nobody_and_fills_the_size(size):
 
 def test_bounds_hold():
     counts, kv_lens = bounds(64, 8, 100)
-    assert sum(counts) == 64 and max(counts) == 57 and min(counts) == 1 and kv_lens == [100] * 8
+    assert counts == [64, *[1] * 7] and kv_lens == [100] * 8  # one row may have all tokens
     assert bounds(64, 8, 20)[1] == [65] * 8
 
 

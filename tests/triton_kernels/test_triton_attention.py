@@ -14,6 +14,8 @@ from quire.kernels.triton import cascade, configs
 from quire.kernels.triton.attention import Bounds, Plan, TritonAttention, _with_items, plan_launches
 from quire.kernels.triton.lists import list_pieces_kernel
 from quire.kernels.triton.widen import Wide, widen_pages
+from quire.runtime.captured import CapturedSteps
+from quire.runtime.captured import bounds as captured_bounds
 
 
 class Case:
@@ -299,3 +301,19 @@ def test_one_long_row_among_many_is_cut():
 def test_pieces_begin_behind_a_shared_prefix_and_inside_a_window():
     assert listed([100, 48], 2, 100, 10, begins=[32, 0]) == [[0, 0, 1, 32, 100], [1, 0, 1, 0, 48]]
     assert listed([100, 10], 2, 100, 10, window=20) == [[0, 0, 1, 80, 100], [1, 0, 1, 0, 10]]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 16), (32, 8), (9, 3), (14, 2)])
+@pytest.mark.parametrize("max_rows", [40, 120, 250, 256])
+def test_captured_steps_attend_a_row_that_has_all_tokens(heads, kv_heads, max_rows):
+    """As a prompt on its own has, beside rows of nobody that have none."""
+    steps = CapturedSteps(
+        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=512, nobody=0, device=torch.device("cpu")
+    )
+    spec = AttentionSpec(heads, kv_heads, 64, 0.1)
+    for tokens, rows in steps.sizes():
+        counts, kv_lens = captured_bounds(tokens, rows, 64)
+        bounds = Bounds(tokens, rows, min(counts), max(counts), max(kv_lens))
+        launches = plan_launches(bounds, spec, 132, invariant=False)
+        for count in {1, tokens if tokens > rows else 1}:
+            assert sum(one.shortest <= count <= one.longest for one in launches) == 1

@@ -9,6 +9,7 @@ from quire.kernels.triton import configs, twins
 from quire.kernels.triton.configs import Matmul
 from quire.kernels.triton.gemm import matmul
 from quire.kernels.triton.gemv import row_matmul, small_matmul
+from quire.model.fp8 import Fp8Scheme
 
 SHAPES = [(1, 64, 128), (5, 96, 100), (33, 50, 64)]  # rows, outputs, reduction
 
@@ -120,3 +121,19 @@ def test_every_shape_has_a_configuration():
     for element in (1, 2, 4):
         for kernel in ("few", "many"):
             assert configs.attention(kernel, element, 256) is not None
+
+
+def test_eight_bit_layers_add_to_the_residual_where_rows_are_few():
+    scheme, cpu = Fp8Scheme(), torch.device("cpu")
+    state = scheme.create(96, 64, cpu, torch.bfloat16)
+    scheme.put(state, 0, torch.randn(96, 64).bfloat16())
+    x, x_scale = twins.quantise_fp8(torch.randn(5, 64))
+    product = twins.matmul(x, state["weight"], x_scale=x_scale, weight_scale=state["scale"], out_dtype=torch.float32)
+    stream, bias = torch.randn(5, 96).bfloat16(), torch.randn(96).bfloat16()
+    expected = stream.float() + product
+    assert scheme.multiply(state, x, x_scale, None, stream) is stream
+    torch.testing.assert_close(stream.float(), expected, atol=0.1, rtol=1e-2)
+    before = stream.clone()
+    got = scheme.multiply(state, x, x_scale, bias, stream)  # a bias comes between
+    torch.testing.assert_close(got.float(), product + bias.float(), atol=0.1, rtol=1e-2)
+    assert torch.equal(stream, before)

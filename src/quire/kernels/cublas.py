@@ -9,8 +9,9 @@ means None, and the caller takes torch's product. Refuses to know: layers, which
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -39,7 +40,7 @@ def _open(device: int) -> tuple[ctypes.CDLL, c_void_p] | None:
     """The library and a handle for this device."""
     for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
         try:
-            library = ctypes.CDLL(name)
+            library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         except OSError:
             continue
         handle = c_void_p()
@@ -113,7 +114,7 @@ class _Product:
             raise _Failed
 
 
-@lru_cache(maxsize=256)
+@cache
 def _product(device: int, kind: int, rows: int, outputs: int, width: int, tiles: tuple[int, ...]) -> _Product | None:
     try:
         return _Product(device, kind, rows, outputs, width, tiles)
@@ -130,5 +131,8 @@ def matmul(x: torch.Tensor, weight: torch.Tensor, tiles: tuple[int, ...]) -> tor
     if product is None:
         return None
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-    product.run(x, weight, out)
+    try:
+        product.run(x, weight, out)
+    except _Failed:
+        return None
     return out

@@ -46,15 +46,18 @@ class Fp8Scheme:
         return self.multiply(state, *quantise_fp8(x), bias)
 
     def multiply(
-        self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]."""
+        self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None,
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]; where that costs nothing it
+        is added to `into`, which is then what is returned."""
         rows, outputs = x.shape[0], state["weight"].shape[0]
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
         if few := configs.small_matmul(1, rows, outputs, x.shape[1]):
             from quire.kernels.triton.gemv import small_matmul
 
-            out = small_matmul(x, state["weight"], config=few, **scales)
+            into = into if bias is None else None
+            out = small_matmul(x, state["weight"], config=few, residual=into, out=into, **scales)
         elif config := configs.fp8_matmul(rows, outputs):
             from quire.kernels.triton.gemm import matmul
 
@@ -69,16 +72,3 @@ class Fp8Scheme:
                 use_fast_accum=True,  # a tenth of what quantising costs in accuracy, a sixth of the time
             )
         return out if bias is None else out + bias
-
-    def multiply_into(
-        self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
-    ) -> torch.Tensor | None:
-        """As `multiply`, added to the residual where that costs nothing; else the product, still to be added."""
-        few = configs.small_matmul(1, x.shape[0], state["weight"].shape[0], x.shape[1])
-        if few is None or bias is not None:
-            return self.multiply(state, x, x_scale, bias)
-        from quire.kernels.triton.gemv import small_matmul
-
-        scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"]}
-        small_matmul(x, state["weight"], config=few, residual=residual, out=residual, **scales)
-        return None

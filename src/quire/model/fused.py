@@ -3,9 +3,9 @@
     qkv:  add + norm ─► product ─► norm heads, rotate, write K and V        attend:  attention ─► product (+ residual)
     mlp:  add + norm ─► product ─► SiLU * up ─► product (+ residual)
 
-Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`,
-norm and gate included, and others `small_matmul` where `configs` has a tiling for it. `InvariantStages` use one tiling
-for everything instead. Refuses to know: graphs.
+Products belong to cuBLAS, which also adds the residual (the widest of many rows by a tile that `configs` names), except
+those of few rows: a single row takes `row_matmul`, norm and gate included, and others `small_matmul` where `configs` has
+a tiling for it. `InvariantStages` use one tiling for everything instead. Refuses to know: graphs.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class FusedStages(Stages):
             gated = self._row(layer.up, residual, norm=layer.post_norm.weight, eps=self._eps, gated=True)
             return self._into_residual(layer.down, gated, residual)
         up = self._product(layer.up, layer.post_norm, x, residual)
-        down = layer.down
-        if isinstance(down.scheme, Fp8Scheme):
-            return down.scheme.multiply_into(down.state, *self._quantise(up, gated=True), down.bias, residual)
-        return self._into_residual(down, self.ops.act_and_mul(up, "silu"), residual)
+        if isinstance(layer.down.scheme, Fp8Scheme):
+            return self._add_fp8(layer.down, self._quantise(up, gated=True), residual)
+        return self._into_residual(layer.down, self.ops.act_and_mul(up, "silu"), residual)
 
     def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """residual += x, its norm, and the product with it; an 8-bit product's norm comes out in 8 bits."""
@@ -94,7 +93,7 @@ class FusedStages(Stages):
         if self._single(linear, x):
             self._row(linear, x, residual=residual, out=residual)
         elif isinstance(linear.scheme, Fp8Scheme):
-            return linear.scheme.multiply_into(linear.state, *self._quantise(x), linear.bias, residual)
+            return self._add_fp8(linear, self._quantise(x), residual)
         elif not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return linear(x)
         elif self._few(linear, x):
@@ -102,6 +101,14 @@ class FusedStages(Stages):
         else:
             residual.addmm_(x, linear.state["weight"].t())
         return None
+
+    def _add_fp8(
+        self, linear: Linear, x: tuple[torch.Tensor, torch.Tensor], residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        """As `_into_residual`, of numbers in 8 bits and their scales."""
+        assert isinstance(linear.scheme, Fp8Scheme)
+        out = linear.scheme.multiply(linear.state, *x, linear.bias, residual)
+        return None if out is residual else out
 
     def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
         return self._multiply(head, hidden)

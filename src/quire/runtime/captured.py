@@ -97,7 +97,10 @@ class CapturedSteps:
                 self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
 
         stream = torch.cuda.current_stream(self._device)
-        compile_together([partial(run, size) for size in kinds.values()])
+        compile_together([partial(run, size) for size in kinds.values()], self._device)
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
+        torch.cuda.empty_cache()
 
     def sizes(self) -> list[tuple[int, int]]:
         """(tokens, rows) of all captures; equal numbers mean that every row has one token."""
@@ -176,8 +179,9 @@ def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLis
 
 
 def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
-    """Counts and KV lengths that hold for every step of this size (no row looks as if it had no context)."""
-    counts = [1] * rows if tokens == rows else [tokens - rows + 1, *[1] * (rows - 1)]
+    """Counts and KV lengths that hold for every step of this size (no row looks as if it had no context). One row may
+    have all tokens: spare rows have none."""
+    counts = [1] * rows if tokens == rows else [tokens, *[1] * (rows - 1)]
     return counts, [max(max_kv, tokens + 1)] * rows
 
 

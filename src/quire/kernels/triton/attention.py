@@ -152,7 +152,7 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
 
 
 def _unit(rows: int) -> int:
-    """Captured steps of so many rows are padded to a multiple of this, at most; steps that are not are tiled alike, so
+    """Captured steps of single tokens are padded to a multiple of this, at most; steps that are not are tiled alike, so
     that both give the same bits."""
     return 16 if rows <= 256 else 64
 

@@ -37,7 +37,7 @@ class Matmul:
 # "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 1, 64): Tile(16, 128, 4, 2, 2),
-    ("few", 1, 128): Tile(16, 64, 4, 3, pieces=4),
+    ("few", 1, 128): Tile(16, 64, 4, 3),
     ("few", 1, 256): Tile(16, 64, 4, 2, 2),
     ("few", 2, 64): Tile(16, 128, 4, 3),
     ("few", 2, 128): Tile(16, 128, 4, 3, pieces=2),
@@ -63,7 +63,7 @@ CROWD: dict[tuple[int, int], list[tuple[int, Tile]]] = {
     (2, 128): [
         (8, Tile(16, 64, 4, 2, 2, pieces=5)),
         (7, Tile(16, 32, 2, 2, pieces=6)),
-        (2, Tile(16, 64, 4, 3, pieces=4)),
+        (2, Tile(16, 64, 4, 3)),
     ],
 }
 # One tiling for every row, by bytes of a stored key's element
@@ -144,8 +144,9 @@ def small_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | 
 
 
 def cublas_tiles(rows: int, outputs: int) -> tuple[int, ...]:
-    """Empty: its own choice."""
-    return next((tiles for least, wide, tiles in CUBLAS_TILES if rows >= least and outputs >= wide), ())
+    """Empty: its own choice, as for odd numbers of rows, where it has no others."""
+    fits = (tiles for least, wide, tiles in CUBLAS_TILES if rows >= least and outputs >= wide and rows % 64 == 0)
+    return next(fits, ())
 
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache
 from typing import Any
@@ -32,12 +32,30 @@ def counters(device: torch.device, needed: int) -> torch.Tensor:
     return _counters[device]
 
 
-def compile_together(jobs: Sequence[Callable[[], None]]) -> None:
-    """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled once, on all cores. All must
-    launch in one stream, because they share counters."""
+class _Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and load them before anybody has them: where several load one at the same time,
+    some see half of it."""
+
+    device: torch.device | None = None
+
+    def submit(self, compiled: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def loaded() -> Any:
+            kernel = compiled(*args, **kwargs)
+            if self.device is not None:
+                with torch.cuda.device(self.device):
+                    kernel._init_handles()
+            return kernel
+
+        return super().submit(loaded)
+
+
+def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | None) -> None:
+    """Run jobs that launch kernels, each in a thread; what is not compiled yet is compiled for all, on all cores. They
+    must launch in one stream, because they share counters. No device: they launch nothing, only compile."""
     import triton
 
-    with ThreadPoolExecutor(os.cpu_count()) as compilers, triton.AsyncCompileMode(compilers):
+    with _Compilers(len(os.sched_getaffinity(0))) as compilers, triton.AsyncCompileMode(compilers):
+        compilers.device = device
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
             list(threads.map(lambda place, job: place.run(job), places, jobs))

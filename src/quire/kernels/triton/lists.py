@@ -23,7 +23,8 @@ def list_pieces_kernel(
 ):  # fmt: skip
     """items [bound, 8]: (row, piece, pieces, first query, queries, first key, behind the last, keys that every query
     sees) of every piece of the rows with shortest .. longest queries; row -1 behind them. Pieces fill whole rounds of
-    `fit`, a quarter more of them than rows at least; none has less than `least` tiles of keys. One program a row."""
+    `fit`, a quarter more of them than rows at least; rows of up to `least` tiles of keys are not cut. One program a
+    row."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -37,18 +38,18 @@ def list_pieces_kernel(
         keys -= tl.load(row_begin + every, mask=there, other=0)
     if WINDOW:
         keys = tl.minimum(keys, WINDOW + BLOCK_N)
-    some = keys > 1  # others are nobody's, in captured steps; they must not change how the rest is cut
-    tiles = tl.where(some, tl.cdiv(keys, BLOCK_N), 0).to(tl.float32)
+    some = keys > 1  # what pads captured steps of single tokens is not: it must not change how the rest is cut
+    tiles = tl.where(some, tl.cdiv(keys, BLOCK_N), 0)
     wanted = tl.cdiv(tl.sum(some.to(tl.int32), 0) * 5, fit * 4) * fit
     wanted = tl.minimum(wanted, bound - tl.sum((there & (keys <= 1)).to(tl.int32), 0))
-    size, most = least, tl.maximum(tl.max(tiles, 0).to(tl.int32), least)  # tiles of a piece
+    size, most = least, tl.maximum(tl.max(tiles, 0), least)  # tiles of a piece, at most
     while size < most:
         middle = (size + most) // 2
-        if tl.sum(tl.ceil(tiles / middle), 0) <= wanted:
+        if tl.sum(tl.cdiv(tiles, middle), 0) <= wanted:
             most = middle
         else:
             size = middle + 1
-    pieces = tl.where(there, tl.maximum(tl.ceil(tiles / size).to(tl.int32), 1), 0)
+    pieces = tl.where(there, tl.maximum(tl.cdiv(tiles, size), 1), 0)
     before = tl.sum(tl.where(every < row, pieces, 0), 0)
     own = tl.sum(tl.where(every == row, pieces, 0), 0)
 
