@@ -49,8 +49,8 @@ class Fp8Scheme:
         self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]; where that costs nothing it
-        is added to `into`, which is then what is returned."""
+        """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]. Where that costs nothing
+        it is added to `into`, which is then what is returned."""
         rows, outputs = x.shape[0], state["weight"].shape[0]
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
         if few := configs.small_matmul(1, rows, outputs, x.shape[1]):

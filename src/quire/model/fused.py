@@ -4,8 +4,8 @@
     mlp:  add + norm ─► product ─► SiLU * up ─► product (+ residual)
 
 Products belong to cuBLAS, which also adds the residual (the widest of many rows by a tile that `configs` names), except
-those of few rows: a single row takes `row_matmul`, norm and gate included, and others `small_matmul` where `configs` has
-a tiling for it. `InvariantStages` use one tiling for everything instead. Refuses to know: graphs.
+those of few rows: a single row takes `row_matmul`, norm and gate included, others `small_matmul` where `configs` has a
+tiling for it. `InvariantStages` use one tiling for everything instead. Refuses to know: graphs.
 """
 
 from __future__ import annotations
