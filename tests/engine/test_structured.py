@@ -118,6 +118,25 @@ def test_the_grammar_has_the_last_word(fast):
     assert result.outputs[0].text in ("yes", "no")
 
 
+def test_of_several_answers_each_spells_its_own_after_one_prompt(fast):
+    prompt, options = fast.text.tokenizer.encode("The capital of France is"), [" London", " Paris", " Rome wasn't built"]
+    each = under(GrammarSpec("each", json.dumps(options)), n=3, logprobs=0)
+    fast.reset()
+    (result,) = fast.generate([prompt], each)
+    assert [output.text for output in result.outputs] == options
+    assert fast.stats().prompt_tokens == len(prompt)
+    for option, output in zip(options, result.outputs, strict=True):
+        (alone,) = fast.generate([prompt], under(GrammarSpec("choice", json.dumps([option])), logprobs=0))
+        assert output.token_ids == alone.outputs[0].token_ids
+        expected = [entry.logprob for entry in alone.outputs[0].logprobs]
+        assert [entry.logprob for entry in output.logprobs] == pytest.approx(expected, abs=0.02)
+    for wrong in ({"n": 2}, {"n": 3, "best_of": 4, "temperature": 1}):
+        with pytest.raises(InputError, match="let n be as many"):
+            fast.generate([prompt], under(each.grammar, **wrong))
+    with pytest.raises(InputError, match="list of one or more strings"):
+        fast.generate([prompt], under(GrammarSpec("each", "[]"), n=1))
+
+
 def test_bad_grammars_are_refused_and_others_go_on(fast):
     with pytest.raises(InputError, match="uniqueItems"):
         fast.generate("x", under(schema({"type": "array", "uniqueItems": True})))

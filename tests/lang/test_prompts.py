@@ -72,6 +72,13 @@ def test_select_is_by_the_models_own_likelihood(either, plain):
     assert (either + FRANCE + select("city", [" Rome", " Paris"], by="grammar"))["city"] == " Paris"
 
 
+def test_a_select_in_process_is_one_call(plain):
+    with Model("smollm2-135m", kv_memory="64M") as model:
+        prompt = model + FRANCE + select("city", [" London", " Paris"])
+        assert prompt["city"] == " Paris" and prompt.last_usage.calls == 1
+        assert prompt.last_usage.prompt_tokens == len(plain.text.tokenizer.encode(FRANCE))
+
+
 def test_branches_are_one_request_and_repeatable(either):
     def draw():
         return (either + user("Name an animal.")).fork(4) + gen("animal", max_tokens=6, seed=7)

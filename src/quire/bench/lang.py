@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from quire.engine.client import AsyncClient
 from quire.engine.frontend import Frontend
 from quire.lang import Model, gen, self_consistency, tree_of_thoughts
-from quire.lang.backend import Answer, Backend
+from quire.lang.backend import Answer, Backend, spell_apart
 from quire.lang.reasoning import Tree
 from quire.lang.state import State
 from quire.types.config import EngineOptions
@@ -65,6 +65,9 @@ class Recorder:
         seeds = range(params.n) if params.n > 1 else [params.seed]
         self.calls += [Call(state, replace(params, n=1, seed=seed)) for seed in seeds]
         return await self._backend.generate(state, params)
+
+    async def spell(self, state: State, options: Sequence[str]) -> list[Answer]:
+        return await spell_apart(self, state, options)
 
     def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
         return self._backend.stream(state, params)

@@ -49,6 +49,8 @@ def prepare(
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:
         raise ContextLengthError(f"min_tokens {params.min_tokens} do not fit beside a prompt of {len(tokens)} tokens")
     params, keep = branches_of(params)
+    if params.grammar is not None and params.grammar.kind == "each" and params.n != len(params.grammar.parts):
+        raise InputError(f"{len(params.grammar.parts)} answers are to be spelled; let n be as many", param="n")
     params = replace(
         params,
         seed=secrets.randbits(62) if params.seed is None else params.seed,

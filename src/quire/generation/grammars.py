@@ -58,7 +58,13 @@ class GrammarStore:
     def _compile(self, spec: GrammarSpec) -> Grammar:
         if self._vocabulary is None:
             self._vocabulary = self._load()
-        return self._backend.compile(spec, self._vocabulary)
+        whole = self._backend.compile(spec, self._vocabulary)
+        for part in spec.parts:
+            ready: Future[Grammar] = Future()
+            ready.set_result(self._backend.compile(part, self._vocabulary))
+            with self._lock:
+                self._compiled[part] = ready
+        return whole
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -96,6 +102,7 @@ class SlotGrammars:
         for admit in admits:
             spec = admit.params.grammar
             if spec is not None:
+                spec = spec.parts[admit.branch] if spec.kind == "each" else spec
                 grammar = self._store.prepare(spec).result().fork()
                 grammar.accept(admit.tokens[admit.prompt_len :])
                 end = min(self._max_len, admit.prompt_len + (admit.params.max_tokens or self._max_len))

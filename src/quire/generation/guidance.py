@@ -155,7 +155,7 @@ def _grammar(spec: GrammarSpec) -> str:
             return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
         except ValueError as error:
             raise _refusal(spec, str(error)) from None
-    if spec.kind == "choice":
+    if spec.kind in ("choice", "each"):
         # One lexeme, not one rule each: the lexer takes many thousands at once, the parser does not.
         words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(spec))
         return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")

@@ -6,17 +6,19 @@ Knows: states of prompts, the text side of the engine. Refuses to know: holes, t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import json
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from quire.engine.frontend import Frontend
 from quire.lang.state import State, Usage, settle
 from quire.types.errors import EngineDeadError
+from quire.types.grammar import GrammarKind, GrammarSpec
 from quire.types.outputs import CompletionOutput, Delta
 from quire.types.request import HOLD, FinishReason, Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling import MAX_N, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,26 @@ class Backend(Protocol):
         """`params.n` ways on from a settled state; the first one's usage holds the prompt's."""
         ...
 
+    async def spell(self, state: State, options: Sequence[str]) -> list[Answer]:
+        """Each option as an answer, with the model's own log-probabilities of its tokens."""
+        ...
+
     def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
         """The same piece by piece; closing it ends the work."""
         ...
+
+
+def choosing(kind: GrammarKind, options: Sequence[str], **more: Any) -> SamplingParams:
+    """An answer that is one of the options. Log-probabilities, where asked for, are the model's own, from before the
+    grammar."""
+    longest = max(len(option.encode()) for option in options)
+    return SamplingParams(max_tokens=longest + 1, grammar=GrammarSpec(kind, json.dumps(list(options))), **more)
+
+
+async def spell_apart(backend: Backend, state: State, options: Sequence[str]) -> list[Answer]:
+    """A call for each option, all at once."""
+    calls = (backend.generate(state, choosing("choice", [option], temperature=0.0, logprobs=0)) for option in options)
+    return [answer for (answer,) in await asyncio.gather(*calls)]
 
 
 class InProcess:
@@ -73,6 +92,13 @@ class InProcess:
         output = await self._frontend.collect(await self._request(state, params))
         prompt = Usage(1, len(output.prompt_token_ids), output.cached_tokens)
         return [self._answer(out, Usage() if index else prompt) for index, out in enumerate(output.outputs)]
+
+    async def spell(self, state: State, options: Sequence[str]) -> list[Answer]:
+        """In one call, which computes the prompt once for all."""
+        if len(options) > MAX_N:
+            return await spell_apart(self, state, options)
+        params = choosing("each", options, temperature=0.0, logprobs=0, n=len(options))
+        return await self.generate(state, params)
 
     async def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
         async for deltas in self._frontend.stream(await self._request(state, params)):

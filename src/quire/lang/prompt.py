@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,11 +20,10 @@ from typing import Any, Protocol, TypeVar, overload
 
 from msgspec.structs import replace as changed
 
-from quire.lang.backend import Answer, Backend
+from quire.lang.backend import Answer, Backend, choosing
 from quire.lang.pieces import Atom, Begin, End, Gen, Hole, Join, Piece, Select, atoms
 from quire.lang.state import State, Transcript, Usage
 from quire.types.errors import InputError
-from quire.types.grammar import GrammarSpec
 from quire.types.request import HOLD
 from quire.types.sampling import MAX_N, SamplingParams
 
@@ -233,26 +231,13 @@ def _held(state: State, hole: Gen, answer: Answer) -> State:
 
 async def _selected(backend: Backend, state: State, hole: Select) -> State:
     if hole.by == "grammar":
-        answer = await _spelled(backend, state, hole.options, hole.temperature)
+        (answer,) = await backend.generate(state, choosing("choice", hole.options, temperature=hole.temperature))
         return state.said(answer.text, answer.tokens, answer.covered, answer.usage).holding(hole.name, answer.text)
-    answers = await asyncio.gather(*(_spelled(backend, state, (option,), 0.0) for option in hole.options))
+    answers = await backend.spell(state, hole.options)
     scores = {a.text: sum(a.logprobs) / max(1, len(a.logprobs)) for a in answers}
     best = max(answers, key=lambda answer: scores[answer.text])
     after = state.said(best.text, best.tokens, best.covered, sum((a.usage for a in answers), Usage()))
     return after.holding(hole.name, best.text, scores)
-
-
-async def _spelled(backend: Backend, state: State, options: Sequence[str], temperature: float) -> Answer:
-    """The model made to say one of the options; with but one there is nothing to choose, only to score: the
-    log-probabilities are the model's own, from before the grammar."""
-    params = SamplingParams(
-        temperature=temperature,
-        max_tokens=max(len(option.encode()) for option in options) + 1,
-        grammar=GrammarSpec("choice", json.dumps(list(options))),
-        logprobs=0 if len(options) == 1 else None,
-    )
-    (answer,) = await backend.generate(state, params)
-    return answer
 
 
 def probabilities(scores: Mapping[str, float]) -> dict[str, float]:

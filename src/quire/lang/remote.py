@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from quire.lang.backend import Answer
+from quire.lang.backend import Answer, spell_apart
 from quire.lang.state import State, Usage, settle
 from quire.types import errors
 from quire.types.errors import InputError, QuireError
@@ -93,6 +93,9 @@ class Server:
         shares = [Usage(output_tokens=_share(drawn, len(choices), index)) for index in range(len(choices))]
         shares[0] += prompt
         return [self._answer(choice, share) for choice, share in zip(choices, shares, strict=True)]
+
+    async def spell(self, state: State, options: Sequence[str]) -> list[Answer]:
+        return await spell_apart(self, state, options)
 
     async def stream(self, state: State, params: SamplingParams) -> AsyncGenerator[list[Delta], None]:
         path, body = self._body(state, params)

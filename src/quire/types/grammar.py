@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -10,13 +11,13 @@ import msgspec
 
 from quire.types.errors import InputError
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark"]
 MAX_GRAMMAR = 256 << 10  # characters of one grammar
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
     """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark grammar;
-    nothing for `json_object`."""
+    nothing for `json_object`. `each` is a list of strings too: of several answers, each spells its own."""
 
     kind: GrammarKind
     source: str = ""
@@ -28,6 +29,13 @@ class GrammarSpec(msgspec.Struct, frozen=True):
                 param="grammar",
                 code="invalid_grammar",
             )
+
+    @property
+    def parts(self) -> list[GrammarSpec]:
+        """What holds for each of several answers, if not the same for all."""
+        if self.kind != "each":
+            return []
+        return [GrammarSpec("choice", json.dumps([text], ensure_ascii=False)) for text in json.loads(self.source)]
 
 
 @dataclass(frozen=True, eq=False)
