@@ -119,7 +119,8 @@ def test_the_grammar_has_the_last_word(fast):
 
 
 def test_of_several_answers_each_spells_its_own_after_one_prompt(fast):
-    prompt, options = fast.text.tokenizer.encode("The capital of France is"), [" London", " Paris", " Rome wasn't built"]
+    prompt = fast.text.tokenizer.encode("The capital of France is")
+    options = [" London", " Paris", " Rome wasn't built"]
     each = under(GrammarSpec("each", json.dumps(options)), n=3, logprobs=0)
     fast.reset()
     (result,) = fast.generate([prompt], each)
