@@ -177,7 +177,7 @@ def interference(
     *,
     engine: EngineOptions,
     streams: Annotated[int, typer.Option(help="answers under way")] = 32,
-    prompt: Annotated[int, typer.Option(help="tokens of the long prompt")] = 131072,
+    prompt: Annotated[int, typer.Option(help="tokens of the long prompt; its answer has one")] = 131071,
     in_: Annotated[int, typer.Option("--in", help="input tokens of each stream")] = 128,
     out: Annotated[int, typer.Option(help="output tokens of each stream")] = 1024,
     json_: JsonOption = None,
