@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 
+from quire.generation.grammars import KEPT, GrammarStore
 from quire.generation.guidance import Guidance
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
@@ -119,3 +120,15 @@ def test_a_token_that_may_not_come_is_an_error(backend):
 def test_what_makes_no_sense_is_refused(backend):
     with pytest.raises(InputError):
         compiled(backend, [])
+
+
+def test_parts_are_compiled_with_the_whole_and_forgotten_with_the_rest(backend):
+    store = GrammarStore(backend, lambda: VOCABULARY)
+    try:
+        for number in range(KEPT):
+            spec = GrammarSpec("each", json.dumps([f"yes{number}", f"no{number}"]))
+            store.prepare(spec).result()
+            assert len(store._compiled) <= KEPT + 2
+        assert all(store.prepare(part).done() for part in spec.parts)
+    finally:
+        store.close()

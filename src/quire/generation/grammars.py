@@ -51,7 +51,7 @@ class GrammarStore:
             if known is None or (known.done() and known.exception()):  # what failed may have lacked time only
                 self._compiled[spec] = self._thread.submit(self._compile, spec)
             self._compiled.move_to_end(spec)
-            if len(self._compiled) > KEPT:
+            while len(self._compiled) > KEPT:  # one more now, and the parts of those before
                 self._compiled.popitem(last=False)
             return self._compiled[spec]
 

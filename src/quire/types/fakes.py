@@ -326,7 +326,7 @@ class FakeGrammars:
     """A GrammarBackend for choices."""
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> FakeGrammar:
-        choices = json.loads(spec.source) if spec.kind == "choice" else None
+        choices = json.loads(spec.source) if spec.kind in ("choice", "each") else None
         if not choices:
             raise InputError(f"only choices are known here, not {spec.kind} {spec.source!r}")
         return FakeGrammar([choice.encode() for choice in choices], vocabulary)
