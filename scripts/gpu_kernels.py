@@ -27,7 +27,6 @@ import torch
 import torch.nn.functional as F
 
 from quire.bench.workloads import chat
-from quire.kernels import cublas
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.reference import ops as plain
@@ -276,10 +275,6 @@ def large_products() -> Iterator[Trial]:
             yield Trial("matmul", shape, "cublas", lambda i, x=x, w=copies: F.linear(x, w[i]), len(copies), 0, flops)
             run = lambda i, x=x, w=copies, s=stream: s.addmm_(x, w[i].T)  # noqa: E731
             yield Trial("matmul", shape, "cublas into the residual", run, len(copies), 0, flops)
-            for tile in (201, 197, 24, 23):
-                run = lambda i, x=x, w=copies, t=tile: cublas.matmul(x, w[i], (t,))  # noqa: E731
-                if run(0) is not None:
-                    yield Trial("matmul", shape, f"cublas tile {tile}", run, len(copies), 0, flops)
             run = lambda i, x=x, w=copies: gemm.matmul(x, w[i], configs.INVARIANT_MATMUL[2])  # noqa: E731
             yield Trial("matmul", shape, "invariant", run, len(copies), 0, flops, against(run, x, copies[0], {}))
 

@@ -1,27 +1,47 @@
-"""Products by a named tile: what torch's own give, or None where the library or the tile is missing."""
+"""Products by a named kernel: what torch's own give, or None where the library, the chip or the kernel is another."""
 
 import pytest
 import torch
 
 from quire.kernels import cublas
-from quire.kernels.triton import configs
+from quire.runtime.captured import row_buckets
 
 
-def test_without_the_library_the_caller_is_told():
+def shapes():
+    return [(torch.bfloat16 if element == 2 else torch.float8_e4m3fn, *rest) for element, *rest in cublas._table()]
+
+
+def test_without_the_library_the_caller_is_told(monkeypatch):
     x = torch.zeros(4, 8)
-    assert cublas.matmul(x, x, (201,)) is None  # no 16-bit numbers
+    monkeypatch.setattr(cublas, "_table", lambda: {(2, 4, 8, 4): cublas.Algorithm(20, 3, 1)})
+    assert cublas.matmul(x, x) is None  # not 16 bits
     if not torch.cuda.is_available():
-        assert cublas.matmul(x.bfloat16(), x.bfloat16(), (201,)) is None
+        assert cublas.matmul(x.bfloat16(), x.bfloat16()) is None
 
 
-def test_only_large_products_have_tiles():
-    assert configs.cublas_tiles(8192, 28672) and configs.cublas_tiles(2048, 6144)
-    assert configs.cublas_tiles(1024, 28672) == configs.cublas_tiles(8192, 4096) == ()
+def test_what_the_table_names_is_what_steps_have():
+    sizes = {*row_buckets(1024), 2048, 8192}
+    assert {rows for *_, rows in shapes()} <= sizes
+    assert (torch.bfloat16, 4096, 14336) in {shape[:3] for shape in shapes()}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_named_tile_gives_the_product():
-    x, weight = (torch.randn(n, 512, device="cuda").bfloat16() for n in (4096, 6144))
-    assert cublas.matmul(x, weight, (10**6,)) is None
-    got = cublas.matmul(x, weight, (201, 197, 24, 23))
-    torch.testing.assert_close(got, torch.nn.functional.linear(x, weight), atol=1e-2, rtol=1e-2)
+def test_named_kernels_give_the_product():
+    torch.manual_seed(0)
+    for dtype, outputs, width, rows in shapes():
+        x, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (rows, outputs))
+        scales = None
+        if dtype != torch.bfloat16:
+            x, weight = x.to(dtype), weight.to(dtype)
+            scales = torch.rand(rows, device="cuda") + 0.5, torch.rand(outputs, device="cuda") + 0.5
+        expected = x.float() @ weight.float().T
+        if scales is not None:
+            expected *= scales[0][:, None] * scales[1]
+        stream = torch.randn(rows, outputs, device="cuda").bfloat16()
+        before = stream.clone().float()
+        for residual, wanted in ((None, expected), (stream, expected + before)):
+            got = cublas.matmul(x, weight, residual=residual, scales=scales)
+            if got is None:
+                assert torch.cuda.get_device_capability() != (9, 0), (dtype, outputs, width, rows)
+                continue
+            assert (got.float() - wanted).norm() < 0.005 * wanted.norm(), (dtype, outputs, width, rows)

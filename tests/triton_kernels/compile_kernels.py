@@ -15,7 +15,7 @@ from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV
 from quire.kernels.triton import activation, batch, cascade, gather, gemm, gemv, launch, norm, rope, sampling
 from quire.kernels.triton.attention import TritonAttention
-from quire.kernels.triton.configs import INVARIANT_MATMUL, small_matmul
+from quire.kernels.triton.configs import GATED_MATMUL, INVARIANT_MATMUL, small_matmul
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV, DIM, HIDDEN, FFN, PAGE = 32, 8, 128, 4096, 14336, 16
@@ -96,6 +96,8 @@ def products():
             x = random(rows, HIDDEN, dtype=dtype)
             scales = {"x_scale": torch.ones(rows), "weight_scale": scale, "out_dtype": BF16} if dtype == FP8 else {}
             gemm.matmul(x, weight, INVARIANT_MATMUL[x.element_size()], **scales)
+        for config in {config for _, config in GATED_MATMUL[dtype.itemsize]} - {None}:
+            gemm.gated_matmul(x, weight, config, **scales)
     small_products()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels.triton import configs, twins
 from quire.kernels.triton.configs import Matmul
-from quire.kernels.triton.gemm import matmul
+from quire.kernels.triton.gemm import gated_matmul, matmul
 from quire.kernels.triton.gemv import row_matmul, small_matmul
 from quire.model.fp8 import Fp8Scheme
 
@@ -82,6 +82,19 @@ def test_programs_take_several_tiles(monkeypatch):
     torch.testing.assert_close(got, twins.matmul(x, weight), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 32, 64), (7, 24, 96), (33, 64, 64), (70, 88, 48), (0, 16, 16)])
+def test_gate_and_up_in_one_launch(shape, monkeypatch):
+    rows, outputs, width = shape
+    monkeypatch.setattr("quire.kernels.triton.gemm.processors", lambda device: 3)
+    x, weight, _ = tensors(rows, 2 * outputs, width)
+    got = gated_matmul(x, weight, Matmul(32, 32, 4, 2, rows=16))
+    torch.testing.assert_close(got, twins.matmul(x, weight, gated=True), atol=2e-4, rtol=1e-4)
+    (x, x_scale), (weight, weight_scale) = (twins.quantise_fp8(each) for each in (x + 1, weight))
+    options = {"x_scale": x_scale, "weight_scale": weight_scale, "out_dtype": torch.float32}
+    got = gated_matmul(x, weight, Matmul(32, 32, 4, 2, rows=16), **options)
+    torch.testing.assert_close(got, twins.matmul(x, weight, gated=True, **options), atol=1e-3, rtol=1e-3)
+
+
 @pytest.mark.parametrize("rows", [6, 16])
 def test_eight_bit_operands(rows):
     (x, x_scale), (weight, weight_scale) = (twins.quantise_fp8(torch.randn(n, 80)) for n in (rows, 90))
@@ -118,6 +131,12 @@ def test_every_shape_has_a_configuration():
     assert configs.row_matmul(576, 576) is None
     assert configs.fp8_matmul(256, 4096) is not None and configs.fp8_matmul(256, 28672) is None
     assert configs.fp8_matmul(192, 4096) is None, "a tile half full costs as much as a full one"
+    for element, table in configs.GATED_MATMUL.items():
+        bounds = [most for most, _ in table]
+        assert bounds == sorted(bounds)
+        assert configs.gated_matmul(element, 8192, 28672, 4096) is not None
+        for odd in ((28680, 4096), (28672, 4100), (3072, 576)):
+            assert configs.gated_matmul(element, 8192, *odd) is None
     for element in (1, 2, 4):
         for kernel in ("few", "many"):
             assert configs.attention(kernel, element, 256) is not None

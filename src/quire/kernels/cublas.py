@@ -1,24 +1,40 @@
-"""Large products by a tile of cuBLAS that we name: at a card's power limit the one it prefers need not be the fastest.
+"""Products by a kernel of cuBLAS that we name: the one it prefers for a shape need not be the fastest.
 
-    out [rows, n] = x [rows, k] · weight [n, k]ᵀ          16 bits
+    out [rows, n] = x [rows, k] · weight [n, k]ᵀ (+ residual)          16 bits; or 8, with a scale a row on both sides
 
-Talks to the cublasLt that torch has loaded. Whatever is not as expected (no such library, no such tile for the shape)
-means None, and the caller takes torch's product. Refuses to know: layers, which tile is fast (`triton/configs.py`).
+Which, for which shape, is in `cublas.json`, measured by `scripts/gpu_products.py`. Talks to the cublasLt that torch has
+loaded. Whatever is not as expected (another chip, no such library, no such kernel for the shape) means None, and the
+caller takes torch's product. Refuses to know: layers.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
 
 import torch
 
-TYPES = {torch.bfloat16: 14, torch.float16: 2}  # the library's names, here and below: cublasLt.h
+TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}  # the library's names, here and below
 FLOAT32, COMPUTE_FLOAT32 = 0, 68
-TRANSPOSE_A, TILE_ID, MAX_WORKSPACE = 3, 1, 1
-CANDIDATES = 16
+TRANSPOSE_A, A_SCALE, B_SCALE, FAST_ACCUMULATION, A_SCALE_MODE, B_SCALE_MODE = 3, 17, 18, 25, 31, 32  # of a product
+MAX_WORKSPACE = 1  # of a wish
+TILE, CUSTOM, CLUSTER = 1, 5, 8  # of an algorithm
+SCALE_EACH = 3  # a scale for each output, and each row
+CANDIDATES = 8
+WORKSPACE = 32 << 20
+
+
+class Algorithm(NamedTuple):
+    """What tells kernels of one family apart, in cublasLt's numbers."""
+
+    tile: int
+    cluster: int
+    custom: int
 
 
 class _Candidate(ctypes.Structure):
@@ -37,7 +53,9 @@ class _Failed(Exception):
 
 @cache
 def _open(device: int) -> tuple[ctypes.CDLL, c_void_p] | None:
-    """The library and a handle for this device."""
+    """The library and a handle for this device, if it is of the kind that was measured."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+        return None
     for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
         try:
             library = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -49,37 +67,92 @@ def _open(device: int) -> tuple[ctypes.CDLL, c_void_p] | None:
     return None
 
 
-class _Product:
-    """One shape by one candidate that has the wanted tile."""
+class _Shape(NamedTuple):
+    device: int
+    dtype: torch.dtype  # of x and the weight
+    out: torch.dtype
+    rows: int
+    outputs: int
+    width: int
 
-    def __init__(self, device: int, kind: int, rows: int, outputs: int, width: int, tiles: tuple[int, ...]):
-        opened = _open(device)
+
+@cache
+def _table() -> dict[tuple[int, ...], Algorithm]:
+    """(bytes of an element, outputs, width, rows) → a kernel that is faster than the library's own choice."""
+    stored = json.loads((resources.files("quire.kernels") / "cublas.json").read_text())["kernels"]
+    return {
+        (int(element), *map(int, shape.split("x")), int(rows)): Algorithm(*algorithm)
+        for element, shapes in stored.items()
+        for shape, sizes in shapes.items()
+        for rows, algorithm in sizes.items()
+    }
+
+
+class _Product:
+    """One shape by one kernel."""
+
+    def __init__(self, shape: _Shape, algorithm: Algorithm):
+        opened = _open(shape.device)
         if opened is None:
             raise _Failed
         self._library, self._handle = opened
         self._description = c_void_p()
         self._check(self._library.cublasLtMatmulDescCreate(byref(self._description), COMPUTE_FLOAT32, FLOAT32))
-        self._set("MatmulDesc", self._description, TRANSPOSE_A, c_int32(1))
+        self._describe(TRANSPOSE_A, c_int32(1))
+        self._scaled = shape.dtype == torch.float8_e4m3fn
+        if self._scaled:
+            self._describe(FAST_ACCUMULATION, ctypes.c_int8(1))
+            for mode, scale in ((A_SCALE_MODE, A_SCALE), (B_SCALE_MODE, B_SCALE)):
+                self._describe(mode, c_int32(SCALE_EACH))
+                self._describe(scale, c_void_p(256))  # some place: there is nothing to offer without
         # what is in rows here is in columns there: outᵀ [n, rows] = weight [n, k] · xᵀ [k, rows]
-        self._weight = self._layout(kind, width, outputs)
-        self._x = self._layout(kind, width, rows)
-        self._out = self._layout(kind, outputs, rows)
-        self._algorithm = self._find(tiles)
+        self._weight = self._layout(shape.dtype, shape.width, shape.outputs)
+        self._x = self._layout(shape.dtype, shape.width, shape.rows)
+        self._out = self._layout(shape.out, shape.outputs, shape.rows)
+        self._algorithm = self._find(algorithm)
 
-    def run(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        one, zero, result = c_float(1.0), c_float(0.0), c_void_p(out.data_ptr())
+    def run(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool, scales: list[torch.Tensor]
+    ) -> None:
+        """`scales`: of x and the weight, where they are in 8 bits."""
+        assert bool(scales) == self._scaled
+        for attribute, scale in zip((B_SCALE, A_SCALE), scales, strict=False):
+            self._describe(attribute, c_void_p(scale.data_ptr()))
+        one, beta, result = c_float(1.0), c_float(float(add)), c_void_p(out.data_ptr())
+        size = self._algorithm.workspace
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         self._check(
             self._library.cublasLtMatmul(
                 self._handle, self._description, byref(one), c_void_p(weight.data_ptr()), self._weight,
-                c_void_p(x.data_ptr()), self._x, byref(zero), result, self._out, result, self._out,
-                byref(self._algorithm), None, c_size_t(0), c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+                c_void_p(x.data_ptr()), self._x, byref(beta), result, self._out, result, self._out,
+                byref(self._algorithm), None if workspace is None else c_void_p(workspace.data_ptr()), c_size_t(size),
+                c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
             )
         )  # fmt: skip
 
-    def _find(self, tiles: tuple[int, ...]) -> ctypes.Array[c_uint64]:
+    def _find(self, wanted: Algorithm) -> _Candidate:
+        """One that the library offers, turned into the wanted one; it says whether that exists."""
+        for candidate in self._offered():
+            made, checked = _Candidate(algorithm=candidate.algorithm), _Candidate()
+            for attribute, value in zip((TILE, CLUSTER, CUSTOM), wanted, strict=True):
+                number = c_uint16(value) if attribute == CLUSTER else c_uint32(value)
+                size = c_size_t(ctypes.sizeof(number))
+                self._library.cublasLtMatmulAlgoConfigSetAttribute(byref(made), attribute, byref(number), size)
+            status = self._library.cublasLtMatmulAlgoCheck(
+                self._handle, self._description, self._weight, self._x, self._out, self._out, byref(made),
+                byref(checked),
+            )  # fmt: skip
+            if status == 0 and checked.status == 0 and checked.workspace <= WORKSPACE:
+                made.workspace = checked.workspace
+                return made
+        raise _Failed
+
+    def _offered(self) -> list[_Candidate]:
         wishes, found, count = c_void_p(), (_Candidate * CANDIDATES)(), c_int()
         self._check(self._library.cublasLtMatmulPreferenceCreate(byref(wishes)))
-        self._set("MatmulPreference", wishes, MAX_WORKSPACE, c_uint64(0))
+        self._library.cublasLtMatmulPreferenceSetAttribute(
+            wishes, MAX_WORKSPACE, byref(c_uint64(WORKSPACE)), c_size_t(8)
+        )
         self._check(
             self._library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle, self._description, self._weight, self._x, self._out, self._out, wishes, CANDIDATES, found,
@@ -87,27 +160,17 @@ class _Product:
             )
         )  # fmt: skip
         self._library.cublasLtMatmulPreferenceDestroy(wishes)
-        by_tile = {self._tile(one): one.algorithm for one in reversed(found[: count.value]) if one.status == 0}
-        chosen = next((by_tile[tile] for tile in tiles if tile in by_tile), None)
-        if chosen is None:
-            raise _Failed
-        return (c_uint64 * 8)(*chosen)
+        return [one for one in found[: count.value] if one.status == 0]
 
-    def _tile(self, candidate: _Candidate) -> int:
-        tile, size = c_uint32(), c_size_t()
-        read = self._library.cublasLtMatmulAlgoConfigGetAttribute
-        self._check(read(byref(candidate), TILE_ID, byref(tile), c_size_t(4), byref(size)))
-        return tile.value
-
-    def _layout(self, kind: int, width: int, count: int) -> c_void_p:
+    def _layout(self, dtype: torch.dtype, width: int, count: int) -> c_void_p:
         made = c_void_p()
         create = self._library.cublasLtMatrixLayoutCreate
-        self._check(create(byref(made), kind, c_uint64(width), c_uint64(count), c_int64(width)))
+        self._check(create(byref(made), TYPES[dtype], c_uint64(width), c_uint64(count), c_int64(width)))
         return made
 
-    def _set(self, what: str, thing: c_void_p, attribute: int, value: ctypes._SimpleCData[int]) -> None:
-        write = getattr(self._library, f"cublasLt{what}SetAttribute")
-        self._check(write(thing, attribute, byref(value), c_size_t(ctypes.sizeof(value))))
+    def _describe(self, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        self._check(self._library.cublasLtMatmulDescSetAttribute(self._description, attribute, byref(value), size))
 
     def _check(self, status: int) -> None:
         if status:
@@ -115,24 +178,33 @@ class _Product:
 
 
 @cache
-def _product(device: int, kind: int, rows: int, outputs: int, width: int, tiles: tuple[int, ...]) -> _Product | None:
+def _product(shape: _Shape, algorithm: Algorithm) -> _Product | None:
     try:
-        return _Product(device, kind, rows, outputs, width, tiles)
+        return _Product(shape, algorithm)
     except (_Failed, AttributeError):  # the latter: a library without such a function
         return None
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, tiles: tuple[int, ...]) -> torch.Tensor | None:
-    """By the first of these tiles that the library offers for this shape; None: by none."""
-    kind = TYPES.get(x.dtype)
-    if kind is None or weight.dtype != x.dtype or not (x.is_contiguous() and weight.is_contiguous()):
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    residual: torch.Tensor | None = None,  # added to, in place, and returned
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,  # of x and the weight, in 8 bits: bf16 comes out
+) -> torch.Tensor | None:
+    """None: the library's own choice is as good, or it has no other."""
+    algorithm = _table().get((weight.element_size(), *weight.shape, x.shape[0]))
+    if algorithm is None or x.dtype not in TYPES or weight.dtype != x.dtype:
         return None
-    product = _product(x.device.index or 0, kind, x.shape[0], *weight.shape, tiles)
+    if not (x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())):
+        return None
+    out_dtype = torch.bfloat16 if scales else x.dtype
+    product = _product(_Shape(x.device.index or 0, x.dtype, out_dtype, x.shape[0], *weight.shape), algorithm)
     if product is None:
         return None
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device) if residual is None else residual
     try:
-        product.run(x, weight, out)
+        product.run(x, weight, out, residual is not None, list(scales or ()))
     except _Failed:
         return None
     return out

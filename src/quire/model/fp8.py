@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from quire.kernels import cublas
 from quire.kernels.triton import configs
 from quire.model.linear import State
 from quire.model.stored import Stored
@@ -52,11 +53,14 @@ class Fp8Scheme:
         """x already in 8 bits, [tokens, columns] with a scale a token → bf16 [tokens, rows]. Where that costs nothing
         it is added to `into`, which is then what is returned."""
         rows, outputs = x.shape[0], state["weight"].shape[0]
+        into = into if bias is None else None
         scales: dict[str, Any] = {"x_scale": x_scale, "weight_scale": state["scale"], "out_dtype": torch.bfloat16}
-        if few := configs.small_matmul(1, rows, outputs, x.shape[1]):
+        named = cublas.matmul(x, state["weight"], residual=into, scales=(x_scale, state["scale"]))
+        if named is not None:
+            out = named
+        elif few := configs.small_matmul(1, rows, outputs, x.shape[1]):
             from quire.kernels.triton.gemv import small_matmul
 
-            into = into if bias is None else None
             out = small_matmul(x, state["weight"], config=few, residual=into, out=into, **scales)
         elif config := configs.fp8_matmul(rows, outputs):
             from quire.kernels.triton.gemm import matmul

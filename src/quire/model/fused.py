@@ -3,9 +3,9 @@
     qkv:  add + norm ─► product ─► norm heads, rotate, write K and V        attend:  attention ─► product (+ residual)
     mlp:  add + norm ─► product ─► SiLU * up ─► product (+ residual)
 
-Products belong to cuBLAS, which also adds the residual (the widest of many rows by a tile that `configs` names), except
-those of few rows: a single row takes `row_matmul`, norm and gate included, others `small_matmul` where `configs` has a
-tiling for it. `InvariantStages` use one tiling for everything instead. Refuses to know: graphs.
+Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`, norm
+and gate included, others `small_matmul` where `configs` has a tiling for it; and gate and up, which are joined with the
+SiLU where that is faster. `InvariantStages` use one tiling for everything instead. Refuses to know: graphs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from quire.kernels import cublas
 from quire.kernels.triton import configs, why_not
+from quire.kernels.triton.configs import Matmul
 from quire.model.fp8 import Fp8Scheme
 from quire.model.linear import DenseScheme, Linear, Plain
 from quire.model.spec import DecoderSpec
@@ -43,9 +44,9 @@ class FusedStages(Stages):
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
-        from quire.kernels.triton import activation, gemv, norm, rope
+        from quire.kernels.triton import activation, gemm, gemv, norm, rope
 
-        self._gemv, self._rope_and_write = gemv, rope.rope_and_write
+        self._gemm, self._gemv, self._rope_and_write = gemm, gemv, rope.rope_and_write
         self._quantise, self._norm_fp8 = activation.quantise_fp8, norm.rms_norm_fp8
         self.reasons.append("stages: Triton kernels between cuBLAS products")
 
@@ -74,18 +75,27 @@ class FusedStages(Stages):
         if x is None and self._single(layer.up, residual):
             gated = self._row(layer.up, residual, norm=layer.post_norm.weight, eps=self._eps, gated=True)
             return self._into_residual(layer.down, gated, residual)
-        up = self._product(layer.up, layer.post_norm, x, residual)
+        config = self._joined(layer.up, residual)
+        up = self._product(layer.up, layer.post_norm, x, residual, config)
         if isinstance(layer.down.scheme, Fp8Scheme):
-            return self._add_fp8(layer.down, self._quantise(up, gated=True), residual)
-        return self._into_residual(layer.down, self.ops.act_and_mul(up, "silu"), residual)
+            return self._add_fp8(layer.down, self._quantise(up, gated=config is None), residual)
+        return self._into_residual(layer.down, up if config else self.ops.act_and_mul(up, "silu"), residual)
 
-    def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """residual += x, its norm, and the product with it; an 8-bit product's norm comes out in 8 bits."""
+    def _product(
+        self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor, gated: Matmul | None = None
+    ) -> torch.Tensor:
+        """residual += x, its norm, and the product with it, through the gate where there is a config for that; an 8-bit
+        product's norm comes out in 8 bits."""
+        weight = linear.state["weight"]
         if not isinstance(linear.scheme, Fp8Scheme):
-            return self._multiply(linear, self.norm(norm, x, residual))
+            normed = self.norm(norm, x, residual)
+            return self._gemm.gated_matmul(normed, weight, gated) if gated else self._multiply(linear, normed)
         first, second = (residual, None) if x is None else (x, residual)
-        return linear.scheme.multiply(
-            linear.state, *self._norm_fp8(first, second, norm.weight, self._eps), linear.bias
+        normed, scales = self._norm_fp8(first, second, norm.weight, self._eps)
+        if not gated:
+            return linear.scheme.multiply(linear.state, normed, scales, linear.bias)
+        return self._gemm.gated_matmul(
+            normed, weight, gated, x_scale=scales, weight_scale=linear.state["scale"], out_dtype=torch.bfloat16
         )
 
     def _into_residual(self, linear: Linear, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor | None:
@@ -96,10 +106,8 @@ class FusedStages(Stages):
             return self._add_fp8(linear, self._quantise(x), residual)
         elif not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
             return linear(x)
-        elif self._few(linear, x):
-            self._gemv.small_matmul(x, linear.state["weight"], residual=residual, out=residual)
         else:
-            residual.addmm_(x, linear.state["weight"].t())
+            self._dense(linear.state["weight"], x, residual)
         return None
 
     def _add_fp8(
@@ -114,20 +122,25 @@ class FusedStages(Stages):
         return self._multiply(head, hidden)
 
     def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
-        if self._few(linear, x):
-            return self._gemv.small_matmul(x, linear.state["weight"])
-        tiles = configs.cublas_tiles(x.shape[0], sum(linear.parts))
-        if tiles and isinstance(linear.scheme, DenseScheme) and linear.bias is None:
-            out = cublas.matmul(x, linear.state["weight"], tiles)
-            if out is not None:
-                return out
-        return linear(x)
-
-    def _few(self, linear: Linear, x: torch.Tensor) -> bool:
-        """Whether the product with x is one for `small_matmul`."""
         if not isinstance(linear.scheme, DenseScheme) or linear.bias is not None:
-            return False
-        return configs.small_matmul(x.element_size(), x.shape[0], sum(linear.parts), linear.columns) is not None
+            return linear(x)
+        return self._dense(linear.state["weight"], x)
+
+    def _dense(self, weight: torch.Tensor, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The product, added to the residual where there is one."""
+        out = cublas.matmul(x, weight, residual=residual)
+        if out is not None:
+            return out
+        if configs.small_matmul(x.element_size(), x.shape[0], *weight.shape) is not None:
+            return self._gemv.small_matmul(x, weight, residual=residual, out=residual)
+        return torch.nn.functional.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
+
+    def _joined(self, linear: Linear, x: torch.Tensor) -> Matmul | None:
+        """How the product with x takes the gate along, if it does."""
+        if not isinstance(linear.scheme, DenseScheme | Fp8Scheme) or linear.bias is not None:
+            return None
+        weight = linear.state["weight"]
+        return configs.gated_matmul(weight.element_size(), x.shape[0], *weight.shape)
 
     def _single(self, linear: Linear, x: torch.Tensor) -> bool:
         """Whether the product with x is one for `row_matmul`."""
@@ -146,9 +159,6 @@ class InvariantStages(FusedStages):
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
         super().__init__(spec, device)
-        from quire.kernels.triton import gemm
-
-        self._matmul = gemm.matmul
         self.reasons[-1] = "stages: Triton kernels of one tiling for any batch: slower, the same bits in all of them"
 
     def attend(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor:
@@ -161,7 +171,9 @@ class InvariantStages(FusedStages):
     def _single(self, linear: Linear, x: torch.Tensor) -> bool:
         return False
 
-    def _product(self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+    def _product(
+        self, linear: Linear, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor, gated: Matmul | None = None
+    ) -> torch.Tensor:
         return self._multiply(linear, self.norm(norm, x, residual))
 
     def _multiply(self, linear: Linear, x: torch.Tensor) -> torch.Tensor:
@@ -171,5 +183,5 @@ class InvariantStages(FusedStages):
         if isinstance(linear.scheme, Fp8Scheme):
             x, x_scale = self._quantise(x)
             scales = {"x_scale": x_scale, "weight_scale": linear.state["scale"], "out_dtype": torch.bfloat16}
-        out = self._matmul(x.contiguous(), weight, config, **scales)
+        out = self._gemm.matmul(x.contiguous(), weight, config, **scales)
         return out if linear.bias is None else out.add_(linear.bias)

@@ -6,6 +6,7 @@ In a table the first row whose bounds hold is taken. Refuses to know: tensors, d
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -106,8 +107,34 @@ SMALL_MATMUL: dict[tuple[int, int], list[tuple[int, int, Matmul | None]]] = {
 }
 # Tiled 8-bit products that beat the library's where rows fill the tiles: (most rows, most outputs, config)
 FP8_MATMUL = [(256, 4096, Matmul(64, 128, 4, 5, rows=128))]
-# Tiles of cuBLAS that beat the one it prefers, by cublasLt's numbers: (least rows, least outputs, tiles, best first)
-CUBLAS_TILES = [(2048, 6144, (201, 197))]  # 176 x 128, 168 x 128
+# Gate, up and what follows in one launch: bytes of an element → (most rows, config; None: apart), for matrices as wide
+# as those of an 8B model at least
+GATED_OUTPUTS = 16384
+GATED_MATMUL: dict[int, list[tuple[float, Matmul | None]]] = {
+    2: [
+        (56, None),
+        (64, Matmul(128, 128, 4, 3, rows=64)),
+        (96, None),
+        (128, Matmul(256, 64, 8, 4, rows=128)),
+        (224, None),
+        (256, Matmul(256, 64, 8, 4, rows=128)),
+        (960, None),
+        (math.inf, Matmul(256, 64, 8, 3, rows=128)),
+    ],
+    1: [
+        (56, None),
+        (64, Matmul(128, 256, 4, 3, rows=64)),
+        (176, None),
+        (192, Matmul(256, 128, 4, 4, rows=64)),
+        (240, None),
+        (256, Matmul(256, 128, 8, 3, rows=128)),
+        (320, Matmul(256, 128, 4, 4, rows=64)),
+        (384, Matmul(256, 128, 8, 3, rows=128)),
+        (512, Matmul(256, 128, 4, 4, rows=64)),
+        (6144, None),
+        (math.inf, Matmul(256, 128, 8, 3, rows=128)),
+    ],
+}
 # One tiling for any number of rows: bytes of an element → config
 INVARIANT_MATMUL = {
     1: Matmul(128, 128, 4, 4, rows=64),
@@ -143,10 +170,11 @@ def small_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | 
     return next((c for least, long, c in table if outputs >= least and width >= long), None)
 
 
-def cublas_tiles(rows: int, outputs: int) -> tuple[int, ...]:
-    """Empty: its own choice, as for odd numbers of rows, where it has no others."""
-    fits = (tiles for least, wide, tiles in CUBLAS_TILES if rows >= least and outputs >= wide and rows % 64 == 0)
-    return next(fits, ())
+def gated_matmul(element: int, rows: int, outputs: int, width: int) -> Matmul | None:
+    """None: the product first, then the gate, is as fast; or descriptors cannot describe it."""
+    if outputs < GATED_OUTPUTS or outputs % 16 or width % 16:
+        return None
+    return next((config for most, config in GATED_MATMUL.get(element, []) if rows <= most), None)
 
 
 def fp8_matmul(rows: int, outputs: int) -> Matmul | None:

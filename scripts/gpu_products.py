@@ -1,0 +1,183 @@
+"""Find the fastest kernel of cuBLAS for each product of a model, on a CUDA machine: `src/quire/kernels/cublas.json`.
+
+    PYTHONPATH=src python3 scripts/gpu_products.py [--model src/quire/bench/data/llama-3.1-8b] [--out FILE]
+
+For each number of rows that steps are captured for, and for full chunks of a prompt: what the engine does without a
+table against all kernels that the library offers for any of these shapes, or that the table names already. Small ones
+are timed in short bursts over weights that are not in the cache, large ones for long enough that the card's power limit
+counts. A kernel is written down if it saves 1.5%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint32
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels import cublas
+from quire.kernels.cublas import Algorithm
+from quire.kernels.triton import configs
+from quire.kernels.triton.activation import quantise_fp8
+from quire.kernels.triton.gemv import small_matmul
+from quire.model.fp8 import Fp8Scheme
+from quire.runtime.captured import row_buckets
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+CHUNKS = (2048, 8192)
+FEW = 32  # rows up to which our own kernels are ahead
+FINALISTS, ROUNDS, WORTH = 8, 4, 0.985
+SPLITS = 2  # an attribute of an algorithm: the table has none that split
+
+State = dict[str, torch.Tensor]
+
+
+class Offers(cublas._Product):
+    """What the library would take itself."""
+
+    def _find(self, wanted: Algorithm) -> cublas._Candidate:
+        self.algorithms = [one for one in map(self._read, self._offered()) if one is not None]
+        return cublas._Candidate()
+
+    def _read(self, candidate: cublas._Candidate) -> Algorithm | None:
+        found = []
+        for attribute in (cublas.TILE, cublas.CLUSTER, cublas.CUSTOM, SPLITS):
+            value, size = c_uint32(), c_size_t(2 if attribute == cublas.CLUSTER else 4)
+            read = self._library.cublasLtMatmulAlgoConfigGetAttribute
+            read(byref(candidate), attribute, byref(value), size, byref(c_size_t()))
+            found.append(value.value)
+        return Algorithm(*found[:3]) if found[3] == 1 else None
+
+
+class Product:
+    """One matrix of the model, in copies enough that none is in the cache when its turn comes."""
+
+    def __init__(self, name: str, outputs: int, width: int, adds: bool, dtype: torch.dtype):
+        self.name, self.outputs, self.width, self.adds, self.dtype = name, outputs, width, adds, dtype
+        self._scheme = Fp8Scheme()
+        size = outputs * width * (1 if dtype == FP8 else 2)
+        self.copies = [self._weight() for _ in range(max(2, -(-250_000_000 // size)))]
+
+    def _weight(self) -> State:
+        rows = torch.randn(self.outputs, self.width, device="cuda").mul_(self.width**-0.5).to(BF16)
+        if self.dtype == BF16:
+            return {"weight": rows}
+        state = self._scheme.create(self.outputs, self.width, rows.device, BF16)
+        self._scheme.put(state, 0, rows)
+        return state
+
+    def inputs(self, rows: int) -> None:
+        x = torch.randn(rows, self.width, device="cuda").to(BF16)
+        self.x, self.scales = (x, None) if self.dtype == BF16 else quantise_fp8(x)
+        self.out = torch.zeros(rows, self.outputs, device="cuda", dtype=BF16)
+
+    def shape(self, rows: int) -> cublas._Shape:
+        return cublas._Shape(0, self.dtype, BF16, rows, self.outputs, self.width)
+
+    def usual(self, state: State) -> torch.Tensor:
+        into, weight = self.out if self.adds else None, state["weight"]
+        if self.scales is not None:
+            return self._scheme.multiply(state, self.x, self.scales, None, into)
+        if configs.small_matmul(2, self.x.shape[0], *weight.shape):
+            return small_matmul(self.x, weight, residual=into, out=into)
+        return F.linear(self.x, weight) if into is None else into.addmm_(self.x, weight.t())
+
+    def by(self, product: cublas._Product) -> Callable[[State], None]:
+        def run(state: State) -> None:
+            scales = [] if self.scales is None else [self.scales, state["scale"]]
+            product.run(self.x, state["weight"], self.out, self.adds, scales)
+
+        return run
+
+    def wrong(self, product: cublas._Product) -> bool:
+        results = []
+        for run in (self.usual, self.by(product)):
+            self.out.zero_()
+            found = run(self.copies[0])
+            results.append((self.out if found is None else found).float().clone())
+        return bool((results[0] - results[1]).norm() > 0.01 * results[0].norm())
+
+
+def timed(run: Callable[[State], object], copies: list[State], launches: int) -> float:
+    """Microseconds a launch."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run(copies[0])
+    torch.cuda._sleep(150_000)
+    begin.record()
+    for i in range(launches):
+        run(copies[(i + 1) % len(copies)])
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / launches
+
+
+def fastest(product: Product, rows: int, algorithms: set[Algorithm]) -> Algorithm | None:
+    product.inputs(rows)
+    made = {one: found for one in algorithms if (found := cublas._product(product.shape(rows), one)) is not None}
+    quick = sorted((timed(product.by(found), product.copies, 3), one) for one, found in made.items())
+    final = [one for _, one in quick[:FINALISTS] if not product.wrong(made[one])]
+    launches = 12 if rows <= 1024 else int(1.5e5 / quick[0][0])
+    usual: list[float] = []
+    times: dict[Algorithm, list[float]] = {one: [] for one in final}
+    for _ in range(ROUNDS if rows <= 1024 else 2):
+        usual.append(timed(product.usual, product.copies, launches))
+        for one in final:
+            times[one].append(timed(product.by(made[one]), product.copies, launches))
+    middle = lambda values: sorted(values)[(len(values) - 1) // 2]  # noqa: E731
+    best = min(final, key=lambda one: middle(times[one]))
+    before, after = middle(usual), middle(times[best])
+    print(f"{product.dtype} {product.name} {rows}: {before:.1f} us, {after:.1f} by {tuple(best)}", flush=True)
+    return best if after < WORTH * before else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=Path("src/quire/bench/data/llama-3.1-8b"))
+    parser.add_argument("--out", type=Path, default=Path(cublas.__file__).with_suffix(".json"))
+    given = parser.parse_args()
+    config = json.loads((given.model / "config.json").read_text())
+    hidden, ffn = config["hidden_size"], config["intermediate_size"]
+    heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    layers = {"qkv": ((heads + 2 * kv) * dim, hidden), "o": (hidden, heads * dim)}
+    layers |= {"gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
+    named = set(cublas._table().values())
+    cublas._table = dict  # what is measured is without
+    sizes = [rows for rows in row_buckets(1024) if rows > FEW] + list(CHUNKS)
+    table: dict[str, dict[str, dict[int, Algorithm]]] = {}
+    for dtype in (BF16, FP8):
+        products = [Product(name, *shape, name in ("o", "down"), dtype) for name, shape in layers.items()]
+        try:
+            offers = [Offers(product.shape(rows), Algorithm(0, 0, 0)) for product in products for rows in sizes]
+        except cublas._Failed:
+            print(f"{dtype}: the library offers nothing")
+            continue
+        candidates = named.union(*(one.algorithms for one in offers))
+        print(f"{dtype}: {len(candidates)} kernels", flush=True)
+        element = 2 if dtype == BF16 else 1
+        for product in products:
+            entries = table.setdefault(str(element), {}).setdefault(f"{product.outputs}x{product.width}", {})
+            for rows in sizes:
+                if product.name == "gate_up" and configs.gated_matmul(element, rows, product.outputs, product.width):
+                    continue
+                best = fastest(product, rows, candidates)
+                if best is not None:
+                    entries[rows] = best
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    given.out.write_text(written(about, table))
+
+
+def written(about: dict[str, str], table: dict[str, dict[str, dict[int, Algorithm]]]) -> str:
+    """JSON, a line a shape."""
+    lines = {e: [f'   "{name}": {json.dumps(sizes)}' for name, sizes in shapes.items()] for e, shapes in table.items()}
+    kinds = [f'  "{element}": {{\n' + ",\n".join(shapes) + "\n  }" for element, shapes in lines.items()]
+    head = "".join(f' "{key}": {json.dumps(value)},\n' for key, value in about.items())
+    return "{\n" + head + ' "kernels": {\n' + ",\n".join(kinds) + "\n }\n}\n"
+
+
+if __name__ == "__main__":
+    main()
