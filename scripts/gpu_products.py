@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from ctypes import byref, c_size_t, c_uint32
 from pathlib import Path
+from statistics import median_low
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,7 @@ from quire.runtime.captured import row_buckets
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CHUNKS = (2048, 8192)
 FEW = 32  # rows up to which our own kernels are ahead
-FINALISTS, ROUNDS, WORTH = 8, 4, 0.985
-SPLITS = 2  # an attribute of an algorithm: the table has none that split
+FINALISTS, LONG, WORTH = 8, 1e5, 0.985  # LONG: microseconds that a large product is repeated for
 
 State = dict[str, torch.Tensor]
 
@@ -40,17 +39,9 @@ class Offers(cublas._Product):
     """What the library would take itself."""
 
     def _find(self, wanted: Algorithm) -> cublas._Candidate:
-        self.algorithms = [one for one in map(self._read, self._offered()) if one is not None]
+        attributes = (cublas.TILE, cublas.CLUSTER, cublas.CUSTOM)
+        self.algorithms = [Algorithm(*(self._read(one, a) for a in attributes)) for one in self._offered()]
         return cublas._Candidate()
-
-    def _read(self, candidate: cublas._Candidate) -> Algorithm | None:
-        found = []
-        for attribute in (cublas.TILE, cublas.CLUSTER, cublas.CUSTOM, SPLITS):
-            value, size = c_uint32(), c_size_t(2 if attribute == cublas.CLUSTER else 4)
-            read = self._library.cublasLtMatmulAlgoConfigGetAttribute
-            read(byref(candidate), attribute, byref(value), size, byref(c_size_t()))
-            found.append(value.value)
-        return Algorithm(*found[:3]) if found[3] == 1 else None
 
 
 class Product:
@@ -103,13 +94,16 @@ class Product:
 
 
 def timed(run: Callable[[State], object], copies: list[State], launches: int) -> float:
-    """Microseconds a launch."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    """Microseconds a launch, in a graph: hosts take longer over some than a GPU over the product."""
     run(copies[0])
-    torch.cuda._sleep(150_000)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(copies[(i + 1) % len(copies)])
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
     begin.record()
-    for i in range(launches):
-        run(copies[(i + 1) % len(copies)])
+    graph.replay()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1000 / launches
@@ -118,18 +112,24 @@ def timed(run: Callable[[State], object], copies: list[State], launches: int) ->
 def fastest(product: Product, rows: int, algorithms: set[Algorithm]) -> Algorithm | None:
     product.inputs(rows)
     made = {one: found for one in algorithms if (found := cublas._product(product.shape(rows), one)) is not None}
-    quick = sorted((timed(product.by(found), product.copies, 3), one) for one, found in made.items())
-    final = [one for _, one in quick[:FINALISTS] if not product.wrong(made[one])]
-    launches = 12 if rows <= 1024 else int(1.5e5 / quick[0][0])
-    usual: list[float] = []
+    quick = []
+    for one, found in made.items():
+        try:
+            quick.append((timed(product.by(found), product.copies, 3), one))
+        except cublas._Failed:
+            continue
+    large = rows > 1024
+    final = [one for _, one in sorted(quick)[: FINALISTS // 2 if large else FINALISTS] if not product.wrong(made[one])]
+    if not final:
+        return None
+    launches, usual = int(LONG / min(quick)[0]) if large else 12, []
     times: dict[Algorithm, list[float]] = {one: [] for one in final}
-    for _ in range(ROUNDS if rows <= 1024 else 2):
+    for _ in range(2 if large else 4):
         usual.append(timed(product.usual, product.copies, launches))
         for one in final:
             times[one].append(timed(product.by(made[one]), product.copies, launches))
-    middle = lambda values: sorted(values)[(len(values) - 1) // 2]  # noqa: E731
-    best = min(final, key=lambda one: middle(times[one]))
-    before, after = middle(usual), middle(times[best])
+    before = median_low(usual)
+    after, best = min((median_low(each), one) for one, each in times.items())
     print(f"{product.dtype} {product.name} {rows}: {before:.1f} us, {after:.1f} by {tuple(best)}", flush=True)
     return best if after < WORTH * before else None
 
@@ -147,9 +147,9 @@ def main() -> None:
     layers |= {"gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     named = set(cublas._table().values())
     cublas._table = dict  # what is measured is without
-    sizes = [rows for rows in row_buckets(1024) if rows > FEW] + list(CHUNKS)
     table: dict[str, dict[str, dict[int, Algorithm]]] = {}
     for dtype in (BF16, FP8):
+        sizes = [rows for rows in row_buckets(1024) if rows > FEW] + list(CHUNKS)
         products = [Product(name, *shape, name in ("o", "down"), dtype) for name, shape in layers.items()]
         try:
             offers = [Offers(product.shape(rows), Algorithm(0, 0, 0)) for product in products for rows in sizes]

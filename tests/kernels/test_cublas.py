@@ -1,5 +1,7 @@
 """Products by a named kernel: what torch's own give, or None where the library, the chip or the kernel is another."""
 
+from ctypes import c_void_p
+
 import pytest
 import torch
 
@@ -20,9 +22,78 @@ def test_without_the_library_the_caller_is_told(monkeypatch):
 
 
 def test_what_the_table_names_is_what_steps_have():
-    sizes = {*row_buckets(1024), 2048, 8192}
+    sizes = {*row_buckets(1024), 2048, 4096, 8192}
     assert {rows for *_, rows in shapes()} <= sizes
     assert (torch.bfloat16, 4096, 14336) in {shape[:3] for shape in shapes()}
+
+
+class FakeLibrary:
+    """Offers two kernels, knows three, and multiplies by none: what it is asked for is kept."""
+
+    offered = ((20, 3, 1), (201, 5, 2))
+    known = (*offered, (31, 2, 4))
+
+    def __init__(self):
+        self.ran = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0  # whatever else: done
+
+    @staticmethod
+    def attributes(candidate):
+        return tuple(candidate._obj.algorithm[i] for i in range(3))
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *arguments):
+        *_, most, found, count = arguments
+        assert most >= len(self.offered)
+        for candidate, attributes in zip(found, self.offered, strict=False):
+            for i, value in enumerate(attributes):
+                candidate.algorithm[i] = value
+        count._obj.value = len(self.offered)
+        return 0
+
+    places = {cublas.TILE: 0, cublas.CLUSTER: 1, cublas.CUSTOM: 2}
+
+    def cublasLtMatmulAlgoConfigGetAttribute(self, candidate, attribute, value, size, written):
+        value._obj.value = candidate._obj.algorithm[self.places[attribute]]
+        return 0
+
+    def cublasLtMatmulAlgoConfigSetAttribute(self, candidate, attribute, value, size):
+        candidate._obj.algorithm[self.places[attribute]] = value._obj.value
+        return 0
+
+    def cublasLtMatmulAlgoCheck(self, *arguments):
+        *_, made, checked = arguments
+        checked._obj.workspace = 4
+        return 0 if self.attributes(made) in self.known else 7
+
+    def cublasLtMatmul(self, *arguments):
+        beta, made, size = arguments[7]._obj.value, arguments[12], arguments[14].value
+        self.ran.append((self.attributes(made), beta, size))
+        return 0
+
+
+@pytest.mark.parametrize("eight", [False, True])
+def test_what_is_asked_of_the_library(eight, monkeypatch):
+    library = FakeLibrary()
+    monkeypatch.setattr(cublas, "_open", lambda device: (library, c_void_p()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    cublas._product.cache_clear()
+    dtype = torch.float8_e4m3fn if eight else torch.bfloat16
+    wanted = {1: (31, 2, 4), 2: (201,), 3: (404, 5, 5), 4: (197,)}  # known, offered, not known, not offered
+    table = {(1 if eight else 2, 16, 8, rows): cublas.Algorithm(*key) for rows, key in wanted.items()}
+    monkeypatch.setattr(cublas, "_table", lambda: table)
+    weight, found = torch.zeros(16, 8).to(dtype), {}
+    for rows in range(1, 6):
+        x, stream = torch.zeros(rows, 8).to(dtype), torch.zeros(rows, 16, dtype=torch.bfloat16)
+        scales = (torch.ones(rows), torch.ones(16)) if eight else None
+        found[rows] = cublas.matmul(x, weight, scales=scales)
+        added = cublas.matmul(x, weight, residual=stream, scales=scales)
+        assert added is (None if found[rows] is None else stream)
+    cublas._product.cache_clear()
+    assert [rows for rows, out in found.items() if out is not None] == [1, 2]
+    assert found[1].shape == (1, 16) and found[1].dtype == torch.bfloat16
+    assert library.ran == [((31, 2, 4), 0, 4), ((31, 2, 4), 1, 4), ((201, 5, 2), 0, 0), ((201, 5, 2), 1, 0)]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

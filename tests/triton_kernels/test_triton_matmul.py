@@ -134,9 +134,10 @@ def test_every_shape_has_a_configuration():
     for element, table in configs.GATED_MATMUL.items():
         bounds = [most for most, _ in table]
         assert bounds == sorted(bounds)
-        assert configs.gated_matmul(element, 8192, 28672, 4096) is not None
+        assert configs.gated_matmul(element, 256, 28672, 4096) is not None
+        assert configs.gated_matmul(element, 8192, 28672, 4096) is None
         for odd in ((28680, 4096), (28672, 4100), (3072, 576)):
-            assert configs.gated_matmul(element, 8192, *odd) is None
+            assert configs.gated_matmul(element, 256, *odd) is None
     for element in (1, 2, 4):
         for kernel in ("few", "many"):
             assert configs.attention(kernel, element, 256) is not None

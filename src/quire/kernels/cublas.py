@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
@@ -24,17 +24,18 @@ FLOAT32, COMPUTE_FLOAT32 = 0, 68
 TRANSPOSE_A, A_SCALE, B_SCALE, FAST_ACCUMULATION, A_SCALE_MODE, B_SCALE_MODE = 3, 17, 18, 25, 31, 32  # of a product
 MAX_WORKSPACE = 1  # of a wish
 TILE, CUSTOM, CLUSTER = 1, 5, 8  # of an algorithm
+ATTRIBUTES: dict[int, type[ctypes._SimpleCData[int]]] = {TILE: c_uint32, CUSTOM: c_uint32, CLUSTER: c_uint16}
 SCALE_EACH = 3  # a scale for each output, and each row
-CANDIDATES = 8
-WORKSPACE = 32 << 20
+CANDIDATES = 16
+WORKSPACE = 1 << 20  # the most that a kernel may want for itself: those here ask for a counter
 
 
 class Algorithm(NamedTuple):
-    """What tells kernels of one family apart, in cublasLt's numbers."""
+    """What tells kernels of one family apart, in cublasLt's numbers; with a tile alone: the one offered that has it."""
 
     tile: int
-    cluster: int
-    custom: int
+    cluster: int | None = None
+    custom: int | None = None
 
 
 class _Candidate(ctypes.Structure):
@@ -101,7 +102,7 @@ class _Product:
         self._describe(TRANSPOSE_A, c_int32(1))
         self._scaled = shape.dtype == torch.float8_e4m3fn
         if self._scaled:
-            self._describe(FAST_ACCUMULATION, ctypes.c_int8(1))
+            self._describe(FAST_ACCUMULATION, c_int8(1))
             for mode, scale in ((A_SCALE_MODE, A_SCALE), (B_SCALE_MODE, B_SCALE)):
                 self._describe(mode, c_int32(SCALE_EACH))
                 self._describe(scale, c_void_p(256))  # some place: there is nothing to offer without
@@ -131,28 +132,41 @@ class _Product:
         )  # fmt: skip
 
     def _find(self, wanted: Algorithm) -> _Candidate:
-        """One that the library offers, turned into the wanted one; it says whether that exists."""
-        for candidate in self._offered():
+        """Among what the library offers; or one of those, turned into the wanted one, if it says that this exists."""
+        offered = self._offered()
+        if wanted.cluster is None:
+            offered = [one for one in offered if self._read(one, TILE) == wanted.tile]
+        for candidate in offered:
             made, checked = _Candidate(algorithm=candidate.algorithm), _Candidate()
             for attribute, value in zip((TILE, CLUSTER, CUSTOM), wanted, strict=True):
-                number = c_uint16(value) if attribute == CLUSTER else c_uint32(value)
-                size = c_size_t(ctypes.sizeof(number))
-                self._library.cublasLtMatmulAlgoConfigSetAttribute(byref(made), attribute, byref(number), size)
+                if value is not None:
+                    self._write(made, attribute, value)
             status = self._library.cublasLtMatmulAlgoCheck(
                 self._handle, self._description, self._weight, self._x, self._out, self._out, byref(made),
                 byref(checked),
             )  # fmt: skip
             if status == 0 and checked.status == 0 and checked.workspace <= WORKSPACE:
-                made.workspace = checked.workspace
+                made.workspace = 0 if wanted.cluster is None else checked.workspace
                 return made
         raise _Failed
 
+    def _read(self, candidate: _Candidate, attribute: int) -> int:
+        number, size = c_uint32(), c_size_t(ctypes.sizeof(ATTRIBUTES[attribute]))
+        read = self._library.cublasLtMatmulAlgoConfigGetAttribute
+        self._check(read(byref(candidate), attribute, byref(number), size, byref(c_size_t())))
+        return number.value
+
+    def _write(self, candidate: _Candidate, attribute: int, value: int) -> None:
+        number = ATTRIBUTES[attribute](value)
+        write = self._library.cublasLtMatmulAlgoConfigSetAttribute
+        self._check(write(byref(candidate), attribute, byref(number), c_size_t(ctypes.sizeof(number))))
+
     def _offered(self) -> list[_Candidate]:
-        wishes, found, count = c_void_p(), (_Candidate * CANDIDATES)(), c_int()
+        """Those that need no memory beside, the library's favourite first; so none that splits a sum."""
+        wishes, found, count, none = c_void_p(), (_Candidate * CANDIDATES)(), c_int(), c_uint64(0)
         self._check(self._library.cublasLtMatmulPreferenceCreate(byref(wishes)))
-        self._library.cublasLtMatmulPreferenceSetAttribute(
-            wishes, MAX_WORKSPACE, byref(c_uint64(WORKSPACE)), c_size_t(8)
-        )
+        limit = self._library.cublasLtMatmulPreferenceSetAttribute
+        self._check(limit(wishes, MAX_WORKSPACE, byref(none), c_size_t(8)))
         self._check(
             self._library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle, self._description, self._weight, self._x, self._out, self._out, wishes, CANDIDATES, found,
