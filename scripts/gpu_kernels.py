@@ -279,6 +279,33 @@ def large_products() -> Iterator[Trial]:
             yield Trial("matmul", shape, "invariant", run, len(copies), 0, flops, against(run, x, copies[0], {}))
 
 
+def gated_products() -> Iterator[Trial]:
+    """Gate, up and SiLU in one launch, beside the library's product and a launch for the SiLU."""
+    for dtype in (BF16, FP8):
+        copies, scale = weights(2 * FFN, HIDDEN, dtype), torch.full((2 * FFN,), 0.01, device="cuda")
+        tried = sorted({config for _, config in configs.GATED_MATMUL[dtype.itemsize]} - {None}, key=repr)
+        for rows in (64, 96, 128, 192, 256, 384, 512, 1024, 8192):
+            x, shape, flops = random(rows, HIDDEN), f"{dtype} {rows}", 4.0 * rows * FFN * HIDDEN
+            options: dict = {}
+            if dtype == FP8:
+                x, x_scale = twins.quantise_fp8(x)
+                options = {"x_scale": x_scale, "weight_scale": scale, "out_dtype": BF16}
+
+                def apart(i: int, x=x, s=x_scale, c=scale, w=copies) -> torch.Tensor:
+                    product = torch._scaled_mm(x, w[i].T, scale_a=s[:, None], scale_b=c[None], out_dtype=BF16)
+                    return activation.silu_and_mul(product)
+            else:
+
+                def apart(i: int, x=x, w=copies) -> torch.Tensor:
+                    return activation.silu_and_mul(F.linear(x, w[i]))
+
+            yield Trial("gated", shape, "library, then SiLU", apart, len(copies), 0, flops)
+            for config in tried:
+                run = lambda i, x=x, w=copies, c=config, o=options: gemm.gated_matmul(x, w[i], c, **o)  # noqa: E731
+                yield Trial("gated", shape, repr(config), run, len(copies), 0, flops,
+                            against(run, x, copies[0], options | {"gated": True}))  # fmt: skip
+
+
 # --- attention --------------------------------------------------------------------------------------------------
 
 
@@ -460,6 +487,7 @@ SECTIONS: dict[str, Callable[[], Iterator[Trial]]] = {
     "prefix": shared_prefixes,
     "prefill": prefilling,
     "gemm": large_products,
+    "gated": gated_products,
     "fp8": products_fp8,
     "elementwise": elementwise,
     "sampling": draws,
@@ -560,7 +588,7 @@ def summary(results: Path) -> None:
     for line in lines:
         if line["error"] is not None and not line["error"] < 0.03:
             continue
-        library = line["variant"].startswith(("cublas", "torch", "scaled", "CUDNN", "FLASH", "each row"))
+        library = line["variant"].startswith(("cublas", "library", "torch", "scaled", "CUDNN", "FLASH", "each row"))
         kept = others if library else best
         key = (line["kernel"], line["shape"])
         if key not in kept or line["us"] < kept[key]["us"]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from statistics import median_low
 
@@ -28,11 +29,12 @@ from quire.model.fp8 import Fp8Scheme
 from quire.runtime.captured import row_buckets
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-CHUNKS = (2048, 8192)
+CHUNKS = (2048, 4096, 8192)
 FEW = 32  # rows up to which our own kernels are ahead
 FINALISTS, LONG, WORTH = 8, 1e5, 0.985  # LONG: microseconds that a large product is repeated for
 
 State = dict[str, torch.Tensor]
+Table = dict[str, dict[str, dict[str, list[int]]]]  # bytes of an element → shape → rows → an algorithm
 
 
 class Offers(cublas._Product):
@@ -67,7 +69,7 @@ class Product:
         self.out = torch.zeros(rows, self.outputs, device="cuda", dtype=BF16)
 
     def shape(self, rows: int) -> cublas._Shape:
-        return cublas._Shape(0, self.dtype, BF16, rows, self.outputs, self.width)
+        return cublas._Shape(torch.device("cuda", 0), self.dtype, BF16, rows, self.outputs, self.width)
 
     def usual(self, state: State) -> torch.Tensor:
         into, weight = self.out if self.adds else None, state["weight"]
@@ -119,17 +121,18 @@ def fastest(product: Product, rows: int, algorithms: set[Algorithm]) -> Algorith
         except cublas._Failed:
             continue
     large = rows > 1024
-    final = [one for _, one in sorted(quick)[: FINALISTS // 2 if large else FINALISTS] if not product.wrong(made[one])]
+    quick.sort(key=itemgetter(0))
+    final = [one for _, one in quick[: FINALISTS // 2 if large else FINALISTS] if not product.wrong(made[one])]
     if not final:
         return None
-    launches, usual = int(LONG / min(quick)[0]) if large else 12, []
+    launches, usual = int(LONG / quick[0][0]) if large else 12, []
     times: dict[Algorithm, list[float]] = {one: [] for one in final}
     for _ in range(2 if large else 4):
         usual.append(timed(product.usual, product.copies, launches))
         for one in final:
             times[one].append(timed(product.by(made[one]), product.copies, launches))
     before = median_low(usual)
-    after, best = min((median_low(each), one) for one, each in times.items())
+    after, best = min(((median_low(each), one) for one, each in times.items()), key=itemgetter(0))
     print(f"{product.dtype} {product.name} {rows}: {before:.1f} us, {after:.1f} by {tuple(best)}", flush=True)
     return best if after < WORTH * before else None
 
@@ -147,7 +150,7 @@ def main() -> None:
     layers |= {"gate_up": (2 * ffn, hidden), "down": (hidden, ffn)}
     named = set(cublas._table().values())
     cublas._table = dict  # what is measured is without
-    table: dict[str, dict[str, dict[int, Algorithm]]] = {}
+    table: Table = json.loads(given.out.read_text())["kernels"] if given.out.exists() else {}
     for dtype in (BF16, FP8):
         sizes = [rows for rows in row_buckets(1024) if rows > FEW] + list(CHUNKS)
         products = [Product(name, *shape, name in ("o", "down"), dtype) for name, shape in layers.items()]
@@ -160,18 +163,18 @@ def main() -> None:
         print(f"{dtype}: {len(candidates)} kernels", flush=True)
         element = 2 if dtype == BF16 else 1
         for product in products:
-            entries = table.setdefault(str(element), {}).setdefault(f"{product.outputs}x{product.width}", {})
+            entries = table.setdefault(str(element), {})[f"{product.outputs}x{product.width}"] = {}
             for rows in sizes:
                 if product.name == "gate_up" and configs.gated_matmul(element, rows, product.outputs, product.width):
                     continue
                 best = fastest(product, rows, candidates)
                 if best is not None:
-                    entries[rows] = best
+                    entries[str(rows)] = [number for number in best if number is not None]
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     given.out.write_text(written(about, table))
 
 
-def written(about: dict[str, str], table: dict[str, dict[str, dict[int, Algorithm]]]) -> str:
+def written(about: dict[str, str], table: Table) -> str:
     """JSON, a line a shape."""
     lines = {e: [f'   "{name}": {json.dumps(sizes)}' for name, sizes in shapes.items()] for e, shapes in table.items()}
     kinds = [f'  "{element}": {{\n' + ",\n".join(shapes) + "\n  }" for element, shapes in lines.items()]

@@ -1,5 +1,8 @@
 """Products by a named kernel: what torch's own give, or None where the library, the chip or the kernel is another."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from ctypes import c_void_p
 
 import pytest
@@ -15,10 +18,10 @@ def shapes():
 
 def test_without_the_library_the_caller_is_told(monkeypatch):
     x = torch.zeros(4, 8)
-    monkeypatch.setattr(cublas, "_table", lambda: {(2, 4, 8, 4): cublas.Algorithm(20, 3, 1)})
+    table = dict.fromkeys([(2, 4, 8, 4), (4, 4, 8, 4)], cublas.Algorithm(20, 3, 1))
+    monkeypatch.setattr(cublas, "_table", lambda: table)
     assert cublas.matmul(x, x) is None  # not 16 bits
-    if not torch.cuda.is_available():
-        assert cublas.matmul(x.bfloat16(), x.bfloat16()) is None
+    assert cublas.matmul(x.bfloat16(), x.bfloat16()) is None  # not on a GPU
 
 
 def test_what_the_table_names_is_what_steps_have():
@@ -34,7 +37,7 @@ class FakeLibrary:
     known = (*offered, (31, 2, 4))
 
     def __init__(self):
-        self.ran = []
+        self.ran, self.scaled, self.described = [], [], {}
 
     def __getattr__(self, name):
         return lambda *arguments: 0  # whatever else: done
@@ -42,6 +45,11 @@ class FakeLibrary:
     @staticmethod
     def attributes(candidate):
         return tuple(candidate._obj.algorithm[i] for i in range(3))
+
+    def cublasLtMatmulDescSetAttribute(self, description, attribute, value, size):
+        self.described[attribute] = value._obj.value
+        time.sleep(0)  # as a real one lets other threads run
+        return 0
 
     def cublasLtMatmulAlgoGetHeuristic(self, *arguments):
         *_, most, found, count = arguments
@@ -70,15 +78,38 @@ class FakeLibrary:
     def cublasLtMatmul(self, *arguments):
         beta, made, size = arguments[7]._obj.value, arguments[12], arguments[14].value
         self.ran.append((self.attributes(made), beta, size))
+        self.scaled.append((arguments[5].value, self.described.get(cublas.B_SCALE)))
         return 0
 
 
-@pytest.mark.parametrize("eight", [False, True])
-def test_what_is_asked_of_the_library(eight, monkeypatch):
-    library = FakeLibrary()
-    monkeypatch.setattr(cublas, "_open", lambda device: (library, c_void_p()))
+@pytest.fixture
+def library(monkeypatch):
+    fake = FakeLibrary()
+    monkeypatch.setattr(cublas, "_open", lambda device: (fake, c_void_p()))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     cublas._product.cache_clear()
+    yield fake
+    cublas._product.cache_clear()
+
+
+def test_threads_do_not_launch_with_the_scales_of_another(library, monkeypatch):
+    monkeypatch.setattr(cublas, "_table", lambda: {(1, 16, 8, 4): cublas.Algorithm(31, 2, 4)})
+    weight, inputs = torch.zeros(16, 8).to(torch.float8_e4m3fn), torch.zeros(2, 4, 8).to(torch.float8_e4m3fn)
+    scales = torch.ones(2, 4)
+
+    def run(thread: int) -> None:
+        for _ in range(200):
+            cublas.matmul(inputs[thread], weight, scales=(scales[thread], torch.ones(16)))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, range(2)))
+    own = {(inputs[thread].data_ptr(), scales[thread].data_ptr()) for thread in range(2)}
+    assert len(library.scaled) == 400 and set(library.scaled) == own
+
+
+@pytest.mark.parametrize("eight", [False, True])
+def test_what_is_asked_of_the_library(eight, library, monkeypatch):
     dtype = torch.float8_e4m3fn if eight else torch.bfloat16
     wanted = {1: (31, 2, 4), 2: (201,), 3: (404, 5, 5), 4: (197,)}  # known, offered, not known, not offered
     table = {(1 if eight else 2, 16, 8, rows): cublas.Algorithm(*key) for rows, key in wanted.items()}
@@ -87,10 +118,14 @@ def test_what_is_asked_of_the_library(eight, monkeypatch):
     for rows in range(1, 6):
         x, stream = torch.zeros(rows, 8).to(dtype), torch.zeros(rows, 16, dtype=torch.bfloat16)
         scales = (torch.ones(rows), torch.ones(16)) if eight else None
+        assert cublas.matmul(x, weight, scales=None if eight else (x, x)) is None
+        assert cublas.matmul(x, weight, residual=stream.float(), scales=scales) is None
         found[rows] = cublas.matmul(x, weight, scales=scales)
+        if eight and found[rows] is not None:
+            given = library.described[cublas.B_SCALE], library.described[cublas.A_SCALE]
+            assert given == tuple(scale.data_ptr() for scale in scales), "x is B there, the weight is A"
         added = cublas.matmul(x, weight, residual=stream, scales=scales)
         assert added is (None if found[rows] is None else stream)
-    cublas._product.cache_clear()
     assert [rows for rows, out in found.items() if out is not None] == [1, 2]
     assert found[1].shape == (1, 16) and found[1].dtype == torch.bfloat16
     assert library.ran == [((31, 2, 4), 0, 4), ((31, 2, 4), 1, 4), ((201, 5, 2), 0, 0), ((201, 5, 2), 1, 0)]
@@ -113,6 +148,6 @@ def test_named_kernels_give_the_product():
         for residual, wanted in ((None, expected), (stream, expected + before)):
             got = cublas.matmul(x, weight, residual=residual, scales=scales)
             if got is None:
-                assert torch.cuda.get_device_capability() != (9, 0), (dtype, outputs, width, rows)
+                assert cublas._open(x.device) is None, (dtype, outputs, width, rows)
                 continue
             assert (got.float() - wanted).norm() < 0.005 * wanted.norm(), (dtype, outputs, width, rows)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
+from collections.abc import Sequence
 from ctypes import byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint16, c_uint32, c_uint64, c_void_p
 from functools import cache
 from importlib import resources
@@ -26,6 +28,7 @@ MAX_WORKSPACE = 1  # of a wish
 TILE, CUSTOM, CLUSTER = 1, 5, 8  # of an algorithm
 ATTRIBUTES: dict[int, type[ctypes._SimpleCData[int]]] = {TILE: c_uint32, CUSTOM: c_uint32, CLUSTER: c_uint16}
 SCALE_EACH = 3  # a scale for each output, and each row
+MEASURED = (9, 0, 132)  # an H200, or an H100 with as many processors
 CANDIDATES = 16
 WORKSPACE = 1 << 20  # the most that a kernel may want for itself: those here ask for a counter
 
@@ -53,9 +56,12 @@ class _Failed(Exception):
 
 
 @cache
-def _open(device: int) -> tuple[ctypes.CDLL, c_void_p] | None:
+def _open(device: torch.device) -> tuple[ctypes.CDLL, c_void_p] | None:
     """The library and a handle for this device, if it is of the kind that was measured."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type != "cuda":
+        return None
+    chip = torch.cuda.get_device_properties(device)
+    if (chip.major, chip.minor, chip.multi_processor_count) != MEASURED:
         return None
     for name in ("libcublasLt.so.13", "libcublasLt.so.12"):
         try:
@@ -69,7 +75,7 @@ def _open(device: int) -> tuple[ctypes.CDLL, c_void_p] | None:
 
 
 class _Shape(NamedTuple):
-    device: int
+    device: torch.device
     dtype: torch.dtype  # of x and the weight
     out: torch.dtype
     rows: int
@@ -100,8 +106,7 @@ class _Product:
         self._description = c_void_p()
         self._check(self._library.cublasLtMatmulDescCreate(byref(self._description), COMPUTE_FLOAT32, FLOAT32))
         self._describe(TRANSPOSE_A, c_int32(1))
-        self._scaled = shape.dtype == torch.float8_e4m3fn
-        if self._scaled:
+        if shape.dtype == torch.float8_e4m3fn:
             self._describe(FAST_ACCUMULATION, c_int8(1))
             for mode, scale in ((A_SCALE_MODE, A_SCALE), (B_SCALE_MODE, B_SCALE)):
                 self._describe(mode, c_int32(SCALE_EACH))
@@ -111,25 +116,26 @@ class _Product:
         self._x = self._layout(shape.dtype, shape.width, shape.rows)
         self._out = self._layout(shape.out, shape.outputs, shape.rows)
         self._algorithm = self._find(algorithm)
+        self._lock = threading.Lock()  # a description has the scales of one call
 
     def run(
-        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool, scales: list[torch.Tensor]
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, add: bool, scales: Sequence[torch.Tensor]
     ) -> None:
         """`scales`: of x and the weight, where they are in 8 bits."""
-        assert bool(scales) == self._scaled
-        for attribute, scale in zip((B_SCALE, A_SCALE), scales, strict=False):
-            self._describe(attribute, c_void_p(scale.data_ptr()))
         one, beta, result = c_float(1.0), c_float(float(add)), c_void_p(out.data_ptr())
         size = self._algorithm.workspace
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
-        self._check(
-            self._library.cublasLtMatmul(
-                self._handle, self._description, byref(one), c_void_p(weight.data_ptr()), self._weight,
-                c_void_p(x.data_ptr()), self._x, byref(beta), result, self._out, result, self._out,
-                byref(self._algorithm), None if workspace is None else c_void_p(workspace.data_ptr()), c_size_t(size),
-                c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
-            )
-        )  # fmt: skip
+        with self._lock:
+            for attribute, scale in zip((B_SCALE, A_SCALE), scales, strict=False):
+                self._describe(attribute, c_void_p(scale.data_ptr()))
+            self._check(
+                self._library.cublasLtMatmul(
+                    self._handle, self._description, byref(one), c_void_p(weight.data_ptr()), self._weight,
+                    c_void_p(x.data_ptr()), self._x, byref(beta), result, self._out, result, self._out,
+                    byref(self._algorithm), None if workspace is None else c_void_p(workspace.data_ptr()),
+                    c_size_t(size), c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+                )
+            )  # fmt: skip
 
     def _find(self, wanted: Algorithm) -> _Candidate:
         """Among what the library offers; or one of those, turned into the wanted one, if it says that this exists."""
@@ -138,9 +144,8 @@ class _Product:
             offered = [one for one in offered if self._read(one, TILE) == wanted.tile]
         for candidate in offered:
             made, checked = _Candidate(algorithm=candidate.algorithm), _Candidate()
-            for attribute, value in zip((TILE, CLUSTER, CUSTOM), wanted, strict=True):
-                if value is not None:
-                    self._write(made, attribute, value)
+            if not all(self._write(made, *pair) for pair in zip((TILE, CLUSTER, CUSTOM), wanted, strict=True)):
+                continue
             status = self._library.cublasLtMatmulAlgoCheck(
                 self._handle, self._description, self._weight, self._x, self._out, self._out, byref(made),
                 byref(checked),
@@ -156,10 +161,12 @@ class _Product:
         self._check(read(byref(candidate), attribute, byref(number), size, byref(c_size_t())))
         return number.value
 
-    def _write(self, candidate: _Candidate, attribute: int, value: int) -> None:
+    def _write(self, candidate: _Candidate, attribute: int, value: int | None) -> bool:
+        if value is None:
+            return True
         number = ATTRIBUTES[attribute](value)
         write = self._library.cublasLtMatmulAlgoConfigSetAttribute
-        self._check(write(byref(candidate), attribute, byref(number), c_size_t(ctypes.sizeof(number))))
+        return bool(write(byref(candidate), attribute, byref(number), c_size_t(ctypes.sizeof(number))) == 0)
 
     def _offered(self) -> list[_Candidate]:
         """Those that need no memory beside, the library's favourite first; so none that splits a sum."""
@@ -208,17 +215,20 @@ def matmul(
 ) -> torch.Tensor | None:
     """None: the library's own choice is as good, or it has no other."""
     algorithm = _table().get((weight.element_size(), *weight.shape, x.shape[0]))
-    if algorithm is None or x.dtype not in TYPES or weight.dtype != x.dtype:
+    if algorithm is None or x.dtype not in TYPES or (x.dtype == torch.float8_e4m3fn) == (scales is None):
         return None
-    if not (x.is_contiguous() and weight.is_contiguous() and (residual is None or residual.is_contiguous())):
+    dtype = torch.bfloat16 if scales else x.dtype
+    if weight.dtype != x.dtype or (residual is not None and residual.dtype != dtype):
         return None
-    out_dtype = torch.bfloat16 if scales else x.dtype
-    product = _product(_Shape(x.device.index or 0, x.dtype, out_dtype, x.shape[0], *weight.shape), algorithm)
+    if not all(each.is_contiguous() for each in (x, weight, residual) if each is not None):
+        return None
+    product = _product(_Shape(x.device, x.dtype, dtype, x.shape[0], *weight.shape), algorithm)
     if product is None:
         return None
-    out = torch.empty(x.shape[0], weight.shape[0], dtype=out_dtype, device=x.device) if residual is None else residual
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=dtype, device=x.device) if residual is None else residual
     try:
-        product.run(x, weight, out, residual is not None, list(scales or ()))
+        with torch.cuda.device(x.device):
+            product.run(x, weight, out, residual is not None, scales or ())
     except _Failed:
         return None
     return out

@@ -48,6 +48,7 @@ class FusedStages(Stages):
 
         self._gemm, self._gemv, self._rope_and_write = gemm, gemv, rope.rope_and_write
         self._quantise, self._norm_fp8 = activation.quantise_fp8, norm.rms_norm_fp8
+        self._tiles = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
         self.reasons.append("stages: Triton kernels between cuBLAS products")
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
@@ -136,8 +137,8 @@ class FusedStages(Stages):
         return torch.nn.functional.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 
     def _joined(self, linear: Linear, x: torch.Tensor) -> Matmul | None:
-        """How the product with x takes the gate along, if it does."""
-        if not isinstance(linear.scheme, DenseScheme | Fp8Scheme) or linear.bias is not None:
+        """How the product with x takes the gate along, if it does: on chips that move tiles by themselves."""
+        if not isinstance(linear.scheme, DenseScheme | Fp8Scheme) or linear.bias is not None or not self._tiles:
             return None
         weight = linear.state["weight"]
         return configs.gated_matmul(weight.element_size(), x.shape[0], *weight.shape)
