@@ -78,6 +78,16 @@ def test_remembered_runs_name_pages_as_hashing_does():
     assert hasher.chain(hasher.root("t"), changed)[20] != whole[20]
 
 
+@pytest.mark.parametrize("hole", [0, 1, 63, 64, 65, 127, 128, 129, 130])
+def test_a_run_of_pages_ends_at_the_first_that_is_not_held(hole):
+    index, names = PrefixIndex(), [bytes([i]) for i in range(130)]
+    for page, name in enumerate(names, 1):
+        if page - 1 != hole:
+            index.publish((0, name), page)
+    assert index.run(0, iter(names)) == list(range(1, hole + 1))
+    assert index.run(1, names) == index.run(0, []) == []
+
+
 def test_remembered_runs_are_bounded(monkeypatch):
     monkeypatch.setattr("quire.types.hashing.RUNS", 3)
     hasher = PageHasher(b"k" * 32, 1)

@@ -89,6 +89,7 @@ class KVManager:
         self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled
         self.slots_filled = 0
         self._sizes = [g.tokens_per_page for g in layout.groups]
+        self._step = layout.alignment
         key = naming or new_key()
         self._hashers = [PageHasher(key, size) for size in self._sizes]
 
@@ -116,7 +117,7 @@ class KVManager:
 
     def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
         """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
-        step = self.layout.alignment
+        step = self._step
         tokens = (limit - 1) // step * step
         runs: dict[int, list[int]] = {}  # consecutive pages of full groups, from the start
         for group, spec in enumerate(self.layout.groups):

@@ -10,11 +10,13 @@ compute, so that others with the same prefix wait for it instead of computing it
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
 from quire.types.transfer import Key
 
+AT_ONCE = 64  # names looked up together
 REMEMBERED = 65_536  # names of evicted pages kept, to tell a page that is gone from one that never was
 
 
@@ -39,12 +41,13 @@ class PrefixIndex:
 
     def run(self, group: int, names: Iterable[bytes]) -> list[int]:
         """Pages of consecutive names, up to the first that is not held."""
-        held, pages = self._page, []
-        for name in names:
-            page = held.get((group, name))
-            if page is None:
-                break
-            pages.append(page)
+        pages: list[int] = []
+        held: Callable[[Key], Any] = self._page.get
+        keys = zip(repeat(group), names, strict=False)
+        while found := list(map(held, islice(keys, AT_ONCE))):
+            if None in found:
+                return pages + found[: found.index(None)]
+            pages += found
         return pages
 
     def key_of(self, page: int) -> Key | None:

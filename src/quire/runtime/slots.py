@@ -9,6 +9,8 @@ rows that pad a step to a captured size read and write there, and its pages are 
 
 from __future__ import annotations
 
+import struct
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -51,7 +53,9 @@ class SlotState:
 
     def _fill(self, admits: list[Admit]) -> None:
         """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
-        flat = np.concatenate([np.asarray(a.tokens, dtype=np.int32) for a in admits])
+        count = sum(len(admit.tokens) for admit in admits)
+        packed = struct.pack(f"{count}i", *chain.from_iterable(admit.tokens for admit in admits))
+        flat = np.frombuffer(packed, dtype=np.int32)
         staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
         end = 0
         for admit in admits:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from array import array
+import struct
 from collections.abc import Sequence
 
 DIGEST = 16
@@ -37,7 +37,8 @@ class PageHasher:
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""
-        data = array("i", tokens[first * self._size : len(tokens) // self._size * self._size]).tobytes()
+        named = tokens[first * self._size : len(tokens) // self._size * self._size]
+        data = struct.pack(f"{len(named)}i", *named)  # several times as fast as an array of them
         page = 4 * self._size
         whole = len(data) // (page * RUN) * page * RUN
         hashes: list[bytes] = []
