@@ -83,6 +83,11 @@ class _Shape(NamedTuple):
     width: int
 
 
+def measured(device: torch.device) -> bool:
+    """Whether the table is for this chip."""
+    return _open(device) is not None
+
+
 @cache
 def _table() -> dict[tuple[int, ...], Algorithm]:
     """(bytes of an element, outputs, width, rows) → a kernel that is faster than the library's own choice."""

@@ -49,7 +49,8 @@ class FusedStages(Stages):
         self._gemm, self._gemv, self._rope_and_write = gemm, gemv, rope.rope_and_write
         self._quantise, self._norm_fp8 = activation.quantise_fp8, norm.rms_norm_fp8
         self._tiles = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
-        self.reasons.append("stages: Triton kernels between cuBLAS products")
+        choice = "measured for their shape" if cublas.measured(device) else "that the library prefers"
+        self.reasons.append(f"stages: Triton kernels between products of cuBLAS, by kernels {choice}")
 
     def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         assert step.rope is not None
