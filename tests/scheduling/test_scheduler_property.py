@@ -224,7 +224,7 @@ def live(world, policy, cache, operations, drafts=0):
         if reason is not FinishReason.ABORT and (out == expected or reason is not FinishReason.STOP):
             assert (out, reason) == (expected, why)
             whole += 1
-    assert whole > 100 and len(world.embeddings) > operations / 80
+    assert whole > 100 and len(world.embeddings) > operations / 120
     assert all((r, b) in world.ended for r, q in world.requests.items() for b in range(q.params.n))
     assert world.scheduler.stats.forced_tokens > 100
     assert searches > operations / 120 or not world.beams
