@@ -10,6 +10,7 @@ from quire.kernels.triton.configs import Matmul
 from quire.kernels.triton.gemm import gated_matmul, matmul
 from quire.kernels.triton.gemv import row_matmul, small_matmul
 from quire.model.fp8 import Fp8Scheme
+from quire.runtime.captured import MIXED_TOKENS
 
 SHAPES = [(1, 64, 128), (5, 96, 100), (33, 50, 64)]  # rows, outputs, reduction
 
@@ -134,7 +135,8 @@ def test_every_shape_has_a_configuration():
     for element, table in configs.GATED_MATMUL.items():
         bounds = [most for most, _ in table]
         assert bounds == sorted(bounds)
-        assert configs.gated_matmul(element, 256, 28672, 4096) is not None
+        at_start = {configs.gated_matmul(element, tokens, 28672, 4096) for tokens in MIXED_TOKENS}
+        assert {config for _, config in table} <= at_start | {None}, "compiled with the steps that are always captured"
         assert configs.gated_matmul(element, 8192, 28672, 4096) is None
         for odd in ((28680, 4096), (28672, 4100), (3072, 576)):
             assert configs.gated_matmul(element, 256, *odd) is None

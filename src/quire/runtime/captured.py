@@ -89,7 +89,7 @@ class CapturedSteps:
     def _compile(self) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
-        kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 1024}
+        kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
 
         def run(size: tuple[int, int]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):

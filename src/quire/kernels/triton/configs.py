@@ -118,7 +118,7 @@ GATED_MATMUL: dict[int, list[tuple[int, Matmul | None]]] = {
         (224, None),
         (256, Matmul(256, 64, 8, 4, rows=128)),
         (960, None),
-        (1536, Matmul(256, 64, 8, 3, rows=128)),
+        (1536, Matmul(256, 64, 8, 4, rows=128)),
     ],
     1: [
         (56, None),
