@@ -66,6 +66,8 @@ class World:
         )  # fmt: skip
         if self.beams and self.rng.random() < 0.15:
             request = searched(request, self.rng)
+            if not self.scheduler.memory.prefix_cache:  # beams that share nothing must still fit the pool
+                request = msgspec.structs.replace(request, prompt=prompt[:40])
         self.requests[request.id] = request
         self.scheduler.submit(request)
 

@@ -62,12 +62,13 @@ class FakeText:
         self.reasons = False
         self.template = "{{ messages }}"
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, prefix: str = "", **how: Any) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], /, *, prefix: str = "", **how: Any) -> list[int]:
         return self.tokenizer.encode(self.render_chat(messages, **how) + prefix)
 
     def render_chat(
         self,
         messages: list[dict[str, Any]],
+        /,
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,

@@ -327,3 +327,8 @@ def test_bos_is_not_doubled(default_text: TextModel) -> None:
     tokenizer = default_text.tokenizer
     text = TextModel(tokenizer, {"default": "{{ bos_token }}{{ messages[0].content }}"})
     assert text.encode_chat([{"role": "user", "content": "hi"}]).count(tokenizer.bos_id) == 1
+
+
+def test_variables_may_have_any_name():
+    template = ChatTemplate("{{ self_ }}{{ text }}{{ how }}{{ messages|length }}")
+    assert template.render(CHAT, **{"self": 1, "self_": "a", "text": "b", "how": "c"}) == "abc4"

@@ -32,9 +32,10 @@ def chat_prompt(
     text: TextModel,
     messages: Sequence[Mapping[str, Any]],
     how: BlendParams | None = None,
+    /,
     *,
     prefix: str = "",
-    **template: Any,
+    **template: Any,  # of any name: that of a parameter above too
 ) -> tuple[list[int], Blend | None]:
     """A conversation as token ids, and where its chunks are, if it has any."""
     if how is None:
