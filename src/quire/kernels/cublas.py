@@ -143,35 +143,37 @@ class _Product:
             )  # fmt: skip
 
     def _find(self, wanted: Algorithm) -> _Candidate:
-        """Among what the library offers; or one of those, turned into the wanted one, if it says that this exists."""
-        offered = self._offered()
-        if wanted.cluster is None:
-            offered = [one for one in offered if self._read(one, TILE) == wanted.tile]
-        for candidate in offered:
-            made, checked = _Candidate(algorithm=candidate.algorithm), _Candidate()
-            if not all(self._write(made, *pair) for pair in zip((TILE, CLUSTER, CUSTOM), wanted, strict=True)):
-                continue
-            status = self._library.cublasLtMatmulAlgoCheck(
-                self._handle, self._description, self._weight, self._x, self._out, self._out, byref(made),
-                byref(checked),
-            )  # fmt: skip
-            if status == 0 and checked.status == 0 and checked.workspace <= WORKSPACE:
-                made.workspace = 0 if wanted.cluster is None else checked.workspace
-                return made
+        """Among what the library offers; or one of those, turned into the wanted one."""
+        for candidate in self._offered():
+            if wanted.cluster is not None and wanted.custom is not None:
+                found = self._turned(candidate, {TILE: wanted.tile, CLUSTER: wanted.cluster, CUSTOM: wanted.custom})
+            else:
+                found = candidate if self._read(candidate, TILE) == wanted.tile else None
+            if found is not None:
+                return found
         raise _Failed
+
+    def _turned(self, candidate: _Candidate, attributes: dict[int, int]) -> _Candidate | None:
+        """Another kernel of its family, if the library says that there is one."""
+        made, checked = _Candidate(algorithm=candidate.algorithm), _Candidate()
+        write = self._library.cublasLtMatmulAlgoConfigSetAttribute
+        for attribute, value in attributes.items():
+            number = ATTRIBUTES[attribute](value)
+            if write(byref(made), attribute, byref(number), c_size_t(ctypes.sizeof(number))):
+                return None
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._handle, self._description, self._weight, self._x, self._out, self._out, byref(made), byref(checked)
+        )
+        if status or checked.status or checked.workspace > WORKSPACE:
+            return None
+        made.workspace = checked.workspace
+        return made
 
     def _read(self, candidate: _Candidate, attribute: int) -> int:
         number, size = c_uint32(), c_size_t(ctypes.sizeof(ATTRIBUTES[attribute]))
         read = self._library.cublasLtMatmulAlgoConfigGetAttribute
         self._check(read(byref(candidate), attribute, byref(number), size, byref(c_size_t())))
         return number.value
-
-    def _write(self, candidate: _Candidate, attribute: int, value: int | None) -> bool:
-        if value is None:
-            return True
-        number = ATTRIBUTES[attribute](value)
-        write = self._library.cublasLtMatmulAlgoConfigSetAttribute
-        return bool(write(byref(candidate), attribute, byref(number), c_size_t(ctypes.sizeof(number))) == 0)
 
     def _offered(self) -> list[_Candidate]:
         """Those that need no memory beside, the library's favourite first; so none that splits a sum."""
