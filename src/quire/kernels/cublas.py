@@ -2,9 +2,9 @@
 
     out [rows, n] = x [rows, k] · weight [n, k]ᵀ (+ residual)          16 bits; or 8, with a scale a row on both sides
 
-Which, for which shape, is in `cublas.json`, measured by `scripts/gpu_products.py`. Talks to the cublasLt that torch has
-loaded. Whatever is not as expected (another chip, no such library, no such kernel for the shape) means None, and the
-caller takes torch's product. Refuses to know: layers.
+Which, for which shape, is measured and in `cublas.json`; `scripts/gpu_products.py` writes it. Talks to the cublasLt
+that torch has loaded. Whatever is not as expected (another chip, no such library, no such kernel for the shape) means
+None, and the caller takes torch's product. Refuses to know: layers.
 """
 
 from __future__ import annotations
