@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
+from quire.engine import footprint
+from quire.types.beam import BeamParams
 from quire.types.errors import ConfigError, ContextLengthError, InputError, ModelNotFoundError
+from quire.types.grammar import GrammarSpec
 from quire.types.request import FinishReason
+from quire.types.wire import Submit
 
 PROMPT = "The capital of France is"
 
@@ -46,6 +50,55 @@ def test_each_prompt_may_have_its_own_parameters(llm):
     assert [len(r.outputs[0].token_ids) for r in (short, long)] == [2, 5]
     with pytest.raises(InputError, match="2 prompts but 1"):
         llm.generate([PROMPT, PROMPT], [greedy()])
+
+
+def test_whoever_may_take_longest_begins_first(llm, monkeypatch):
+    sent, send = [], llm._link.send
+    monkeypatch.setattr(llm._link, "send", lambda message: (sent.append(message), send(message)))
+    lengths = [3, 8, 2, 8]
+    results = llm.generate([[5 + n] for n in range(4)], [greedy(max_tokens=n, ignore_eos=True) for n in lengths])
+    assert [m.request.prompt[0] - 5 for m in sent if isinstance(m, Submit)] == [1, 3, 0, 2]
+    assert [len(r.outputs[0].token_ids) for r in results] == lengths
+
+
+def test_an_engine_makes_no_cycles(llm):
+    """Which is why nobody need look for them while it works."""
+    ways = [
+        greedy(stop=["Paris"]),
+        SamplingParams(n=3, seed=1, max_tokens=6, logprobs=2, prompt_logprobs=1),
+        SamplingParams(seed=2, max_tokens=12, grammar=GrammarSpec("regex", "[a-z]{3,9}"), presence_penalty=0.5),
+    ]
+
+    def work():
+        llm.generate([PROMPT] * 3, ways)
+        llm.beam_search(PROMPT, BeamParams(beams=3, max_tokens=4))
+        llm.embed(PROMPT)
+        next(iter(llm.stream(PROMPT, greedy())))  # and left: it is aborted
+
+    work()  # what is made once, and kept
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            work()
+        gc.collect()
+        found = [type(one) for one in gc.garbage if type(one).__module__.startswith("quire")]
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+    assert not found
+
+
+def test_garbage_is_not_looked_for_while_a_batch_is_answered(llm, monkeypatch):
+    before, seen, receive = gc.get_threshold(), [], llm._link.receive
+    monkeypatch.setattr(llm._link, "receive", lambda wait: (seen.append(gc.get_threshold()), receive(wait))[1])
+    llm.generate([PROMPT] * 2, greedy())
+    assert {threshold[0] for threshold in seen} == {footprint.GROWTH} and gc.get_threshold() == before
+    with pytest.raises(InputError):
+        llm.generate([PROMPT, []], greedy())
+    assert gc.get_threshold() == before
 
 
 def test_chat_stops_at_the_end_of_the_turn(llm):

@@ -230,3 +230,28 @@ def test_choice_is_explained():
     backend, reasons = choose_backend(spec_of(window=8), torch.device("cpu"))
     assert backend.name == "torch-sdpa"
     assert reasons == ["attention (9 heads, 3 KV, dim 32, window 8): torch-sdpa"]
+
+
+def test_prompts_are_answered_when_cudnn_fails(monkeypatch, caplog):
+    """As it does where it finds no memory of its own, having said that it could."""
+    spec, backend, attend = spec_of(), DenseRows(TorchSdpa(), long=3), F.scaled_dot_product_attention
+    case = make_case(spec, [(0, 20), (7, 1)])
+    expected = run(backend, spec, case)
+    calls = []
+
+    def failing(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", failing)
+    assert torch.equal(run(backend, spec, case), expected)
+    assert "cuDNN failed" in caplog.text
+
+    def broken(*arguments, **options):
+        raise RuntimeError("cuDNN error: again")
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", broken)
+    with pytest.raises(RuntimeError, match="again"):
+        run(backend, spec, case)

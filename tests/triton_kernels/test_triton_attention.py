@@ -11,7 +11,15 @@ from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV, encode, take_pages
 from quire.kernels.reference.attention import ReferenceAttention
 from quire.kernels.triton import cascade, configs
-from quire.kernels.triton.attention import Bounds, Plan, TritonAttention, _with_items, plan_launches
+from quire.kernels.triton.attention import (
+    Bounds,
+    Plan,
+    PrefixLists,
+    TritonAttention,
+    _with_items,
+    plan_launches,
+    prefix_launch,
+)
 from quire.kernels.triton.lists import list_pieces_kernel
 from quire.kernels.triton.widen import Wide, widen_pages
 from quire.runtime.captured import CapturedSteps
@@ -234,7 +242,17 @@ def test_many_queries_over_one_prefix_and_splits(monkeypatch):
     groups = [cascade.Group(tuple(range(20)), 32)]
     lists = cascade.prefix_lists(groups, [1] * 20, 4, 2, torch.device("cpu"))
     plan = TritonAttention().plan(case.batch, case.group, case.spec, prefix=lists)
+    assert plan.ahead.splits == 4  # of 128 keys, 32 at least each
     case.check(case.triton(plan=plan))
+
+
+@pytest.mark.parametrize(("rows", "splits"), [(32, 8), (64, 4), (128, 2), (256, 1), (1024, 1)])
+def test_a_shared_prefix_is_split_until_every_processor_has_a_program(rows, splits):
+    spec = AttentionSpec(32, 8, 128, 0.1)
+    items, members = torch.zeros(rows // 16 + 8, 4), torch.zeros(rows, 2)  # with room for more groups
+    lists = PrefixLists(items, members, torch.zeros(rows), block_m=64, longest=16384)
+    launch = prefix_launch(lists, spec, 132)
+    assert (launch.splits, launch.blocks) == (splits, rows // 16 + 8)
 
 
 def test_groups_save_the_most_reading():

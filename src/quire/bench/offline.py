@@ -13,7 +13,7 @@ import msgspec
 from quire.engine.link import Link, LocalLink
 from quire.types.errors import from_wire
 from quire.types.events import EngineStats
-from quire.types.request import FinishReason, Request
+from quire.types.request import FinishReason, Request, longest_first
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Events, GetStats, Reset, Stats, Submit
 
@@ -49,13 +49,17 @@ class Run(msgspec.Struct):
 
 
 def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True) -> Run:
-    """Submit all requests, wait for all; output lengths are as the workload says (EOS ignored)."""
+    """Submit all requests, in the order in which `LLM.generate` does, and wait for all; output lengths are as the
+    workload says (EOS ignored)."""
     link.send(Reset())
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     began = time.perf_counter()
+    requests = []
     for i, (prompt, length) in enumerate(work):
         params = SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True)
-        link.send(Submit(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.monotonic())))
+        requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.monotonic()))
+    for request in longest_first(requests):
+        link.send(Submit(request))
     with model_clock(link) as model:
         _follow(link, traces, began)
         seconds = time.perf_counter() - began

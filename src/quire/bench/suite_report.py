@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from quire.bench.offline import run_workload
 from quire.bench.suite import DATA, Result, Work, anchors, run_suite
 from quire.bench.verify import Agreement, agreement
 from quire.bench.workloads import H200, fixed
+from quire.engine.footprint import settle
 from quire.engine.link import LocalLink, open_link
 from quire.types.config import EngineOptions, ModelOptions
 from quire.types.errors import ConfigError
@@ -40,7 +40,7 @@ def report_suite(
     link = open_link(options, process=False)
     assert isinstance(link, LocalLink)
     run_workload(link, fixed(1, 128, 1, seed=3))
-    gc.freeze()  # as an engine process does
+    settle()  # as an engine process does
     startup = time.perf_counter() - began
     report: dict[str, Any] = {"device": link.info.device, "startup_s": startup, "workloads": {}}
     console.print(f"start to first token {startup:.1f} s  {table['startup_s']}")

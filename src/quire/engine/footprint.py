@@ -1,7 +1,9 @@
-"""Giving back memory that only starting up needed: free heap pages, and code that has run and will not run again.
+"""Memory, once everything is loaded: what only starting up needed is given back, and nobody looks for garbage at work.
 
-Code comes back from the file by itself when it is called after all. Linux only; elsewhere nothing happens.
-Refuses to know: whose memory it is.
+An engine's objects make no cycles (a test holds it to that), so counting references frees them all. Looking for cycles
+takes as long as there are objects, tens of milliseconds with hundreds of requests under way, during which no step is
+planned: that waits until the engine is idle. Code that was dropped comes back from its file by itself when it is called
+after all. Refuses to know: whose memory it is.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +19,13 @@ MADV_DONTNEED = 4  # for code, which nobody writes: drop it from this process, n
 LEAST = 1 << 20  # bytes of a mapping worth asking about
 
 
+GROWTH = 1_000_000  # objects more than when last looked before somebody looks for cycles at work: a leak, then
+UNTIDY = 10_000  # as many more, and an idle engine looks
+
+
 def shed() -> None:
-    """Once, when everything is loaded. What lives now is taken to live for ever and never scanned again."""
-    gc.collect()
-    gc.freeze()
+    """Once, when everything is loaded."""
+    settle()
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -27,6 +33,46 @@ def shed() -> None:
         libc.malloc_trim(0)
     for start, end in _code():
         libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_DONTNEED)
+
+
+def settle() -> None:
+    """What lives now is taken to live for ever and never looked at again; the rest when idle."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(GROWTH)
+
+
+def tidy() -> None:
+    """For an idle moment."""
+    if gc.get_count()[0] > UNTIDY:
+        gc.collect()
+
+
+class _Calm:
+    """While an engine works in somebody else's process, whose own way of looking for garbage comes back with the last
+    to leave."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._usual = gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside == 1:
+                self._usual = gc.get_threshold()
+                if 0 < self._usual[0] < GROWTH:
+                    gc.set_threshold(GROWTH)
+
+    def __exit__(self, *exc: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                gc.set_threshold(*self._usual)
+
+
+calm = _Calm()
 
 
 def _code() -> Iterator[tuple[int, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
+from quire.engine.footprint import calm
 from quire.engine.frontend import Frontend
 from quire.engine.inputs import Prompt, chunked, prepare, prepare_beam, prepare_embedding
 from quire.engine.link import LentLink, open_link
@@ -21,7 +22,7 @@ from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import HOLD, Request
+from quire.types.request import HOLD, Request, longest_first
 from quire.types.sampling import SamplingParams
 from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
 
@@ -53,9 +54,9 @@ class LLM:
         session_id: str = "",
         session_ttl: float = HOLD,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched; results come in the order of the prompts. One `params` serves for all. `blend`:
-        the prompts have chunks whose KV may be reused wherever they stand. `session_id`: the pages of the one prompt
-        and its answer stay for `session_ttl` seconds."""
+        """Answer all prompts, batched, those that may take longest first; results come in the order of the prompts.
+        One `params` serves for all. `blend`: the prompts have chunks whose KV may be reused wherever they stand.
+        `session_id`: the pages of the one prompt and its answer stay for `session_ttl` seconds."""
         many = _as_list(prompts)
         if session_id and len(many) > 1:
             raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
@@ -183,8 +184,9 @@ class LLM:
         collectors = {
             r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
         }
-        for request, delta in self._run(requests):
-            collectors[request.id].add(delta)
+        with calm:
+            for request, delta in self._run(longest_first(requests)):
+                collectors[request.id].add(delta)
         return [collectors[r.id].result() for r in requests]
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:

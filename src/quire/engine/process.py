@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from quire.engine.core import EngineCore
-from quire.engine.footprint import shed
+from quire.engine.footprint import shed, tidy
 from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
@@ -58,6 +58,7 @@ class EngineProcess:
         while True:
             if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
                 core.scheduler.check()  # nobody wants anything: time to look whether all is in order
+                tidy()
                 checked = time.monotonic()
             if time.monotonic() - self._sent > BEAT:
                 self.send(Heartbeat())

@@ -7,6 +7,7 @@ know: how the paged backend works.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,6 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quire.kernels.attention import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
 from quire.kernels.kv import LayerKV, take_pages
 
+log = logging.getLogger(__name__)
+
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # best first
 LONG = 1536  # tokens from which a row is worth calls of its own
 ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
 
@@ -33,6 +37,7 @@ class DenseRows:
     def __init__(self, paged: AttentionBackend, *, long: int = LONG):
         self.paged = paged
         self._long = long
+        self._backends = BACKENDS
         self.name = f"{paged.name}, cuDNN for rows without context"
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
@@ -70,16 +75,7 @@ class DenseRows:
             table = group.page_table[row, : -(-count // group.tokens_per_page)]
             # keys past the end are seen by padding queries only
             k, v = (_padded(take_pages(*side, table).flatten(0, 1)[:count].to(q.dtype)) for side in kv.sides)
-            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True):
-                mixed = F.scaled_dot_product_attention(
-                    _padded(q[first : first + count]),
-                    k,
-                    v,
-                    is_causal=True,
-                    scale=spec.scale,
-                    enable_gqa=spec.heads != spec.kv_heads,
-                )
-            mixed = mixed[0, :, :count].transpose(0, 1)
+            mixed = self._attend(spec, _padded(q[first : first + count]), k, v)[0, :, :count].transpose(0, 1)
             if count == len(q):
                 return mixed.contiguous()  # a view where cuDNN keeps its query's layout
             out[first : first + count] = mixed
@@ -88,6 +84,21 @@ class DenseRows:
             others = self.paged.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.paged)
             out.index_copy_(0, rest.tokens, others)
         return out
+
+    def _attend(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """A causal square, [1, heads, tokens, dim] each. Where cuDNN fails (it says that it can and cannot, as when it
+        finds no memory of its own), requests go on without it."""
+        try:
+            with sdpa_kernel(self._backends, set_priority=True):
+                return F.scaled_dot_product_attention(
+                    q, k, v, is_causal=True, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
+                )
+        except RuntimeError as error:
+            if "cuDNN" not in str(error) or self._backends is not BACKENDS:
+                raise
+            log.warning("long prompts without cached context are slower from now on, because cuDNN failed: %s", error)
+            self._backends = BACKENDS[1:]
+            return self._attend(spec, q, k, v)
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ Refuses to know: routes, engines (it is handed a function that builds the fronte
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.util
 import inspect
 import ipaddress
@@ -78,6 +79,8 @@ def run_server(
         welcome = announce or print_welcome
 
         def ready(life: Life) -> None:
+            gc.collect()
+            gc.freeze()  # what lives now stays: no stream waits while it is searched for garbage
             url.grpc_port = life.grpc_port
             welcome(url, life.serving.frontend.model_name, not keys.open)
 

@@ -6,6 +6,8 @@ One request has `params.n` branches; each branch is one sequence with its own to
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Iterable
 
 import msgspec
 
@@ -34,6 +36,17 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     hold: float = 0.0  # ... so many seconds
     blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
+
+
+def longest_first(requests: Iterable[Request]) -> list[Request]:
+    """A batch that counts as done when its last answer is, in the order to begin it: whoever may draw most tokens would
+    else be drawing them alone at the end."""
+
+    def most(request: Request) -> float:
+        limit = request.params.max_tokens
+        return math.inf if limit is None else limit
+
+    return sorted(requests, key=most, reverse=True)
 
 
 class FinishReason(enum.StrEnum):

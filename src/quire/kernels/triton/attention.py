@@ -165,10 +165,13 @@ def _shortest_block(bounds: Bounds, spec: AttentionSpec) -> int:
 
 
 def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, sms: int) -> Launch:
+    """A program a processor, if its members' queries, all told, are not more: two get in each other's way."""
     tile = configs.attention("prefix", spec.stored, spec.head_dim) if prefix.block_m > 16 else None
     tile = replace(tile or _tile("few", spec.stored, spec), block_m=prefix.block_m)
-    launch = Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, 1, 0, items=prefix.items)
-    return _split(launch, prefix.longest, spec, sms // configs.PROGRAMS_PER_PROCESSOR)
+    tiles = -(-prefix.members.shape[0] * (spec.heads // spec.kv_heads) // tile.block_m)
+    keys = max(configs.SPLIT_KEYS, tile.block_n)
+    splits = min(sms // (tiles * spec.kv_heads), -(-prefix.longest // keys))
+    return Launch("prefix", tile, prefix.items.shape[0], 1, EVERY, max(splits, 1), keys, items=prefix.items)
 
 
 def _tile(kernel: str, element: int, spec: AttentionSpec) -> Tile:
