@@ -8,7 +8,7 @@ from quire import LLM, SamplingParams
 from quire.kernels.cpu import library
 from quire.model import read_spec
 from quire.model.fused import FusedStages
-from quire.runtime.executor import kv_layout
+from quire.runtime.capacity import kv_layout
 from quire.runtime.hardware import Hardware, resolve
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError

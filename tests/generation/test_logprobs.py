@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from quire.generation import sampler as sampler_module
 from quire.generation.logprobs import LogprobTensors, score
 from quire.generation.sampler import Sampler
+from quire.types.grammar import GrammarSpec
 from quire.types.plan import TokenLogprobs
 
 
@@ -65,3 +67,29 @@ def test_sampled_logprobs_are_of_the_raw_logits(device: torch.device, admit: Any
     assert drawn[2] == 7 and host[1] is None
     for row, top in ((0, 0), (2, 2), (3, 5)):
         same(host[row], twin(logits[row].cpu().numpy(), drawn[row], top))
+
+
+def test_drawn_in_slices_as_all_at_once(device: torch.device, admit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    n, vocab = 23, 50
+    rng = np.random.default_rng(4)
+    logits = torch.from_numpy(rng.standard_normal((n, vocab), dtype=np.float32)).to(device)
+    tokens = torch.from_numpy(rng.integers(0, vocab, (n, 8), dtype=np.int32)).to(device)
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 3},
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 1.5, "top_p": 0.6, "logprobs": 0, "frequency_penalty": 1.0},
+        {"temperature": 1.0, "grammar": GrammarSpec("regex", "a")},
+    ]
+    kinds = [ways[0]] * 5 + [ways[i % 4] for i in range(10)] + [ways[1]] * 8
+    masks = rng.integers(1, 255, (sum("grammar" in kind for kind in kinds), -(-vocab // 8)), dtype=np.uint8)
+    found = []
+    for rows in (256, 23, 5, 1):
+        monkeypatch.setattr(sampler_module, "SLICE", rows)
+        sampler = Sampler(slots=n, vocab_size=vocab, device=device)
+        for slot, kind in enumerate(kinds):
+            admit(sampler, slot, seed=slot, **kind)
+        sampled = sampler.sample(logits, list(range(n)), [6] * n, tokens, masks)
+        assert sampled.logprobs is not None
+        found.append((sampled.token_ids.tolist(), sampled.logprobs.to_host()))
+    assert all(other == found[0] for other in found[1:])
+    assert [entry is not None for entry in found[0][1]] == ["logprobs" in kind for kind in kinds]

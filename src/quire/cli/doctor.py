@@ -32,7 +32,7 @@ def doctor(
     from quire.kernels import cpu
     from quire.model import NativeModel, compiled_refusal, parameter_count, read_spec, weight_bytes
     from quire.model.fused import choose_stages
-    from quire.runtime.executor import kv_capacity, kv_layout
+    from quire.runtime.capacity import kv_capacity, kv_layout, working_memory
     from quire.runtime.hardware import DTYPES, probe
     from quire.runtime.hardware import resolve as decide
 
@@ -52,7 +52,8 @@ def doctor(
         weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)
         kernels = [f"decoder: not the compiled one, {refused}", *stages.reasons]
     layout = kv_layout(engine, decisions, spec, own, kinds)
-    pages, why = kv_capacity(engine, hardware, layout, taken=weights)
+    working = working_memory(engine, decisions, spec)
+    pages, why = kv_capacity(engine, hardware, layout, working=working, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
 
     _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from quire.generation.order import leading
 from quire.types.plan import TokenLogprobs
@@ -57,6 +58,22 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int |
         top_ids=top_ids,
         top_logprobs=logprobs.gather(-1, top_ids),
         tops=tops,
+    )
+
+
+def join(parts: Sequence[tuple[LogprobTensors | None, int]]) -> LogprobTensors | None:
+    """Of parts of a batch, so many rows each, as of the batch; None where no row wants any."""
+    some = [part for part, _ in parts if part is not None]
+    if not some:
+        return None
+    width = max(part.top_ids.shape[-1] for part in some)
+    return LogprobTensors(
+        tokens=torch.cat([part.tokens for part in some]),
+        logprobs=torch.cat([part.logprobs for part in some]),
+        ranks=torch.cat([part.ranks for part in some]),
+        top_ids=torch.cat([F.pad(part.top_ids, (0, width - part.top_ids.shape[-1])) for part in some]),
+        top_logprobs=torch.cat([F.pad(part.top_logprobs, (0, width - part.top_ids.shape[-1])) for part in some]),
+        tops=[top for part, count in parts for top in (part.tops if part is not None else [None] * count)],
     )
 
 

@@ -1,4 +1,4 @@
-"""The sampler: logits of many slots to one token each, all rows at once.
+"""The sampler: logits of many slots to one token each, hundreds of rows at once.
 
 Which passes run is decided on the host from what the slots asked for at admission; values stay on the device and are
 never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens every
@@ -17,13 +17,15 @@ import torch
 from quire.generation import edits
 from quire.generation.draw import draw_fused, draw_leading, draw_nucleus, draw_plain
 from quire.generation.grammars import Masks
-from quire.generation.logprobs import LogprobTensors, score_rows
+from quire.generation.logprobs import LogprobTensors, join, score_rows
 from quire.generation.noise import row_keys
 from quire.generation.order import best
 from quire.generation.slots import DRAWS, EDITS, Ints, Need, SlotTable, ship
 from quire.kernels.cpu import CompiledDraw
 from quire.kernels.triton import why_not
 from quire.types.plan import Admit
+
+SLICE = 256  # rows drawn at once: copies of their logits must fit beside everything else, however many there are
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Sampler:
 
     def sample(
         self,
-        logits: torch.Tensor,  # float32 [n, vocab]; left as it is
+        logits: torch.Tensor,  # [n, vocab]; left as it is
         slots: list[int],
         positions: list[int],  # index in its slot of each token to draw: as many tokens are known before it
         tokens: torch.Tensor,  # int32 [slots, max_len]
@@ -89,15 +91,31 @@ class Sampler:
         table.flush()
         host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
         needs = table.needs(host_slots, host_positions)
+        if self._draw_all is None and Need(int(np.bitwise_or.reduce(needs))) in (Need.GREEDY, Need(0)):
+            return Sampled(best(logits))  # the latter: no rows
+        parts, ruled = [], 0
+        for first in range(0, max(len(slots), 1), SLICE):
+            rows = slice(first, first + SLICE)
+            before, ruled = ruled, ruled + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
+            theirs = masks[before:ruled] if masks is not None else None
+            part = logits[rows].float()
+            parts.append(self._sample(part, needs[rows], host_slots[rows], host_positions[rows], tokens, theirs))
+        if len(parts) == 1:
+            return parts[0]
+        drawn = torch.cat([part.token_ids for part in parts])
+        return Sampled(drawn, join([(part.logprobs, len(part.token_ids)) for part in parts]))
+
+    def _sample(
+        self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints, tokens: torch.Tensor, masks: Masks | None
+    ) -> Sampled:
+        """Of one slice. float32 [n, vocab]"""
         wanted = Need(int(np.bitwise_or.reduce(needs)))
-        if self._draw_all is None and wanted in (Need.GREEDY, Need(0)):  # the latter: no rows
-            return Sampled(best(logits))
         passed = wanted & ~DRAWS if self._draw_all is not None else wanted
-        passes = self._passes(passed, needs, host_slots, host_positions) if passed else {}
+        passes = self._passes(passed, needs, slots, positions) if passed else {}
         edited = self._edit(logits, passes, tokens, masks) if wanted & EDITS else logits
         if self._draw_all is not None:
             greedy = (needs & int(Need.GREEDY)) != 0
-            drawn = self._draw_all(edited, table.numbers, host_slots, host_positions, greedy)
+            drawn = self._draw_all(edited, self._table.numbers, slots, positions, greedy)
         else:
             drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
             for need in DRAWS & wanted:
@@ -106,7 +124,7 @@ class Sampler:
         if Need.LOGPROBS not in wanted:
             return Sampled(drawn)
         rows = passes[Need.LOGPROBS]
-        tops = [None if top < 0 else top for top in table.logprobs[host_slots].tolist()]
+        tops = [None if top < 0 else top for top in self._table.logprobs[slots].tolist()]
         return Sampled(drawn, score_rows(rows.of(logits), rows.of(drawn), tops))
 
     def _passes(self, wanted: Need, needs: Ints, slots: Ints, positions: Ints) -> dict[Need, Rows]:

@@ -75,29 +75,33 @@ class CapturedSteps:
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self, *, alone: bool) -> None:
-        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `alone`: forward
-        passes may not run side by side."""
+    def capture(self, *, largest: Callable[[], None], alone: bool) -> None:
+        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `largest` runs a
+        step that will not be captured; `alone`: forward passes may not run side by side."""
         if not alone and why_not(self._device) is None:
-            self._compile()
+            self._compile(largest)
         self._pool = torch.cuda.graph_pool_handle()
         self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)
         torch.cuda.synchronize()
 
-    def _compile(self) -> None:
+    def _compile(self, largest: Callable[[], None]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
         kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
 
-        def run(size: tuple[int, int]) -> None:
+        def step(size: tuple[int, int]) -> None:
+            table = pad_table(np.zeros((5, 0), np.int64), size, self._nobody)
+            self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
+
+        def run(job: Callable[[], None]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
-                table = pad_table(np.zeros((5, 0), np.int64), size, self._nobody)
-                self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
+                job()
 
         stream = torch.cuda.current_stream(self._device)
-        compile_together([partial(run, size) for size in kinds.values()], self._device)
+        jobs: list[Callable[[], None]] = [largest, *(partial(step, size) for size in kinds.values())]
+        compile_together([partial(run, job) for job in jobs], self._device)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
         torch.cuda.empty_cache()
@@ -162,7 +166,24 @@ class CapturedSteps:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output = self._forward(table, tokens, counts, kv_lens, lists)
+        output = StepOutput(*(_lent(tensor) for tensor in (output.logits, output.best, output.shown)))
         return _Capture(table, shared, output, graph.replay)
+
+
+class _Lent:
+    """A tensor's memory as libraries hand arrays to each other, without keeping it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        kind = f"<i{tensor.element_size()}"  # whatever it is: not all kinds of numbers have a name there
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": tuple(tensor.shape), "typestr": kind, "data": (tensor.data_ptr(), False)
+        }  # fmt: skip
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, free for the next capture to use: only one of them has an output that somebody still reads."""
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Lent(tensor), device=tensor.device).view(tensor.dtype)
 
 
 def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLists:

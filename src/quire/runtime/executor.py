@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace as with_fields
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ from msgspec.structs import replace
 from quire.generation.grammars import GrammarStore
 from quire.generation.guidance import Guidance
 from quire.generation.speculation import Speculation
-from quire.model import DecoderSpec, Model, NativeModel, load_model
+from quire.model import NativeModel, load_model
 from quire.model.channels import key_factors
 from quire.model.fp8 import Fp8Scheme
-from quire.runtime.drafting import draft_limit, load_drafter, make_speculation
-from quire.runtime.hardware import DTYPES, Hardware, Resolved, kv_budget, probe, resolve
+from quire.runtime.capacity import capacity_for, kv_layout
+from quire.runtime.drafting import load_drafter, make_speculation
+from quire.runtime.hardware import DTYPES, probe, resolve
 from quire.runtime.runner import ModelRunner, PendingStep
 from quire.runtime.tiers.opening import Tiers, fingerprint, open_tiers
 from quire.runtime.transfers import Transfers
@@ -111,14 +111,30 @@ class LocalExecutor:
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
         runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
         self.took["KV pages"] = time.perf_counter() - began
-        if self._graphs:
-            began = time.perf_counter()
-            runner.capture()
-            self.took["captured steps"] = time.perf_counter() - began
+        if self.device.type == "cuda":
+            self._prepare(runner)
         if self._tiers.stores:
             self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
             self._transfers.use(runner.pages)
         return runner
+
+    def _prepare(self, runner: ModelRunner) -> None:
+        """All that a GPU does only once, and the largest step, before anybody waits for it."""
+        began = time.perf_counter()
+        try:
+            if self._graphs:
+                runner.capture()
+                self.took["captured steps"] = time.perf_counter() - began
+            began = time.perf_counter()
+            runner.rehearse()
+            torch.cuda.synchronize(self.device)
+            self.took["largest step"] = time.perf_counter() - began
+        except torch.OutOfMemoryError as error:
+            size = self._capacity
+            raise ConfigError(
+                f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens "
+                f"of prompts and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
+            ) from error
 
     def sleep(self, pages: list[int]) -> None:
         if self.device.type == "cpu" or isinstance(self.model, NativeModel):
@@ -226,65 +242,3 @@ def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("load", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def kv_layout(
-    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, own: str, kinds: Collection[str]
-) -> KVLayout:
-    """Pages of the kind asked for, else of the model's `own`, if it is one of the `kinds` that can be run."""
-    dtype = resolved.kv_dtype or own
-    if refusal := spec.kv_refusal(dtype, kinds):
-        raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
-    return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
-
-
-def kv_capacity(
-    options: EngineOptions, hardware: Hardware, layout: KVLayout, *, taken: int = 0, beside: int = 0
-) -> tuple[int, str]:
-    """Pages (the null page included) and why so many; `taken` bytes of free memory are spoken for, and `beside` each
-    page a draft model needs so many."""
-    if options.cache.kv_pages:
-        return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
-    left = with_fields(hardware, memory=max(0, hardware.memory - taken))
-    size, why = kv_budget(options, left)
-    return size // (layout.page_bytes + beside), why
-
-
-def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, beside: int = 0
-) -> tuple[Capacity, str]:
-    """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
-    context the model was trained for is there for requests with a KV budget."""
-    pages, why = kv_capacity(options, probe(resolved.device), layout, beside=beside)
-    asked = options.model.max_model_len or model.spec.max_position
-    if asked < 2:
-        raise ConfigError(f"max_model_len must be at least 2, got {asked}")
-    rope = model.spec.rope
-    stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
-    longest = asked if stretched else min(asked, model.spec.max_position)
-    fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
-    if fits < 2:
-        raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
-    why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
-    if fits < longest:
-        if options.model.max_model_len and asked == longest:
-            raise ConfigError(
-                f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
-                "raise kv_memory or lower max_model_len"
-            )
-        why += f"; context cut from {longest} to the {fits} tokens that fit"
-        longest = fits
-    if longest < asked:
-        why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
-    capacity = Capacity(
-        pages=pages,
-        slots=resolved.max_seqs,
-        max_model_len=asked if options.model.max_model_len else longest,
-        context=longest,
-        turns=rope is not None,
-        max_batch_tokens=resolved.max_batch_tokens,
-        depth=resolved.depth,
-        drafts=draft_limit(options.speculation),
-        adapts=options.speculation.draft_adapt,
-    )
-    return capacity, why

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.types.config import EngineOptions, parse_size
+from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -106,18 +106,6 @@ def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
     if gpu and asked == "fp8":
         return "float8_e4m3fn", False  # without scales, which cost reads of their own
     return asked.removesuffix("-kivi"), asked.endswith("-kivi")
-
-
-def kv_budget(options: EngineOptions, hardware: Hardware) -> tuple[int, str]:
-    """Bytes for KV pages once weights are loaded, and why so many."""
-    if options.cache.kv_memory:
-        size = parse_size(options.cache.kv_memory)
-        return size, f"KV memory {size / 2**30:.2f} GiB: as asked"
-    if hardware.gpu:
-        size = int(hardware.memory * 0.92)
-        return size, f"KV memory {size / 2**30:.1f} GiB: 92% of what is free on the GPU"
-    size = min(hardware.memory // 4, 4 << 30)
-    return size, f"KV memory {size / 2**30:.2f} GiB: a quarter of free memory, at most 4 GiB"
 
 
 def _available_memory() -> int:

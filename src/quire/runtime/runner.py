@@ -46,6 +46,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
     ):
         self.model = model
+        self._capacity = capacity
         self._device = device
         self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
         self._kv = KVViews(self.pages, layout)
@@ -94,7 +95,19 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
-        self._captured.capture(alone=self._tap is not None)
+        self._captured.capture(largest=self.rehearse, alone=self._tap is not None)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """The largest step there may be, in nobody's slot: before anybody waits for one, its kernels are made and it is
+        known that memory suffices."""
+        longest = min(self._capacity.max_batch_tokens, self._capacity.longest)
+        full = min(self._capacity.max_batch_tokens // longest, self._capacity.slots)
+        counts = [longest] * full + [1] * (self._capacity.slots - full)
+        spans = [(self._slots.nobody, 0, count, 0) for count in counts]
+        table = torch.tensor(spans, device=self._device).T.contiguous()
+        input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
+        self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -238,7 +251,7 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
-        sampled = self._sampler.sample(logits.float(), slots, positions, self._slots.tokens, self._grammars.masks())
+        sampled = self._sampler.sample(logits, slots, positions, self._slots.tokens, self._grammars.masks())
         where = self._staging.upload(np.array([slots, positions], dtype=np.int64))
         self._slots.store(where[0], where[1], sampled.token_ids)
         return sampled

@@ -1,0 +1,99 @@
+"""How much fits: the KV pages that memory has room for beside weights and work, and which context they allow.
+
+Refuses to know: runners, plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quire.generation.sampler import SLICE
+from quire.model import DecoderSpec, Model, NativeModel
+from quire.runtime.drafting import draft_limit
+from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
+from quire.types.config import EngineOptions, parse_size
+from quire.types.errors import ConfigError
+from quire.types.kv import KVLayout
+from quire.types.plan import Capacity
+
+GIB = 1 << 30
+
+
+def kv_layout(
+    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, own: str, kinds: Collection[str]
+) -> KVLayout:
+    """Pages of the kind asked for, else of the model's `own`, if it is one of the `kinds` that can be run."""
+    dtype = resolved.kv_dtype or own
+    if refusal := spec.kv_refusal(dtype, kinds):
+        raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
+    return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
+
+
+def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec) -> int:
+    """Bytes of a GPU that steps take at most, beside weights and pages. Runners rehearse their largest step, so that
+    one for whom this is too little does not start."""
+    element, rows = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
+    length, drawn = options.model.max_model_len or spec.max_position, min(rows, SLICE)
+    width = 6 * spec.hidden + 3 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.intermediate
+    forward = (resolved.max_batch_tokens + rows) * width * element
+    logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
+    known = length * (5 * rows + 40 * drawn)  # slots' tokens and pages; what penalties make of them
+    return 2 * forward + logits + known + GIB  # freed pieces seldom fit the next step; libraries have some of their own
+
+
+def kv_capacity(
+    options: EngineOptions, hardware: Hardware, layout: KVLayout, *, working: int, taken: int = 0, beside: int = 0
+) -> tuple[int, str]:
+    """Pages (the null page included) and why so many. Of free memory, `taken` bytes are spoken for and, on a GPU,
+    `working` needed by steps; `beside` each page a draft model needs so many."""
+    if options.cache.kv_pages:
+        return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
+    left = max(0, hardware.memory - taken)
+    if options.cache.kv_memory:
+        size, why = parse_size(options.cache.kv_memory), "as asked"
+    elif hardware.gpu:
+        size, why = max(0, left - working), f"what is free on the GPU but for {working / GIB:.1f} GiB to work in"
+    else:
+        size, why = min(left // 4, 4 * GIB), "a quarter of free memory, at most 4 GiB"
+    return size // (layout.page_bytes + beside), f"KV memory {size / GIB:.2f} GiB: {why}"
+
+
+def capacity_for(
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, beside: int = 0
+) -> tuple[Capacity, str]:
+    """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
+    context the model was trained for is there for requests with a KV budget."""
+    working = working_memory(options, resolved, model.spec)
+    pages, why = kv_capacity(options, probe(resolved.device), layout, working=working, beside=beside)
+    asked = options.model.max_model_len or model.spec.max_position
+    if asked < 2:
+        raise ConfigError(f"max_model_len must be at least 2, got {asked}")
+    rope = model.spec.rope
+    stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
+    longest = asked if stretched else min(asked, model.spec.max_position)
+    fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
+    if fits < 2:
+        raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
+    why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
+    if fits < longest:
+        if options.model.max_model_len and asked == longest:
+            raise ConfigError(
+                f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
+                "raise kv_memory or lower max_model_len"
+            )
+        why += f"; context cut from {longest} to the {fits} tokens that fit"
+        longest = fits
+    if longest < asked:
+        why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
+    capacity = Capacity(
+        pages=pages,
+        slots=resolved.max_seqs,
+        max_model_len=asked if options.model.max_model_len else longest,
+        context=longest,
+        turns=rope is not None,
+        max_batch_tokens=resolved.max_batch_tokens,
+        depth=resolved.depth,
+        drafts=draft_limit(options.speculation),
+        adapts=options.speculation.draft_adapt,
+    )
+    return capacity, why
