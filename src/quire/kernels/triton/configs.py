@@ -44,7 +44,7 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 2, 256): Tile(16, 32, 4, 3),
     ("few", 4, 128): Tile(16, 32, 8, 2),
     ("few", 4, 256): Tile(16, 16, 8, 2),
-    ("prefix", 1, 128): Tile(64, 64, 4, 3, 2),
+    ("prefix", 1, 128): Tile(64, 128, 4, 2, 2),
     ("prefix", 2, 128): Tile(64, 128, 4, 2, 2),
     ("many", 1, 128): Tile(128, 32, 4, 3, 2),
     ("many", 1, 256): Tile(64, 32, 8, 2, 2),
