@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from quire.generation.sampler import Sampler
 from quire.model import DecoderSpec
 from quire.runtime.capacity import GIB, kv_capacity, working_memory
 from quire.runtime.hardware import Hardware, resolve
@@ -72,13 +73,15 @@ class Watched:
         self.seen.append(len(hidden))
 
 
-@pytest.mark.parametrize(("context", "expected"), [(64, [40, 1, 1]), (16, [16, 16, 1]), (8, [8, 8, 8])])
-def test_the_largest_step_is_rehearsed(context, expected):
-    """All of the budget in as few rows as may be, and a token for everybody else; in nobody's slot."""
+@pytest.mark.parametrize(("context", "largest"), [(64, [40, 1, 1]), (16, [16, 16, 1]), (8, [8, 8, 8])])
+def test_the_largest_step_is_rehearsed(context, largest):
+    """All of the budget in as few rows as may be, and a token for everybody else; in nobody's slot. Then prompts."""
     runner, cpu = object.__new__(ModelRunner), torch.device("cpu")
     runner._capacity = Capacity(pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1)
     runner._slots = SlotState(LAYOUT, runner._capacity, cpu, Staging(cpu, 1))
     runner._slots.tokens[:3] = -1  # somebody's
     runner._device, runner._kv, runner.model = cpu, None, Watched()
+    runner._sampler = Sampler(slots=3, vocab_size=9, device=cpu)
     runner.rehearse()
-    assert runner.model.seen == [(sum(expected), expected, expected, True), 3]
+    steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3)]
+    assert runner.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]

@@ -68,6 +68,7 @@ class Sampler:
     def __init__(self, *, slots: int, vocab_size: int, device: torch.device, draw: CompiledDraw | None = None):
         """`draw`: compiled code for all draws, in place of torch's."""
         self._draw_all = draw
+        self._vocab = vocab_size
         self._table = SlotTable(slots=slots, vocab_size=vocab_size, device=device)
         self._fused = why_not(device) is None
 
@@ -78,6 +79,16 @@ class Sampler:
     def all_greedy(self, slots: list[int]) -> bool:
         """Whether these slots want the most likely token and nothing else."""
         return self._table.wanted(slots) in (Need.GREEDY, Need(0))
+
+    def rehearse(self) -> None:
+        """Each of the kernels there are for draws, before anybody waits until it is made."""
+        if not self._fused:
+            return
+        slot = torch.zeros(1, dtype=torch.int64, device=self._table.device)
+        params = self._table.params(slot)
+        logits = torch.zeros(1, self._vocab, device=slot.device)
+        for truncated in (False, True):
+            draw_fused(logits, row_keys(params.stream.squeeze(-1), slot), params, truncated=truncated)
 
     def sample(
         self,

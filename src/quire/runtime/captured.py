@@ -6,7 +6,7 @@ the small integer table of rows, copied in before.
 
     rows table [5, rows]:   slot | start | count | shift | slot that receives the drawn token (nobody's: draws nothing)
 
-Everything is captured at start, except steps whose rows share prefixes: those few sizes when first met.
+Steps whose rows share prefixes are captured too, in a few sizes, with the lists of who shares what as a second table.
 """
 
 from __future__ import annotations
@@ -44,9 +44,17 @@ Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None
 
 
 @dataclass
+class _Inputs:
+    """What is written before a replay."""
+
+    rows: torch.Tensor  # [5, rows]
+    shared: torch.Tensor | None = None  # the lists of shared prefixes, as int64
+    lists: PrefixLists | None = None  # ... as the kernels read them
+
+
+@dataclass
 class _Capture:
-    rows: torch.Tensor  # [5, rows] static input
-    shared: torch.Tensor | None  # int64 view of the static lists of shared prefixes
+    inputs: _Inputs
     output: StepOutput
     replay: Callable[[], Any]
 
@@ -59,9 +67,18 @@ def row_buckets(most: int) -> list[int]:
 
 class CapturedSteps:
     def __init__(
-        self, forward: Forward, *, max_rows: int, max_kv: int, max_tokens: int, nobody: int, device: torch.device
+        self,
+        forward: Forward,
+        *,
+        max_rows: int,
+        max_kv: int,
+        max_tokens: int,
+        nobody: int,
+        device: torch.device,
+        sharing: SharedPrefixes | None = None,
     ):
         self._forward = forward
+        self._sharing = sharing
         self._nobody = nobody
         self._device = device
         self._max_kv = max_kv
@@ -84,6 +101,8 @@ class CapturedSteps:
         self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)
+        for rows in sorted(self._shared_sizes(), reverse=True):
+            self._shared[rows] = self._record(rows, rows, shared=True)
         torch.cuda.synchronize()
 
     def _compile(self, largest: Callable[[], None]) -> None:
@@ -91,16 +110,14 @@ class CapturedSteps:
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
         kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
 
-        def step(size: tuple[int, int]) -> None:
-            table = pad_table(np.zeros((5, 0), np.int64), size, self._nobody)
-            self._forward(torch.from_numpy(table).to(self._device), size[0], *bounds(*size, self._max_kv), None)
-
-        def run(job: Callable[[], None]) -> None:
+        def run(job: Callable[[], Any]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
                 job()
 
         stream = torch.cuda.current_stream(self._device)
-        jobs: list[Callable[[], None]] = [largest, *(partial(step, size) for size in kinds.values())]
+        jobs: list[Callable[[], Any]] = [largest]
+        jobs += [partial(self._step, *size, self._nobodys(*size)) for size in kinds.values()]
+        jobs += [partial(self._step, n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
         compile_together([partial(run, job) for job in jobs], self._device)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
@@ -137,37 +154,44 @@ class CapturedSteps:
         """The size at which single-token rows that share prefixes are captured."""
         return next((size for size in PREFIX_ROWS if rows <= size <= self._row_sizes[-1]), None)
 
-    def replay_shared(
-        self, rows: int, table: Ints, lists: Lists, sharing: SharedPrefixes, staging: Staging
-    ) -> StepOutput:
+    def replay_shared(self, rows: int, table: Ints, lists: Lists, staging: Staging) -> StepOutput:
         """As `replay`, for `rows` single-token rows that share prefixes as `lists` says."""
-        if rows not in self._shared:
-            self._shared[rows] = self._record(rows, rows, sharing)
         capture = self._shared[rows]
-        assert capture.shared is not None
-        capture.shared.copy_(staging.stage(lists.view(np.int64)), non_blocking=True)
+        assert capture.inputs.shared is not None
+        capture.inputs.shared.copy_(staging.stage(lists.view(np.int64)), non_blocking=True)
         return self._run(capture, table, (rows, rows), staging)
 
     def _run(self, capture: _Capture, table: Ints, size: tuple[int, int], staging: Staging) -> StepOutput:
-        capture.rows.copy_(staging.stage(pad_table(table, size, self._nobody)), non_blocking=True)
+        capture.inputs.rows.copy_(staging.stage(pad_table(table, size, self._nobody)), non_blocking=True)
         capture.replay()
         return capture.output
 
-    def _record(self, tokens: int, rows: int, sharing: SharedPrefixes | None = None) -> _Capture:
-        counts, kv_lens = bounds(tokens, rows, self._max_kv)
-        empty = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
-        table = torch.from_numpy(empty).to(self._device)
-        shared, lists = None, None
-        if sharing is not None:
-            shared = torch.zeros(sharing.length(rows) // 2, dtype=torch.int64, device=self._device)
-            lists = _views(shared.view(torch.int32), sharing.items(rows), rows, self._max_kv)
-            lists.items.fill_(-1)
-        self._forward(table, tokens, counts, kv_lens, lists)  # compiles kernels, sizes workspaces outside the capture
+    def _shared_sizes(self) -> list[int]:
+        return [size for size in PREFIX_ROWS if size <= self._row_sizes[-1]] if self._sharing is not None else []
+
+    def _nobodys(self, tokens: int, rows: int, *, shared: bool = False) -> _Inputs:
+        """Tables of a step in which nobody has a row; `shared`: with lists of who shares prefixes."""
+        table = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
+        inputs = _Inputs(torch.from_numpy(table).to(self._device))
+        if shared:
+            assert self._sharing is not None
+            flat = torch.zeros(self._sharing.length(rows), dtype=torch.int32, device=self._device)
+            inputs.shared = flat.view(torch.int64)
+            inputs.lists = _views(flat, self._sharing.items(rows), rows, self._max_kv)
+            inputs.lists.items.fill_(-1)
+        return inputs
+
+    def _step(self, tokens: int, rows: int, inputs: _Inputs) -> StepOutput:
+        return self._forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
+
+    def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
+        inputs = self._nobodys(tokens, rows, shared=shared)
+        self._step(tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = self._forward(table, tokens, counts, kv_lens, lists)
+            output = self._step(tokens, rows, inputs)
         output = StepOutput(*(_lent(tensor) for tensor in (output.logits, output.best, output.shown)))
-        return _Capture(table, shared, output, graph.replay)
+        return _Capture(inputs, output, graph.replay)
 
 
 class _Lent:

@@ -32,6 +32,7 @@ from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
 from quire.types.seams import Tree
 
 DRAFT_ROWS = 512  # rows up to which steps with drafts are captured
+SHORT_PROMPT = 512  # tokens: such rows are attended from pages, whatever else they are
 SCORE_SLICE = 64  # rows of logits held at once for prompt log-probabilities
 
 
@@ -61,6 +62,11 @@ class ModelRunner:
         )
         self.speculate(speculation)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
+        (group,) = layout.groups if len(layout.groups) == 1 else (None,)
+        self._sharing = None
+        invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
+        if device.type == "cuda" and group is not None and group.window is None and not invariant:
+            self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
@@ -68,12 +74,8 @@ class ModelRunner:
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
             device=device,
+            sharing=self._sharing,
         )
-        (group,) = layout.groups if len(layout.groups) == 1 else (None,)
-        self._sharing = None
-        invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
-        if device.type == "cuda" and group is not None and group.window is None and not invariant:
-            self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
 
     def speculate(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
@@ -99,15 +101,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """The largest step there may be, in nobody's slot: before anybody waits for one, its kernels are made and it is
-        known that memory suffices."""
-        longest = min(self._capacity.max_batch_tokens, self._capacity.longest)
-        full = min(self._capacity.max_batch_tokens // longest, self._capacity.slots)
-        counts = [longest] * full + [1] * (self._capacity.slots - full)
-        spans = [(self._slots.nobody, 0, count, 0) for count in counts]
-        table = torch.tensor(spans, device=self._device).T.contiguous()
-        input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
-        self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
+        """Steps of all kinds that are not captured, in nobody's slot: before anybody waits for one, their kernels are
+        made, and it is known that memory suffices."""
+        for counts in self._rehearsals():
+            spans = [(self._slots.nobody, 0, count, 0) for count in counts]
+            table = torch.tensor(spans, device=self._device).T.contiguous()
+            input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
+            self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
+        self._sampler.rehearse()
+
+    def _rehearsals(self) -> list[list[int]]:
+        """Tokens of each row: the largest step there may be, then a short prompt, then several."""
+        most, slots = self._capacity.max_batch_tokens, self._capacity.slots
+        longest = min(most, self._capacity.longest)
+        full = min(most // longest, slots)
+        short = min(longest, SHORT_PROMPT)
+        return [[longest] * full + [1] * (slots - full), [short], [short] * min(most // short, slots, 8)]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -235,7 +244,7 @@ class ModelRunner:
         if self._sharing is None or rows is None or any(row.drafts for row in plan.rows):
             return None  # with drafts the rows differ from step to step: finding groups anew costs more than it saves
         lists = self._sharing.lists(plan, rows)
-        return None if lists is None else self._captured.replay_shared(rows, table, lists, self._sharing, self._staging)
+        return None if lists is None else self._captured.replay_shared(rows, table, lists, self._staging)
 
     def _last_logits(
         self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any

@@ -116,7 +116,7 @@ def _store(
         tl.store(lse_ptr + flat, lse * 0.6931471805599453, mask=valid)
 
 
-@triton.jit(do_not_specialize=["splits", "split_min"])
+@triton.jit(do_not_specialize=["splits", "split_min", "stride_table"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, k_scales, v_scales, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
     prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...

@@ -102,7 +102,7 @@ class TritonAttention:
         bounds = bounds or Bounds.of(batch)
         wide = None
         if batch.exact and spec.stored < spec.itemsize and not self.invariant:
-            wide = Wide.of(batch, group, _shortest_block(bounds, spec))
+            wide = Wide.of(batch, group, _short(spec) + 1)
         prefix = prefix or group.prefix
         launches = plan_launches(bounds, spec, processors(batch.positions.device), self.invariant, wide is not None)
         ahead = None if prefix is None else prefix_launch(prefix, spec, processors(batch.positions.device))
@@ -136,7 +136,7 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
         blocks = _most_blocks(bounds, 1, tile.block_m // group)
         return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT, steady=True)]
     few, many = _tile("few", spec.stored, spec), _tile("many", spec.itemsize if wide else spec.stored, spec)
-    short = _shortest_block(bounds, spec) - 1
+    short = _short(spec)
     launches = []
     if bounds.shortest <= short:
         rows = -(-bounds.rows // _unit(bounds.rows)) * _unit(bounds.rows)
@@ -157,11 +157,9 @@ def _unit(rows: int) -> int:
     return 16 if rows <= 256 else 64
 
 
-def _shortest_block(bounds: Bounds, spec: AttentionSpec) -> int:
-    """Query tokens from which a row is cut into blocks: the others are one each. Beside rows for that, these take only
-    what fits the smallest tile."""
-    group = spec.heads // spec.kv_heads
-    return (bounds.longest if bounds.longest <= max(64 // group, 1) else max(16 // group, 1)) + 1
+def _short(spec: AttentionSpec) -> int:
+    """Query tokens of a row that fit the smallest tile; longer ones are cut into blocks."""
+    return max(16 // (spec.heads // spec.kv_heads), 1)
 
 
 def prefix_launch(prefix: PrefixLists, spec: AttentionSpec, sms: int) -> Launch:
@@ -235,13 +233,10 @@ def _run(
 ) -> None:  # fmt: skip
     tile, device = launch.tile, q.device
     padded = max(power_of_two(spec.head_dim), 16)
-    partial = partial_lse = counts = out  # placeholders: not read unless split
     apart = 1 if launch.form == "row" else launch.splits  # programs a block
-    if launch.splits > 1:
-        slots = launch.blocks * spec.kv_heads
-        partial = torch.empty(slots * apart * tile.block_m, padded, dtype=torch.float32, device=device)
-        partial_lse = torch.empty(slots * apart * tile.block_m, dtype=torch.float32, device=device)
-        counts = counters(device, slots)
+    slots = launch.blocks * spec.kv_heads if launch.splits > 1 else 0
+    partial = torch.empty(slots * apart * tile.block_m, padded, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(slots * apart * tile.block_m, dtype=torch.float32, device=device)
     k, v, (k_scales, v_scales) = kv.k_pages, kv.v_pages, (kv.k_scales, kv.v_scales)
     if scaled := k_scales is not None and v_scales is not None:
         beside = k_scales.stride()[:2]
@@ -255,14 +250,14 @@ def _run(
     attend_kernel[(spec.kv_heads, launch.blocks, apart)](
         q, k, v, k_scales, v_scales, out, out if lse is None else lse,
         *(shared or (out, out)), batch.kv_len if prefix is None else prefix.row_begin,
-        partial, partial_lse, counts,
+        partial, partial_lse, counters(device, slots),
         launch.items, batch.kv_len if prefix is None else prefix.members,
         group.page_table, batch.positions, batch.query_start, batch.kv_len,
         spec.scale * LOG2E, launch.splits, launch.split_min, spec.heads,
         q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
-        SPLIT=launch.splits > 1, HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
+        SPLIT=launch.splits > 1 or launch.form == "row", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.phases == 2 and spec.window is None and not launch.steady,
         SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PAIRS=pairs, NATIVE=not triton.knobs.runtime.interpret,

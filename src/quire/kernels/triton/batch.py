@@ -11,7 +11,7 @@ from quire.kernels.batch import Assembled
 from quire.kernels.triton.launch import overlap, power_of_two
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "stride_row", "stride_out"])
 def assemble_kernel(
     table, tokens, pages, input_ids, positions, kv_slots, query_start, kv_len, page_table, rows,
     stride_row, stride_tokens, stride_pages, stride_out,

@@ -1,0 +1,122 @@
+"""No kernel is compiled while somebody waits: what steps launch in service has been launched at start.
+
+Nothing is computed here. An 8B Llama without memory (torch's meta device) goes through the steps of a start and then
+through those of a service, and every launch is noted by what Triton would compile it for.
+"""
+
+import inspect
+import json
+import random
+
+import pytest
+import torch
+
+from quire.assets import resolve
+from quire.bench.suite import DATA
+from quire.generation import sampler, slots
+from quire.kernels import attention, registry
+from quire.kernels.triton import attention as paged
+from quire.model import fused, load_model, loading
+from quire.model.fp8 import Fp8Scheme
+from quire.runtime.runner import ModelRunner
+from quire.runtime.sharing import SharedPrefixes
+from quire.types.plan import Admit, Capacity
+from quire.types.sampling import SamplingParams
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+META = torch.device("meta")
+CONTEXT, BUDGET, SLOTS = 16384, 8192, 1024
+
+
+def variant(kernel, arguments, options):
+    """What tells one compiled form of a kernel from another: constants, and of numbers whether they are one or a
+    multiple of 16, except where the kernel says that it does not care."""
+    given = inspect.signature(kernel.fn).bind(*arguments, **{k: v for k, v in options.items() if k in kernel.arg_names})
+    free = kernel.kwargs.get("do_not_specialize") or ()
+    found = []
+    for name, value in given.arguments.items():
+        if isinstance(value, torch.Tensor):
+            found.append((name, value.dtype))
+        elif "constexpr" in str(kernel.fn.__annotations__.get(name)):
+            found.append((name, value))
+        elif isinstance(value, int):
+            found.append((name, None if name in free else "one" if value == 1 else value % 16 == 0))
+        else:
+            found.append((name, type(value)))
+    return kernel.fn.__name__, *found, options.get("num_warps"), options.get("num_stages")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Everything believes to be on a GPU; launches are noted and go no further."""
+    if not hasattr(paged.attend_kernel, "rewrite"):
+        pytest.skip("needs the interpreter")
+    seen = set()
+
+    def note(kernel, *arguments, grid, warmup, **options):
+        seen.add(variant(kernel, arguments, options))
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", note)
+    for module in (registry, fused, paged, sampler):
+        monkeypatch.setattr(module, "why_not", lambda device: None)
+    monkeypatch.setattr(loading, "fill_random", lambda model, seed: None)
+    for module, name in ((attention, "_ship"), (slots, "ship"), (sampler, "ship")):
+        send = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda values, to, send=send: send(values, to).to(META))
+    return seen
+
+
+def runner_of(folder, eight):
+    config = json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    scheme = Fp8Scheme() if eight else None
+    model = load_model(
+        resolve(str(folder)).open(), device=META, dtype=torch.bfloat16, random_weights=True, length=CONTEXT,
+        scheme=scheme,
+    )  # fmt: skip
+    layout = model.spec.kv_layout(page_size=16, dtype="float8_e4m3fn" if eight else "bfloat16")
+    capacity = Capacity(pages=99, slots=SLOTS, max_model_len=CONTEXT, max_batch_tokens=BUDGET, depth=2)
+    runner = ModelRunner(model, layout, capacity, META, None)
+    runner._captured._sharing = SharedPrefixes(SLOTS, 16, 4)
+    return runner
+
+
+def start(runner):
+    captured = runner._captured
+    for size in captured.sizes():
+        captured._step(*size, captured._nobodys(*size))
+    for rows in captured._shared_sizes():
+        captured._step(rows, rows, captured._nobodys(rows, rows, shared=True))
+    runner.rehearse()
+
+
+def some_rows(rng):
+    """(query tokens, KV length) of a step's rows, within the budget."""
+    rows, left = [], BUDGET
+    for _ in range(rng.choice([1, 2, 5, 16, 30, 100, 300, SLOTS])):
+        count = rng.choice([1, 1, 1, rng.randint(2, 40), rng.randint(2, 600), rng.randint(600, BUDGET)])
+        count = max(min(count, left), 1)
+        left -= count if count > 1 else 0
+        rows.append((count, count + rng.choice([0, 0, rng.randrange(300), rng.randrange(CONTEXT - count + 1)])))
+    return rows
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
+    runner, rng = runner_of(tmp_path, eight), random.Random(7)
+    start(runner)
+    known = set(launched)
+    assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "rope_kernel", "truncated_kernel"}
+    for _ in range(150):
+        rows = some_rows(rng)
+        counts, lens = [count for count, _ in rows], [n for _, n in rows]
+        table = torch.empty(4, len(rows), dtype=torch.int64, device=META)
+        input_ids, batch = runner._slots.batch(table, sum(counts), counts, lens)
+        runner.model.logits(runner.model.forward(input_ids, batch, runner._kv, last=True))
+    ways = [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3, "presence_penalty": 1.0}, {"temperature": 2.0}]
+    for way in ways:
+        runner._sampler.admit(Admit(0, "a/0", [1, 2], 1, SamplingParams(**way), seed=1, branch=0, stop_ids=[]))
+        logits = torch.empty(1, runner.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
+        runner._sampler.sample(logits, [0], [2], runner._slots.tokens)
+    assert not launched - known
