@@ -12,7 +12,7 @@ Steps whose rows share prefixes are captured too, in a few sizes, with the lists
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -92,11 +92,11 @@ class CapturedSteps:
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self, *, largest: Callable[[], None], alone: bool) -> None:
-        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `largest` runs a
-        step that will not be captured; `alone`: forward passes may not run side by side."""
+    def capture(self, *, beside: Sequence[Callable[[], None]], alone: bool) -> None:
+        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
+        launched and not captured; `alone`: forward passes may not run side by side."""
         if not alone and why_not(self._device) is None:
-            self._compile(largest)
+            self._compile(beside)
         self._pool = torch.cuda.graph_pool_handle()
         self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
@@ -105,7 +105,7 @@ class CapturedSteps:
             self._shared[rows] = self._record(rows, rows, shared=True)
         torch.cuda.synchronize()
 
-    def _compile(self, largest: Callable[[], None]) -> None:
+    def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
         kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
@@ -115,7 +115,7 @@ class CapturedSteps:
                 job()
 
         stream = torch.cuda.current_stream(self._device)
-        jobs: list[Callable[[], Any]] = [largest]
+        jobs: list[Callable[[], Any]] = list(beside)
         jobs += [partial(self._step, *size, self._nobodys(*size)) for size in kinds.values()]
         jobs += [partial(self._step, n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
         compile_together([partial(run, job) for job in jobs], self._device)

@@ -26,7 +26,8 @@ from quire.model.fp8 import Fp8Scheme
 from quire.runtime.capacity import capacity_for, kv_layout
 from quire.runtime.drafting import load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
-from quire.runtime.runner import ModelRunner, PendingStep
+from quire.runtime.pending import PendingStep
+from quire.runtime.runner import ModelRunner
 from quire.runtime.tiers.opening import Tiers, fingerprint, open_tiers
 from quire.runtime.transfers import Transfers
 from quire.types.config import CacheOptions, EngineOptions

@@ -1,20 +1,21 @@
-"""The model runner: one plan in, drawn tokens and log-probabilities out.
+"""The model runner: one plan in, drawn tokens and log-probabilities out, on their way (`pending.py`).
 
-Nothing here waits for the device; results are copied to the host in the background and read by the ticket.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from quire.generation.grammars import Accepted, GrammarStore, SlotGrammars
-from quire.generation.logprobs import LogprobTensors, begin_copy, score
+from quire.generation.grammars import GrammarStore, SlotGrammars
+from quire.generation.logprobs import LogprobTensors, score
 from quire.generation.order import best
 from quire.generation.sampler import Sampled, Sampler
 from quire.generation.speculation import Branch, Expanded, Speculation
@@ -22,13 +23,14 @@ from quire.kernels.attention import NO_TREE, Batch, Paths
 from quire.kernels.tap import Tap
 from quire.model import KVViews, Model, NativeModel, allocate_kv
 from quire.runtime.captured import CapturedSteps, StepOutput
+from quire.runtime.pending import Computed, PendingStep
 from quire.runtime.probing import probe
 from quire.runtime.sharing import SharedPrefixes
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Ints, Staging
 from quire.runtime.turning import begin_turns
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan, StepResult, TokenLogprobs
+from quire.types.plan import Capacity, StepPlan
 from quire.types.seams import Tree
 
 DRAFT_ROWS = 512  # rows up to which steps with drafts are captured
@@ -97,26 +99,30 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
-        self._captured.capture(largest=self.rehearse, alone=self._tap is not None)
+        self._captured.capture(beside=self._rehearsals(), alone=self._tap is not None)
 
     @torch.inference_mode()
     def rehearse(self) -> None:
-        """Steps of all kinds that are not captured, in nobody's slot: before anybody waits for one, their kernels are
-        made, and it is known that memory suffices."""
-        for counts in self._rehearsals():
-            spans = [(self._slots.nobody, 0, count, 0) for count in counts]
-            table = torch.tensor(spans, device=self._device).T.contiguous()
-            input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
-            self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
-        self._sampler.rehearse()
+        """All that is launched and not captured, in nobody's slot: before anybody waits for it, its kernels are made
+        and it is known that memory suffices."""
+        for rehearsal in self._rehearsals():
+            rehearsal()
 
-    def _rehearsals(self) -> list[list[int]]:
-        """Tokens of each row: the largest step there may be, then a short prompt, then several."""
+    def _rehearsals(self) -> list[Callable[[], None]]:
+        """The largest step there may be, a short prompt, several of them; draws."""
         most, slots = self._capacity.max_batch_tokens, self._capacity.slots
         longest = min(most, self._capacity.longest)
         full = min(most // longest, slots)
         short = min(longest, SHORT_PROMPT)
-        return [[longest] * full + [1] * (slots - full), [short], [short] * min(most // short, slots, 8)]
+        steps = [longest] * full + [1] * (slots - full), [short], [short] * min(most // short, slots, 8)
+        return [*(partial(self._rehearse, counts) for counts in steps), self._sampler.rehearse]
+
+    def _rehearse(self, counts: list[int]) -> None:
+        """A step of rows with so many tokens."""
+        spans = [(self._slots.nobody, 0, count, 0) for count in counts]
+        table = torch.tensor(spans, device=self._device).T.contiguous()
+        input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
+        self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -295,113 +301,3 @@ def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
         if row.pool:
             pooled[i] = hidden[begin:end].float().sum(0) if row.pool == "mean" else hidden[end - 1].float()
     return pooled
-
-
-@dataclass
-class Computed:
-    """What a step came to, on the device."""
-
-    sampled: Sampled | None
-    scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)
-    pooled: dict[int, torch.Tensor] = field(default_factory=dict)
-    mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
-    padding: int = 0
-    shown: torch.Tensor | None = None  # [samples, hidden or more], what was drawn from; if somebody wants to know
-    probed: torch.Tensor | None = None  # [tokens of all probes]
-
-
-class PendingStep:
-    """A step whose results are on their way to the host; `result` waits for them."""
-
-    def __init__(
-        self,
-        asked: Expanded,
-        computed: Computed,
-        began: float,
-        device: torch.device,
-        grammars: SlotGrammars,
-        speculation: Speculation | None,
-        keep: Callable[[int, int, list[int], list[int]], None],
-    ):
-        self._asked = asked
-        self._keep = keep
-        self._counted: list[list[int]] = []  # by sample: its draws that count
-        self._grammars = grammars
-        self._speculation = speculation
-        self._padding = computed.padding
-        self._shown = computed.shown
-        self._began = began
-        sampled = computed.sampled
-        self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
-        logprobs = sampled.logprobs if sampled is not None else None
-        self._logprobs = logprobs.start_copy() if logprobs is not None else None
-        self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
-        self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
-        self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
-        self._probed = begin_copy(computed.probed) if computed.probed is not None else None
-        self._event = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def result(self) -> StepResult:
-        if self._event is not None:
-            self._event.synchronize()
-        accepted = self._accept(self._tokens.tolist()) if self._tokens is not None else []
-        return StepResult(
-            step=self._asked.plan.step,
-            tokens=[a.tokens for a in accepted],
-            drafts={
-                i: (draws - 1, a.drawn - 1)
-                for i, ((_, _, draws), a) in enumerate(zip(self._asked.samples(), accepted, strict=True))
-                if draws > 1
-            },
-            ended=[i for i, a in enumerate(accepted) if a.done],
-            errors={i: a.error for i, a in enumerate(accepted) if a.error},
-            logprobs=self._drawn_logprobs(self._logprobs.to_host()) if self._logprobs is not None else {},
-            scores={
-                row: [entry for part in parts for entry in part.to_host() if entry is not None]
-                for row, parts in self._scores.items()
-            },
-            pooled={row: vector.tolist() for row, vector in self._pooled.items()},
-            mass={row: paid.tolist() for row, paid in self._mass.items()},
-            deviations=self._deviations(),
-            seconds=time.perf_counter() - self._began,
-            padding=self._padding,
-        )
-
-    def _deviations(self) -> list[list[float]]:
-        """By probe."""
-        if self._probed is None:
-            return []
-        return [part.tolist() for part in self._probed.split([p.count for p in self._asked.plan.probes])]
-
-    def _accept(self, drawn: list[int]) -> list[Accepted]:
-        """What the draws of each sample come to: those that its draft led to, as its grammar allows."""
-        found, end = [], 0
-        for sample, draft, draws in self._asked.samples():
-            begin, end = end, end + draws
-            tokens, which = drawn[begin:end], [0]
-            if draft:
-                assert self._speculation is not None
-                tokens, which = self._speculation.settled(draft, tokens)
-                if isinstance(draft, Tree):
-                    self._keep(sample.slot, sample.position, tokens, [i - 1 for i in which[1:]])
-            accepted = self._grammars.accept(sample.slot, sample.position, tokens)
-            which = [begin + i for i in which[: accepted.drawn]]
-            if self._speculation is not None:
-                seen = None
-                if self._shown is not None:
-                    seen = self._shown[which if isinstance(draft, Tree) else slice(begin, begin + accepted.drawn)]
-                self._speculation.observe(sample.slot, sample.position, accepted.tokens, seen)
-            self._counted.append(which)
-            found.append(accepted)
-        return found
-
-    def _drawn_logprobs(self, entries: list[TokenLogprobs | None]) -> dict[int, list[TokenLogprobs]]:
-        """By sample, of the draws that count."""
-        found = {}
-        for i, which in enumerate(self._counted):
-            if some := [entry for j in which if (entry := entries[j]) is not None]:
-                found[i] = some
-        return found

@@ -257,7 +257,7 @@ def _run(
         q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
-        SPLIT=launch.splits > 1 or launch.form == "row", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
+        SPLIT=launch.splits > 1 or launch.form != "block", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.phases == 2 and spec.window is None and not launch.steady,
         SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PAIRS=pairs, NATIVE=not triton.knobs.runtime.interpret,
