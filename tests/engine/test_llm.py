@@ -10,7 +10,7 @@ import torch
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.engine import footprint
 from quire.types.beam import BeamParams
-from quire.types.errors import ConfigError, ContextLengthError, InputError, ModelNotFoundError
+from quire.types.errors import ConfigError, ContextLengthError, EngineDeadError, InputError, ModelNotFoundError
 from quire.types.grammar import GrammarSpec
 from quire.types.request import FinishReason
 from quire.types.wire import Submit
@@ -96,9 +96,16 @@ def test_garbage_is_not_looked_for_while_a_batch_is_answered(llm, monkeypatch):
     monkeypatch.setattr(llm._link, "receive", lambda wait: (seen.append(gc.get_threshold()), receive(wait))[1])
     llm.generate([PROMPT] * 2, greedy())
     assert {threshold[0] for threshold in seen} == {footprint.GROWTH} and gc.get_threshold() == before
-    with pytest.raises(InputError):
-        llm.generate([PROMPT, []], greedy())
+
+    def failing(wait):
+        raise EngineDeadError("as it may")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._link, "receive", failing)
+        with pytest.raises(EngineDeadError):
+            llm.generate([PROMPT] * 2, greedy())
     assert gc.get_threshold() == before
+    llm.stats()  # what was aborted is gone
 
 
 def test_chat_stops_at_the_end_of_the_turn(llm):

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.generation.grammars import KEPT, GrammarStore
+from quire.generation.grammars import KEPT, GrammarStore, SlotGrammars
 from quire.generation.guidance import Guidance
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
@@ -130,5 +130,15 @@ def test_parts_are_compiled_with_the_whole_and_forgotten_with_the_rest(backend):
             store.prepare(spec).result()
             assert len(store._compiled) <= KEPT + 2
         assert all(store.prepare(part).done() for part in spec.parts)
+    finally:
+        store.close()
+
+
+def test_slots_that_close_leave_the_store_to_the_next(backend):
+    """As when an engine sleeps and wakes."""
+    store = GrammarStore(backend, lambda: VOCABULARY)
+    try:
+        SlotGrammars(store, vocab_size=len(VOCABULARY.tokens), max_len=9).close()
+        assert store.prepare(GrammarSpec("choice", json.dumps(["later"]))).result()
     finally:
         store.close()

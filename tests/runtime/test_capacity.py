@@ -1,5 +1,7 @@
 """How many pages there are: what memory has room for beside weights and work."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -30,10 +32,10 @@ LLAMA = DecoderSpec(
 LAYOUT = KVLayout((KVGroup(layers=tuple(range(32)), tokens_per_page=16, kv_heads=8, head_dim=128),), "bfloat16")
 
 
-def room(memory, **asked):
+def room(memory, spec=LLAMA, **asked):
     options = EngineOptions.of(**asked)
     gpu = Hardware("cuda:0", "a GPU", memory, 16)
-    working = working_memory(options, resolve(options, gpu), LLAMA)
+    working = working_memory(options, resolve(options, gpu), spec, LAYOUT, memory)
     return working, kv_capacity(options, gpu, LAYOUT, working=working)
 
 
@@ -52,6 +54,18 @@ def test_smaller_steps_leave_more_room():
     assert less < whole / 3 and more > pages
 
 
+def test_a_context_that_memory_cannot_hold_takes_no_room():
+    """A million positions need not be provided for where pages for some ten thousand are."""
+    wide = replace(LLAMA, max_position=1 << 20)
+    working, (pages, _) = room(9 * GIB, wide)
+    assert working < 7 * GIB and pages * 16 > 16_000
+
+
+def test_guesses_have_logits_too():
+    alone, guessing = room(60 * GIB)[0], room(60 * GIB, speculation="ngram", draft_tokens=7)[0]
+    assert guessing - alone == 2 * 2 * (8192 - 1024) * LLAMA.vocab_size
+
+
 def test_what_is_asked_for_is_given():
     assert room(24 * GIB, kv_memory="3G")[1] == (3 * GIB // LAYOUT.page_bytes, "KV memory 3.00 GiB: as asked")
     assert room(24 * GIB, kv_pages=70)[1][0] == 71
@@ -63,6 +77,7 @@ class Watched:
 
     def __init__(self):
         self.seen = []
+        self.spec = LLAMA
 
     def forward(self, input_ids, batch, kv, *, last):
         assert (input_ids == 0).all()
@@ -73,15 +88,19 @@ class Watched:
         self.seen.append(len(hidden))
 
 
-@pytest.mark.parametrize(("context", "largest"), [(64, [40, 1, 1]), (16, [16, 16, 1]), (8, [8, 8, 8])])
+@pytest.mark.parametrize(
+    ("context", "largest"), [(64, [40, 1, 1]), (30, [30, 10, 1]), (16, [16, 16, 8]), (8, [8, 8, 8])]
+)
 def test_the_largest_step_is_rehearsed(context, largest):
     """All of the budget in as few rows as may be, and a token for everybody else; in nobody's slot. Then prompts."""
     runner, cpu = object.__new__(ModelRunner), torch.device("cpu")
-    runner._capacity = Capacity(pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1)
-    runner._slots = SlotState(LAYOUT, runner._capacity, cpu, Staging(cpu, 1))
+    capacity = Capacity(
+        pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1, drafts=1
+    )
+    runner._capacity, runner._slots = capacity, SlotState(LAYOUT, capacity, cpu, Staging(cpu, 1))
     runner._slots.tokens[:3] = -1  # somebody's
     runner._device, runner._kv, runner.model = cpu, None, Watched()
     runner._sampler = Sampler(slots=3, vocab_size=9, device=cpu)
     runner.rehearse()
-    steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3)]
+    steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), [1] * 6]
     assert runner.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]

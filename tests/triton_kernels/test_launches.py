@@ -13,13 +13,12 @@ import torch
 
 from quire.assets import resolve
 from quire.bench.suite import DATA
-from quire.generation import sampler, slots
+from quire.generation import order, sampler, slots
 from quire.kernels import attention, registry
 from quire.kernels.triton import attention as paged
 from quire.model import fused, load_model, loading
 from quire.model.fp8 import Fp8Scheme
 from quire.runtime.runner import ModelRunner
-from quire.runtime.sharing import SharedPrefixes
 from quire.types.plan import Admit, Capacity
 from quire.types.sampling import SamplingParams
 
@@ -57,7 +56,7 @@ def launched(monkeypatch):
         seen.add(variant(kernel, arguments, options))
 
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", note)
-    for module in (registry, fused, paged, sampler):
+    for module in (registry, fused, paged, sampler, order):
         monkeypatch.setattr(module, "why_not", lambda device: None)
     monkeypatch.setattr(loading, "fill_random", lambda model, seed: None)
     for module, name in ((attention, "_ship"), (slots, "ship"), (sampler, "ship")):
@@ -77,7 +76,7 @@ def runner_of(folder, eight):
     layout = model.spec.kv_layout(page_size=16, dtype="float8_e4m3fn" if eight else "bfloat16")
     capacity = Capacity(pages=99, slots=SLOTS, max_model_len=CONTEXT, max_batch_tokens=BUDGET, depth=2)
     runner = ModelRunner(model, layout, capacity, META, None)
-    runner._captured._sharing = SharedPrefixes(SLOTS, 16, 4)
+    assert runner._captured._shared_sizes()
     return runner
 
 
@@ -107,16 +106,23 @@ def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
     runner, rng = runner_of(tmp_path, eight), random.Random(7)
     start(runner)
     known = set(launched)
-    assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "rope_kernel", "truncated_kernel"}
+    assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "truncated_kernel", "argmax_kernel"}
     for _ in range(150):
         rows = some_rows(rng)
         counts, lens = [count for count, _ in rows], [n for _, n in rows]
         table = torch.empty(4, len(rows), dtype=torch.int64, device=META)
         input_ids, batch = runner._slots.batch(table, sum(counts), counts, lens)
         runner.model.logits(runner.model.forward(input_ids, batch, runner._kv, last=True))
-    ways = [{"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 3, "presence_penalty": 1.0}, {"temperature": 2.0}]
-    for way in ways:
-        runner._sampler.admit(Admit(0, "a/0", [1, 2], 1, SamplingParams(**way), seed=1, branch=0, stop_ids=[]))
-        logits = torch.empty(1, runner.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
-        runner._sampler.sample(logits, [0], [2], runner._slots.tokens)
+    ways = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 2.0},
+        {"top_p": 0.5},
+        {"top_k": 3, "presence_penalty": 1.0},
+    ]
+    for slot, way in enumerate(ways):
+        runner._sampler.admit(Admit(slot, "a/0", [1, 2], 1, SamplingParams(**way), seed=1, branch=0, stop_ids=[]))
+    for asked in ([0], [1], [2], [3], [4], [0, 0], [0, 1, 2, 3, 4] * 60):
+        logits = torch.empty(len(asked), runner.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
+        runner._sampler.sample(logits, asked, [2] * len(asked), runner._slots.tokens)
     assert not launched - known

@@ -52,7 +52,7 @@ def doctor(
         weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)
         kernels = [f"decoder: not the compiled one, {refused}", *stages.reasons]
     layout = kv_layout(engine, decisions, spec, own, kinds)
-    working = working_memory(engine, decisions, spec)
+    working = working_memory(engine, decisions, spec, layout, hardware.memory - weights)
     pages, why = kv_capacity(engine, hardware, layout, working=working, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
 

@@ -151,8 +151,8 @@ class SlotGrammars:
         return Accepted(tokens[:drawn] + forced, drawn, grammar.done, grammar.error)
 
     def close(self) -> None:
+        """What is compiled stays with its store, for the next to have slots."""
         self._pool.shutdown()
-        self._store.close()
 
 
 def _fill(work: list[_Work]) -> None:

@@ -87,6 +87,7 @@ class Sampler:
         slot = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         params = self._table.params(slot)
         logits = torch.zeros(1, self._vocab, device=slot.device)
+        best(logits)
         for truncated in (False, True):
             draw_fused(logits, row_keys(params.stream.squeeze(-1), slot), params, truncated=truncated)
 

@@ -150,6 +150,7 @@ def _ship(values: list[int], batch: Batch) -> torch.Tensor:
 
 class AttentionBackend(Protocol):
     name: str
+    shares: bool  # whether rows with a common `prefix` are attended together over it
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         """None if it can run this layer here, else the reason it cannot."""

@@ -39,6 +39,7 @@ class DenseRows:
         self._long = long
         self._backends = BACKENDS
         self.name = f"{paged.name}, cuDNN for rows without context"
+        self.shares = paged.shares
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return self.paged.supports(spec, device)
@@ -88,13 +89,14 @@ class DenseRows:
     def _attend(self, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """A causal square, [1, heads, tokens, dim] each. Where cuDNN fails (it says that it can and cannot, as when it
         finds no memory of its own), requests go on without it."""
+        backends = self._backends
         try:
-            with sdpa_kernel(self._backends, set_priority=True):
+            with sdpa_kernel(backends, set_priority=True):
                 return F.scaled_dot_product_attention(
                     q, k, v, is_causal=True, scale=spec.scale, enable_gqa=spec.heads != spec.kv_heads
                 )
         except RuntimeError as error:
-            if "cuDNN" not in str(error) or self._backends is not BACKENDS:
+            if "cuDNN" not in str(error) or backends is not BACKENDS:
                 raise
             log.warning("long prompts without cached context are slower from now on, because cuDNN failed: %s", error)
             self._backends = BACKENDS[1:]

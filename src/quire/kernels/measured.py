@@ -31,6 +31,7 @@ class MeasuredRows:
     def __init__(self, other: AttentionBackend):
         self.other = other
         self.name = f"{other.name}, probabilities where they are asked for"
+        self.shares = other.shares
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return self.other.supports(spec, device)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from quire.generation.sampler import SLICE
 from quire.model import DecoderSpec, Model, NativeModel
-from quire.runtime.drafting import draft_limit
+from quire.runtime.drafting import Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
 from quire.types.config import EngineOptions, parse_size
 from quire.types.errors import ConfigError
@@ -29,15 +29,19 @@ def kv_layout(
     return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
 
 
-def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec) -> int:
-    """Bytes of a GPU that steps take at most, beside weights and pages. Runners rehearse their largest step, so that
-    one for whom this is too little does not start."""
-    element, rows = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
-    length, drawn = options.model.max_model_len or spec.max_position, min(rows, SLICE)
+def working_memory(
+    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, layout: KVLayout, left: int
+) -> int:
+    """About how many bytes of a GPU steps take at most, beside weights and pages; they and pages have what is `left`.
+    Runners rehearse their largest step, so that one for whom this is too little does not start."""
+    element, slots = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
+    rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a guess is one too
+    length = min(options.model.max_model_len or spec.max_position, left // layout.token_bytes)
+    drawn = min(rows, SLICE)
     width = 6 * spec.hidden + 3 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.intermediate
-    forward = (resolved.max_batch_tokens + rows) * width * element
+    forward = (resolved.max_batch_tokens + slots) * width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
-    known = length * (5 * rows + 40 * drawn)  # slots' tokens and pages; what penalties make of them
+    known = length * (5 * slots + 40 * drawn)  # slots' tokens and pages; what penalties make of them
     return 2 * forward + logits + known + GIB  # freed pieces seldom fit the next step; libraries have some of their own
 
 
@@ -59,12 +63,16 @@ def kv_capacity(
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, beside: int = 0
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, drafter: Drafter | None
 ) -> tuple[Capacity, str]:
     """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
     context the model was trained for is there for requests with a KV budget."""
-    working = working_memory(options, resolved, model.spec)
-    pages, why = kv_capacity(options, probe(resolved.device), layout, working=working, beside=beside)
+    hardware = probe(resolved.device)
+    working, beside = working_memory(options, resolved, model.spec, layout, hardware.memory), 0
+    if drafter is not None:
+        beside = drafter.layout.page_bytes
+        working += working_memory(options, resolved, drafter.model.spec, drafter.layout, hardware.memory)
+    pages, why = kv_capacity(options, hardware, layout, working=working, beside=beside)
     asked = options.model.max_model_len or model.spec.max_position
     if asked < 2:
         raise ConfigError(f"max_model_len must be at least 2, got {asked}")
@@ -73,7 +81,10 @@ def capacity_for(
     longest = asked if stretched else min(asked, model.spec.max_position)
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
-        raise ConfigError(f"no room for KV pages: {pages} pages of {layout.page_bytes} bytes; raise kv_memory")
+        raise ConfigError(
+            f"no room for KV pages: {pages} of {layout.page_bytes:,} bytes ({why}); "
+            "raise kv_memory, or lower max_seqs, max_batch_tokens or max_model_len"
+        )
     why += f"; {fits:,} tokens in {pages - 1:,} pages of {layout.dtype}"
     if fits < longest:
         if options.model.max_model_len and asked == longest:

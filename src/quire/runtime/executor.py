@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -77,8 +77,7 @@ class LocalExecutor:
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
         kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
-        beside = drafter.layout.page_bytes if drafter is not None else 0
-        self._capacity, why = capacity_for(options, resolved, self.layout, self.model, beside)
+        self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self.reasons = [*resolved.reasons, *self.model.reasons, why]
         self._speculation, self._drafter = options.speculation, drafter
         self.vocab_size = spec.vocab_size
@@ -108,34 +107,38 @@ class LocalExecutor:
         return self._capacity
 
     def _awaken(self) -> ModelRunner:
-        began = time.perf_counter()
-        speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
-        self.took["KV pages"] = time.perf_counter() - began
-        if self.device.type == "cuda":
-            self._prepare(runner)
+        runner = None
+        with suppress(torch.OutOfMemoryError):
+            runner = self._make_runner()
+        if runner is None:  # what was made is garbage by now, with the error that held it
+            gc.collect()
+            torch.cuda.empty_cache()
+            size = self._capacity
+            raise ConfigError(
+                f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens of prompts "
+                f"and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
+            )
         if self._tiers.stores:
             self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
             self._transfers.use(runner.pages)
         return runner
 
-    def _prepare(self, runner: ModelRunner) -> None:
-        """All that a GPU does only once, and the largest step, before anybody waits for it."""
+    def _make_runner(self) -> ModelRunner:
+        """And all that a GPU does only once, the largest step too, before anybody waits for it."""
         began = time.perf_counter()
-        try:
-            if self._graphs:
-                runner.capture()
-                self.took["captured steps"] = time.perf_counter() - began
+        speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
+        self.took["KV pages"] = time.perf_counter() - began
+        if self._graphs:
+            began = time.perf_counter()
+            runner.capture()
+            self.took["captured steps"] = time.perf_counter() - began
+        if self.device.type == "cuda":
             began = time.perf_counter()
             runner.rehearse()
             torch.cuda.synchronize(self.device)
             self.took["largest step"] = time.perf_counter() - began
-        except torch.OutOfMemoryError as error:
-            size = self._capacity
-            raise ConfigError(
-                f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens "
-                f"of prompts and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
-            ) from error
+        return runner
 
     def sleep(self, pages: list[int]) -> None:
         if self.device.type == "cpu" or isinstance(self.model, NativeModel):
@@ -206,6 +209,7 @@ class LocalExecutor:
         if self._runner is not None:
             self._runner.close()
         self._runner = None
+        self._grammars.close()
         if self.device.type == "cuda":
             gc.collect()  # whatever cycle holds device memory must not wait for a later round
             torch.cuda.empty_cache()

@@ -64,11 +64,12 @@ class ModelRunner:
         )
         self.speculate(speculation)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
-        (group,) = layout.groups if len(layout.groups) == 1 else (None,)
         self._sharing = None
-        invariant = isinstance(model, Model) and model.stages.invariant  # attending together sums in another order
-        if device.type == "cuda" and group is not None and group.window is None and not invariant:
-            self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, model.spec.heads // group.kv_heads)
+        if isinstance(model, Model) and len(layout.groups) == 1 and layout.groups[0].window is None:
+            (group,) = layout.groups
+            if model.stages.backends[None].shares:
+                share = model.spec.heads // group.kv_heads
+                self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, share)
         self._captured = CapturedSteps(
             self._last_logits,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), DRAFT_ROWS)),
@@ -109,12 +110,17 @@ class ModelRunner:
             rehearsal()
 
     def _rehearsals(self) -> list[Callable[[], None]]:
-        """The largest step there may be, a short prompt, several of them; draws."""
-        most, slots = self._capacity.max_batch_tokens, self._capacity.slots
+        """The largest step there may be, a short prompt, several of them, everybody's guesses; draws."""
+        most, slots, guesses = self._capacity.max_batch_tokens, self._capacity.slots, self._capacity.drafts
         longest = min(most, self._capacity.longest)
-        full = min(most // longest, slots)
+        if self.model.spec.rope is None:
+            longest = min(longest, self.model.spec.max_position)  # learned, and no more of them
+        whole, rest = divmod(most, longest)
+        prompts = ([longest] * whole + [rest] * (rest > 0))[:slots]
         short = min(longest, SHORT_PROMPT)
-        steps = [longest] * full + [1] * (slots - full), [short], [short] * min(most // short, slots, 8)
+        steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(most // short, slots, 8)]
+        if guesses:
+            steps.append([1] * min(most, slots * (1 + guesses)))
         return [*(partial(self._rehearse, counts) for counts in steps), self._sampler.rehearse]
 
     def _rehearse(self, counts: list[int]) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 
 import msgspec
+from msgspec.structs import replace
 
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend
@@ -39,14 +40,16 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 def longest_first(requests: Iterable[Request]) -> list[Request]:
-    """A batch that counts as done when its last answer is, in the order to begin it: whoever may draw most tokens would
-    else be drawing them alone at the end."""
+    """A batch that counts as done when its last answer is, in the order to begin it, as of one moment: whoever may draw
+    most tokens would else be drawing them alone at the end."""
+    requests = list(requests)
+    moment = min((request.arrival for request in requests), default=0.0)
 
     def most(request: Request) -> float:
         limit = request.params.max_tokens
         return math.inf if limit is None else limit
 
-    return sorted(requests, key=most, reverse=True)
+    return [replace(one, arrival=moment) for one in sorted(requests, key=most, reverse=True)]
 
 
 class FinishReason(enum.StrEnum):

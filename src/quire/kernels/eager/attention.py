@@ -82,6 +82,7 @@ class Plan:
 
 class TorchSdpa:
     name = "torch-sdpa"
+    shares = False
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

@@ -10,6 +10,7 @@ from quire.kernels.kv import LayerKV, take_tokens
 
 class ReferenceAttention:
     name = "reference"
+    shares = False
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         return None

@@ -86,6 +86,7 @@ class TritonAttention:
         """`invariant`: one tiling and one split of the keys for every row, so that a row's result is the same bits
         in any batch."""
         self.invariant = invariant
+        self.shares = not invariant  # attending together sums in another order
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if spec.head_dim > MAX_HEAD_DIM:

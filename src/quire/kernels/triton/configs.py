@@ -33,7 +33,7 @@ class Matmul:
     rows: int = 0  # tile of x's rows, the tall side of it; 0: weights are the tall side, x's rows all in one tile
 
 
-# (kernel, bytes of a stored key's element, largest head_dim) → tile; "few" rows have at most 64 // group query tokens,
+# (kernel, bytes of a stored key's element, largest head_dim) → tile; "few" rows have at most 16 // group query tokens,
 # "prefix" queries come from rows that share their first keys
 ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 1, 64): Tile(16, 128, 4, 2, 2),
