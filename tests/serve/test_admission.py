@@ -6,15 +6,18 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
-from fake_frontend import FakeClient
+from fake_frontend import FakeClient, FakeFrontend
 
 from quire.serve.admission import Admission, Permit
+from quire.serve.app import QUEUE, create_serving
 from quire.serve.auth import Key
 from quire.serve.generation import price
 from quire.types.errors import OverloadedError, RateLimitError
 from quire.types.request import Request
 from quire.types.sampling import SamplingParams
+from quire.types.serving import ServeOptions
 
 ALICE, BOB = Key("alice"), Key("bob")
 
@@ -47,6 +50,17 @@ def drained_at(rate: int, clock: Clock, **limits: Any) -> Admission:
         door.leave(permit)
     assert door.drain.rate == pytest.approx(rate)
     return door
+
+
+def test_a_burst_of_as_many_as_run_at_once_is_let_in() -> None:
+    frontend: Any = FakeFrontend()
+    frontend.client.info = msgspec.structs.replace(frontend.client.info, slots=1024)
+    door = create_serving(frontend).admission
+    for _ in range(1024 + QUEUE):
+        door.enter(ALICE)
+    with pytest.raises(OverloadedError, match="1536 requests are waiting"):
+        door.enter(ALICE)
+    assert create_serving(frontend, ServeOptions(max_queue=3)).admission.max_queue == 3
 
 
 def test_the_queue_is_bounded_in_requests() -> None:

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.serve")
 
+QUEUE = 512  # requests that may wait beyond those that run at once: a burst that fits is not refused
+
 Router = Callable[[Serving], APIRouter]
 
 PUBLIC: list[Router] = [
@@ -99,7 +101,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
         options=options,
         keys=keys or KeyRing(),
         admission=Admission(
-            max_queue=options.max_queue,
+            max_queue=options.max_queue or info.slots + QUEUE,
             max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
             max_queue_wait=options.max_queue_wait,
             key_concurrency=options.key_concurrency,

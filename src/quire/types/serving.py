@@ -26,7 +26,9 @@ class ServeOptions:
     allow_open: bool = option(False, "listen without keys on an address that others can reach")
     cache_salt: bool = option(True, "with keys: share cached prefixes only among requests of one key")
 
-    max_queue: int = option(512, "requests that may wait for their first token before new ones are refused")
+    max_queue: int | None = option(
+        None, "requests that may wait for their first token (default: 512 more than run at once); others are refused"
+    )
     max_queue_tokens: int | None = option(None, "tokens they may be worth together (default: 4 times the KV pool)")
     max_queue_wait: float = option(30.0, "refuse when the expected wait for a first token is longer, in seconds")
     key_concurrency: int = option(0, "requests of one key at once; 0: no limit (a key's own entry overrides it)")
@@ -50,7 +52,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for name in ("max_queue", "max_connections", "prepare_workers"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
         if self.heartbeat < 1:
             raise ConfigError(f"--heartbeat must be at least 1 second, got {self.heartbeat}")
