@@ -63,6 +63,22 @@ def test_a_burst_of_as_many_as_run_at_once_is_let_in() -> None:
     assert create_serving(frontend, ServeOptions(max_queue=3)).admission.max_queue == 3
 
 
+def test_the_first_to_leave_a_burst_says_little_about_the_others() -> None:
+    """A thousand at once: one is answered after a fifth of a second, which is not the rate at which all will be."""
+    clock = Clock()
+    door = admission(clock, max_queue_wait=30.0, max_queue=2000, slots=2000)
+    burst = [queue(door, 400) for _ in range(600)]
+    clock.now += 0.2
+    door.start(burst[0])
+    burst += [queue(door, 400) for _ in range(400)]
+    for step in range(1, 10):
+        clock.now += 0.2
+        for permit in burst[40 * step : 40 * step + 40]:
+            door.start(permit)
+        door.enter(ALICE)
+    assert 0 < door.wait() < 30
+
+
 def test_the_queue_is_bounded_in_requests() -> None:
     door = admission(max_queue=2)
     first, _ = door.enter(ALICE), door.enter(BOB)

@@ -29,6 +29,7 @@ from quire.types.errors import OverloadedError, RateLimitError
 MEMORY = 10.0  # seconds after which a measurement counts a half
 CAUTION_MEMORY = 30.0  # the same, for what was learned of waits behind a full house
 MAX_CAUTION = 64.0
+BELIEF = 1 / 30  # of a wait: measured for less time, a rate is no reason to refuse anybody (the first to leave a burst)
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
 
@@ -229,7 +230,7 @@ class Admission:
 
     def _check_wait(self, longest: float, reason: str, why: str) -> None:
         expected = self.wait()
-        if expected > longest:
+        if expected > longest and self.drain.seconds > longest * BELIEF:
             message = f"a first token would take about {expected:.1f} s, {why}; retry later"
             raise self._refusal(reason, message, expected - longest / 2)
 
