@@ -1,11 +1,15 @@
 """Steps padded to a captured size draw the same tokens as steps as they are (captures themselves need a GPU)."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
-from quire.runtime.captured import CapturedSteps, bounds, pad_table, row_buckets
+from quire.runtime import captured
+from quire.runtime.captured import CapturedSteps, StepOutput, bounds, pad_table, row_buckets
 from quire.runtime.sharing import SharedPrefixes
+from quire.runtime.staging import Staging
 from quire.types.plan import PageDelta, Row, StepPlan
 
 
@@ -76,3 +80,58 @@ def test_rows_that_share_nothing_have_no_lists():
     plan = StepPlan(step=1, rows=[Row(slot, 239, 1) for slot in range(1, 20)], deltas=deltas)
     sharing.apply(plan)
     assert sharing.lists(plan, 32) is None
+
+
+class Recorded:
+    """A CUDA graph that is none: what is captured runs, and replays are counted."""
+
+    def __init__(self):
+        self.replays = 0
+
+    def replay(self):
+        self.replays += 1
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """Captures on a CPU."""
+    nothing = {"graph_pool_handle": None, "synchronize": None, "empty_cache": None, "current_stream": None}
+    for name, value in nothing.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for name in ("graph", "stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(captured, "why_not", lambda device: None)
+    monkeypatch.setattr(captured, "compile_together", lambda jobs, device: [job() for job in jobs])
+    monkeypatch.setattr(captured, "_lent", lambda tensor: tensor)
+
+
+def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
+    pytest.importorskip("triton")
+    ran, beside, cpu = [], [], torch.device("cpu")
+
+    def forward(rows, tokens, counts, kv_lens, lists):
+        assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
+        ran.append((tokens, len(counts), lists is not None and lists.items.shape[0]))
+        return StepOutput(torch.zeros(len(counts), 3), torch.zeros(len(counts)), torch.zeros(len(counts), 2))
+
+    sharing = SharedPrefixes(slots=70, page_size=4, group_heads=2)
+    steps = CapturedSteps(forward, max_rows=70, max_kv=64, max_tokens=512, nobody=70, device=cpu, sharing=sharing)
+    assert not steps.ready
+    steps.capture(beside=[lambda: beside.append(len(ran))], alone=False)
+    assert steps.ready and beside == [0]  # with the first to be compiled
+    shared = {(rows, rows, sharing.items(rows)) for rows in (32, 64)}
+    assert set(ran) == {(tokens, rows, False) for tokens, rows in steps.sizes()} | shared
+    assert ran.count((64, 64, sharing.items(64))) == 3  # compiled, sized, captured
+
+    staging = Staging(cpu, 1)
+    staging.turn()
+    table = np.array([[3, 5], [7, 0], [1, 1], [0, 0], [3, 9]])
+    lists = np.arange(sharing.length(32), dtype=np.int32)
+    output = steps.replay_shared(32, table, lists, staging)
+    capture = steps._shared[32]
+    assert output is capture.output and capture.replay.__self__.replays == 1
+    assert torch.equal(capture.inputs.lists.items.flatten(), torch.from_numpy(lists[: 4 * sharing.items(32)]))
+    assert capture.inputs.rows[0, :3].tolist() == [3, 5, 70]
+    assert steps.prefix_rows(65) is None and steps.prefix_rows(33) == 64

@@ -1,5 +1,6 @@
 """How many pages there are: what memory has room for beside weights and work."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from quire.generation.sampler import Sampler
 from quire.model import DecoderSpec
 from quire.runtime.capacity import GIB, kv_capacity, working_memory
+from quire.runtime.executor import LocalExecutor
 from quire.runtime.hardware import Hardware, resolve
 from quire.runtime.runner import ModelRunner
 from quire.runtime.slots import SlotState
 from quire.runtime.staging import Staging
 from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 
@@ -104,3 +107,24 @@ def test_the_largest_step_is_rehearsed(context, largest):
     runner.rehearse()
     steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), [1] * 6]
     assert runner.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]
+
+
+def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_it_took(monkeypatch):
+    executor, made = object.__new__(LocalExecutor), []
+
+    class Runner:
+        """Known by what it knows, as runners and their captures are."""
+
+        def __init__(self):
+            self.itself = self
+
+    def too_large():
+        runner = Runner()
+        made.append(weakref.ref(runner))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(executor, "_make_runner", too_large, raising=False)
+    executor._capacity = Capacity(pages=900, slots=30, max_model_len=64, max_batch_tokens=4000, depth=1)
+    with pytest.raises(ConfigError, match=r"900 KV pages .* 4,000 tokens .* 30 answers .* lower kv_memory") as failed:
+        executor._awaken()
+    assert made[0]() is None and failed.value.__context__ is None
