@@ -1,13 +1,15 @@
 """How many pages there are: what memory has room for beside weights and work."""
 
+import json
 import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from quire.bench.suite import DATA
 from quire.generation.sampler import Sampler
-from quire.model import DecoderSpec
+from quire.model.llama import LlamaFamily
 from quire.runtime.capacity import GIB, kv_capacity, working_memory
 from quire.runtime.executor import LocalExecutor
 from quire.runtime.hardware import Hardware, resolve
@@ -16,23 +18,10 @@ from quire.runtime.slots import SlotState
 from quire.runtime.staging import Staging
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
-from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 
-LLAMA = DecoderSpec(
-    architecture="llama",
-    vocab_size=128_256,
-    hidden=4096,
-    layers=32,
-    heads=32,
-    kv_heads=8,
-    head_dim=128,
-    intermediate=14336,
-    max_position=131_072,
-    windows=(None,) * 32,
-    scales=(0.1,) * 32,
-)
-LAYOUT = KVLayout((KVGroup(layers=tuple(range(32)), tokens_per_page=16, kv_heads=8, head_dim=128),), "bfloat16")
+LLAMA = LlamaFamily().spec(json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()))
+LAYOUT = LLAMA.kv_layout(page_size=16, dtype="bfloat16")
 
 
 def room(memory, spec=LLAMA, **asked):

@@ -17,14 +17,12 @@ from pathlib import Path
 
 MADV_DONTNEED = 4  # for code, which nobody writes: drop it from this process, not from the system's cache
 LEAST = 1 << 20  # bytes of a mapping worth asking about
-
-
 GROWTH = 1_000_000  # objects more than when last looked before somebody looks for cycles at work: a leak, then
 UNTIDY = 10_000  # as many more, and an idle engine looks
 
 
 def shed() -> None:
-    """Once, when everything is loaded."""
+    """Once, when everything is loaded. Free memory and code are given back on Linux only."""
     settle()
     if sys.platform != "linux":
         return

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
 
 import msgspec
 from msgspec.structs import replace
@@ -39,10 +38,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 
-def longest_first(requests: Iterable[Request]) -> list[Request]:
+def longest_first(requests: list[Request]) -> list[Request]:
     """A batch that counts as done when its last answer is, in the order to begin it, as of one moment: whoever may draw
     most tokens would else be drawing them alone at the end."""
-    requests = list(requests)
     moment = min((request.arrival for request in requests), default=0.0)
 
     def most(request: Request) -> float:
