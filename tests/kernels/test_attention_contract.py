@@ -6,7 +6,7 @@ Pages are scattered over a pool of several layers, so a layer's view is strided;
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -230,6 +230,16 @@ def test_choice_is_explained():
     backend, reasons = choose_backend(spec_of(window=8), torch.device("cpu"))
     assert backend.name == "torch-sdpa"
     assert reasons == ["attention (9 heads, 3 KV, dim 32, window 8): torch-sdpa"]
+
+
+def test_only_rows_of_16_bits_are_dense():
+    """In 32 torch has no kernel for them that does not hold a square of all tokens: gigabytes for a long prompt."""
+    case = make_case(spec_of(), [(0, 20), (7, 1)])
+    planned = [
+        DenseRows(TorchSdpa(), long=3).plan(case.batch, case.batch.groups[0], replace(spec_of(), itemsize=size)).dense
+        for size in (2, 4)
+    ]
+    assert planned == [[(0, 0, 20)], []]
 
 
 def test_prompts_are_answered_when_cudnn_fails(monkeypatch, caplog):
