@@ -109,7 +109,11 @@ def no_gpu(monkeypatch):
 
 def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
     pytest.importorskip("triton")
-    ran, beside, cpu = [], [], torch.device("cpu")
+    ran, brief, beside, cpu = [], [], [], torch.device("cpu")
+
+    def sketch(rows, tokens, counts, kv_lens, lists):
+        assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
+        brief.append((tokens, len(counts), lists is not None and lists.items.shape[0]))
 
     def forward(rows, tokens, counts, kv_lens, lists):
         assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
@@ -117,13 +121,17 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
         return StepOutput(torch.zeros(len(counts), 3), torch.zeros(len(counts)), torch.zeros(len(counts), 2))
 
     sharing = SharedPrefixes(slots=70, page_size=4, group_heads=2)
-    steps = CapturedSteps(forward, max_rows=70, max_kv=64, max_tokens=512, nobody=70, device=cpu, sharing=sharing)
+    steps = CapturedSteps(
+        forward, max_rows=70, max_kv=64, max_tokens=512, nobody=70, device=cpu, sharing=sharing,
+        sketches=[sketch, lambda *step: brief.append("part")],
+    )  # fmt: skip
     assert not steps.ready
-    steps.capture(beside=[lambda: beside.append(len(ran))], alone=False)
+    steps.capture(beside=[lambda: beside.append(len(brief))])
     assert steps.ready and beside == [0]  # with the first to be compiled
     shared = {(rows, rows, sharing.items(rows)) for rows in (32, 64)}
     assert set(ran) == {(tokens, rows, False) for tokens, rows in steps.sizes()} | shared
-    assert ran.count((64, 64, sharing.items(64))) == 3  # compiled, sized, captured
+    assert len(ran) == len(set(ran)) and set(ran) == {*brief} - {"part"}
+    assert brief.count((64, 64, sharing.items(64))) == 2 and brief.count("part") > 3  # compiled, sized
 
     staging = Staging(cpu, 1)
     staging.turn()

@@ -66,7 +66,7 @@ def launched(monkeypatch):
 
 
 def runner_of(folder, eight):
-    config = json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    config = json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()) | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(config))
     scheme = Fp8Scheme() if eight else None
     model = load_model(
@@ -76,17 +76,19 @@ def runner_of(folder, eight):
     layout = model.spec.kv_layout(page_size=16, dtype="float8_e4m3fn" if eight else "bfloat16")
     capacity = Capacity(pages=99, slots=SLOTS, max_model_len=CONTEXT, max_batch_tokens=BUDGET, depth=2)
     runner = ModelRunner(model, layout, capacity, META, None)
-    assert runner._captured._shared_sizes()
+    assert runner._captured._shared_sizes() and len(runner._sketch.layers) == 2
     return runner
 
 
-def start(runner):
+def start(runner, part=0):
     captured = runner._captured
+    sketch = captured._sketches[part]
     for size in captured.sizes():
-        captured._step(*size, captured._nobodys(*size))
+        captured._step(sketch, *size, captured._nobodys(*size))
     for rows in captured._shared_sizes():
-        captured._step(rows, rows, captured._nobodys(rows, rows, shared=True))
-    runner.rehearse()
+        captured._step(sketch, rows, rows, captured._nobodys(rows, rows, shared=True))
+    if not part:
+        runner.rehearse()
 
 
 def some_rows(rng):
@@ -126,3 +128,18 @@ def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
         logits = torch.empty(len(asked), runner.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
         runner._sampler.sample(logits, asked, [2] * len(asked), runner._slots.tokens)
     assert not launched - known
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
+def test_attention_is_compiled_ahead_as_steps_have_it(launched, tmp_path, eight):
+    runner = runner_of(tmp_path, eight)
+    start(runner, part=1)
+    ahead = {launch for launch in launched if launch[0] == "attend_kernel"}
+    launched.clear()
+    captured = runner._captured
+    for size in captured.sizes():
+        captured._step(captured._forward, *size, captured._nobodys(*size))
+    for rows in captured._shared_sizes():
+        captured._step(captured._forward, rows, rows, captured._nobodys(rows, rows, shared=True))
+    assert ahead == {launch for launch in launched if launch[0] == "attend_kernel"}

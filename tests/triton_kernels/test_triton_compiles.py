@@ -4,12 +4,16 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 
 import pytest
+import torch
 import triton
 
 import quire.kernels.triton as room
+from quire.kernels.triton import launch
 
 KERNELS = Path(room.__file__).parent
 
@@ -26,3 +30,41 @@ def test_every_kernel_compiles(tmp_path):
     sources = [file.read_text() for file in KERNELS.glob("*.py")]
     defined = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source, re.M)}
     assert set(done.stdout.split()) == defined
+
+
+def test_kernels_are_loaded_one_after_the_other(monkeypatch):
+    """Python keeps one module for all launchers that it has met before: of two threads one got the other's."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    together, met = Barrier(2), []
+
+    class Kernel:
+        def _init_handles(self):
+            with suppress(BrokenBarrierError):
+                together.wait(0.1)
+                met.append(self)
+
+    compilers = launch._Compilers(2)
+    compilers.device = torch.device("cpu")
+    loaded = [compilers.submit(Kernel) for _ in range(2)]
+    assert all(isinstance(one.result(), Kernel) for one in loaded) and not met
+
+
+def test_a_kernel_that_many_ask_for_is_compiled_once(monkeypatch):
+    asked, slow, made, found = Barrier(4), Barrier(2), [], []
+
+    class Compilers(launch._Compilers):
+        def submit(self, compiled, /, *args, **kwargs):
+            made.append(compiled)
+            with suppress(BrokenBarrierError):
+                slow.wait(0.1)  # time for another to ask
+            return super().submit(compiled, *args, **kwargs)
+
+    monkeypatch.setattr(launch, "_Compilers", Compilers)
+
+    def ask():
+        asked.wait(10)
+        mode = triton.runtime._async_compile.active_mode.get()
+        found.append(mode.submit("key", lambda: "kernel", lambda kernel: None).result())
+
+    launch.compile_together([ask] * asked.parties, None)
+    assert len(made) == 1 and found == ["kernel"] * asked.parties

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from quire.kernels.triton import why_not
-from quire.kernels.triton.launch import compile_together
+from quire.kernels.triton.launch import compile_together, power_of_two
 from quire.runtime.sharing import BLOCK, Lists, SharedPrefixes
 from quire.runtime.staging import Ints, Staging
 
@@ -41,6 +41,7 @@ class StepOutput:
 
 # rows table, tokens, counts, kv_lens, shared prefixes
 Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], StepOutput]
+Sketch = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], object]
 
 
 @dataclass
@@ -76,8 +77,11 @@ class CapturedSteps:
         nobody: int,
         device: torch.device,
         sharing: SharedPrefixes | None = None,
+        sketches: Sequence[Sketch] = (),
     ):
+        """`sketches` launch what `forward` does in less time: the first all of it, others what is long to compile."""
         self._forward = forward
+        self._sketches = sketches or (forward,)
         self._sharing = sharing
         self._nobody = nobody
         self._device = device
@@ -92,10 +96,10 @@ class CapturedSteps:
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self, *, beside: Sequence[Callable[[], None]], alone: bool) -> None:
+    def capture(self, *, beside: Sequence[Callable[[], None]]) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
-        launched and not captured; `alone`: forward passes may not run side by side."""
-        if not alone and why_not(self._device) is None:
+        launched and not captured."""
+        if why_not(self._device) is None:
             self._compile(beside)
         self._pool = torch.cuda.graph_pool_handle()
         self._shared.clear()
@@ -108,7 +112,8 @@ class CapturedSteps:
     def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
-        kinds = {(t == rows, (t - 1).bit_length()): (t, rows) for t, rows in self.sizes() if t <= 512}
+        sizes = [size for size in self.sizes() if size[0] <= 512]
+        kinds = {(t == rows, t if t < 64 else power_of_two(t)): (t, rows) for t, rows in sizes}
 
         def run(job: Callable[[], Any]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
@@ -116,8 +121,9 @@ class CapturedSteps:
 
         stream = torch.cuda.current_stream(self._device)
         jobs: list[Callable[[], Any]] = list(beside)
-        jobs += [partial(self._step, *size, self._nobodys(*size)) for size in kinds.values()]
-        jobs += [partial(self._step, n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
+        tables = [(*size, self._nobodys(*size)) for size in kinds.values()]
+        tables += [(n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
+        jobs += [partial(self._step, sketch, *table) for sketch in self._sketches for table in tables]
         compile_together([partial(run, job) for job in jobs], self._device)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
@@ -181,15 +187,15 @@ class CapturedSteps:
             inputs.lists.items.fill_(-1)
         return inputs
 
-    def _step(self, tokens: int, rows: int, inputs: _Inputs) -> StepOutput:
-        return self._forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
+    def _step(self, forward: Sketch, tokens: int, rows: int, inputs: _Inputs) -> Any:
+        return forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
 
     def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
         inputs = self._nobodys(tokens, rows, shared=shared)
-        self._step(tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
+        self._step(self._sketches[0], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = self._step(tokens, rows, inputs)
+            output: StepOutput = self._step(self._forward, tokens, rows, inputs)
         output = StepOutput(*(_lent(tensor) for tensor in (output.logits, output.best, output.shown)))
         return _Capture(inputs, output, graph.replay)
 

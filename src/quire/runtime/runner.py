@@ -64,6 +64,7 @@ class ModelRunner:
         )
         self.speculate(speculation)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
+        self._sketch = model.sketch() if isinstance(model, Model) else None
         self._sharing = None
         if isinstance(model, Model) and len(layout.groups) == 1 and layout.groups[0].window is None:
             (group,) = layout.groups
@@ -78,6 +79,7 @@ class ModelRunner:
             nobody=self._slots.nobody,
             device=device,
             sharing=self._sharing,
+            sketches=[partial(self._last_logits, brief=True), self._attention],
         )
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -100,16 +102,17 @@ class ModelRunner:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record the steps a GPU will replay."""
-        self._captured.capture(beside=self._rehearsals(), alone=self._tap is not None)
+        self._nobodys([1])  # one kernel alone: what Triton looks up once, all threads of a start would look up at once
+        self._captured.capture(beside=self._rehearsals(self._sketch or self.model))
 
     @torch.inference_mode()
     def rehearse(self) -> None:
         """All that is launched and not captured, in nobody's slot: before anybody waits for it, its kernels are made
         and it is known that memory suffices."""
-        for rehearsal in self._rehearsals():
+        for rehearsal in self._rehearsals(self.model):
             rehearsal()
 
-    def _rehearsals(self) -> list[Callable[[], None]]:
+    def _rehearsals(self, model: Model | NativeModel) -> list[Callable[[], None]]:
         """The largest step there may be, a short prompt, several of them, everybody's guesses; draws."""
         most, slots, guesses = self._capacity.max_batch_tokens, self._capacity.slots, self._capacity.drafts
         longest = min(most, self._capacity.longest)
@@ -121,14 +124,18 @@ class ModelRunner:
         steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(most // short, slots, 8)]
         if guesses:
             steps.append([1] * min(most, slots * (1 + guesses)))
-        return [*(partial(self._rehearse, counts) for counts in steps), self._sampler.rehearse]
+        return [*(partial(self._rehearse, model, counts) for counts in steps), self._sampler.rehearse]
 
-    def _rehearse(self, counts: list[int]) -> None:
+    def _rehearse(self, model: Model | NativeModel, counts: list[int]) -> None:
         """A step of rows with so many tokens."""
+        input_ids, batch = self._nobodys(counts)
+        model.logits(model.forward(input_ids, batch, self._kv, last=True))
+
+    def _nobodys(self, counts: list[int]) -> tuple[torch.Tensor, Batch]:
+        """Input ids and batch of rows with so many tokens."""
         spans = [(self._slots.nobody, 0, count, 0) for count in counts]
         table = torch.tensor(spans, device=self._device).T.contiguous()
-        input_ids, batch = self._slots.batch(table, sum(counts), counts, counts)
-        self.model.logits(self.model.forward(input_ids, batch, self._kv, last=True))
+        return self._slots.batch(table, sum(counts), counts, counts)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -259,16 +266,26 @@ class ModelRunner:
         return None if lists is None else self._captured.replay_shared(rows, table, lists, self._staging)
 
     def _last_logits(
-        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any, brief: bool = False
     ) -> StepOutput:
-        """What is captured: rows table in, logits of each row's last token and greedy draws out."""
+        """What is captured: rows table in, logits of each row's last token and greedy draws out. `brief`: a sketch."""
         input_ids, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
         batch.exact = False
-        hidden = self.model.forward(input_ids, batch, self._kv, last=True, tap=self._tap)
-        logits = self.model.logits(hidden)
+        model, tap = (self._sketch or self.model, None) if brief else (self.model, self._tap)
+        hidden = model.forward(input_ids, batch, self._kv, last=True, tap=tap)
+        logits = model.logits(hidden)
         chosen = best(logits)
         self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
-        return StepOutput(logits, chosen, self._tap.beside(hidden) if self._tap is not None else hidden)
+        return StepOutput(logits, chosen, tap.beside(hidden) if tap is not None else hidden)
+
+    def _attention(
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any
+    ) -> None:
+        """Only the attention of such a step."""
+        _, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
+        batch.exact = False
+        if self._sketch is not None:
+            self._sketch.attend(batch, self._kv)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch
 COUNTERS = 1 << 18  # programs groups of one launch; never grown, because captured graphs keep its address
 
 _counters: dict[torch.device, torch.Tensor] = {}
+_loading = Lock()
 
 
 def counters(device: torch.device, needed: int) -> torch.Tensor:
@@ -33,8 +35,8 @@ def counters(device: torch.device, needed: int) -> torch.Tensor:
 
 
 class _Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and load them before anybody has them: where several load one at the same time,
-    some see half of it."""
+    """Threads that compile kernels, and load them before anybody has them, one after the other: of two that are loaded
+    at the same time one may get the launcher of the other."""
 
     device: torch.device | None = None
 
@@ -42,7 +44,7 @@ class _Compilers(ThreadPoolExecutor):
         def loaded() -> Any:
             kernel = compiled(*args, **kwargs)
             if self.device is not None:
-                with torch.cuda.device(self.device):
+                with _loading, torch.cuda.device(self.device):
                     kernel._init_handles()
             return kernel
 
@@ -54,7 +56,15 @@ def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | 
     must launch in one stream, because they share counters. No device: they launch nothing, only compile."""
     import triton
 
-    with _Compilers(len(os.sched_getaffinity(0))) as compilers, triton.AsyncCompileMode(compilers):
+    class Once(triton.AsyncCompileMode):
+        """Left to itself it compiles a kernel for each thread that asks at the same moment."""
+
+        def submit(self, *arguments: Any) -> Any:
+            with lock:
+                return super().submit(*arguments)
+
+    lock = Lock()
+    with _Compilers(len(os.sched_getaffinity(0))) as compilers, Once(compilers):
         compilers.device = device
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
