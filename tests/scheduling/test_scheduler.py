@@ -50,6 +50,19 @@ def test_pages_computed_in_this_step_are_a_hit_for_others_in_it():
     assert scheduler.stats.cached_tokens == 48
 
 
+@pytest.mark.parametrize(("length", "first"), [(3, 64), (79, 52)])
+def test_an_idle_device_begins_with_some_of_a_crowd(length, first):
+    """Sixty-four of them, or as many as bring 4,096 tokens; plans are made while it works, so the rest comes then."""
+    scheduler, _ = world(slots=100, tokens=8192, pages=9999, depth=2)
+    for i in range(100):
+        scheduler.submit(ask(f"r{i}", [i] * length, max_tokens=1))
+    assert [len(scheduler.plan(0.0).rows) for _ in range(2)] == [first, 100 - first]
+    scheduler, _ = world(slots=100, tokens=8192, pages=9999)
+    for i in range(100):
+        scheduler.submit(ask(f"r{i}", [i] * length, max_tokens=1))
+    assert len(scheduler.plan(0.0).rows) == 100, "nothing is planned while a step runs"
+
+
 def test_others_wait_for_pages_that_take_several_steps():
     scheduler, executor = world(tokens=10)
     for i in range(3):

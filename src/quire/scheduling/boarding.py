@@ -21,7 +21,7 @@ from quire.scheduling.sequence import Sequence
 from quire.scheduling.sessions import Sessions
 from quire.types.request import Status
 
-AT_ONCE = 16  # newcomers taken in while the device is idle; the others are planned while it works on these
+AT_ONCE, ENOUGH = 64, 4096  # newcomers, and tokens of theirs, while the device is idle; the others while it works
 
 
 class Boarding:
@@ -62,10 +62,12 @@ class Boarding:
             return
         order = only or list(self._policy.order(roster.waiting, now))
         reserve = self._policy.reserve(order[: len(slots)])
-        most = AT_ONCE if self._overlapped and idle and not (reserve or flight.rows) else len(order)
+        hurry = self._overlapped and idle and not (reserve or flight.rows)
         admitted: set[Sequence] = set()
         for seq in order:
-            if not slots or (budget <= 0 and not reserve) or len(admitted) >= most:
+            if not slots or (budget <= 0 and not reserve):
+                break
+            if hurry and (len(admitted) >= AT_ONCE or flight.plan.tokens >= ENOUGH):
                 break
             if seq.inflight or not (only or self._pressure.admits(seq)):
                 continue  # preempted; its old pages are still in use, or it would only be so again
