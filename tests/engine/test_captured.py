@@ -15,7 +15,9 @@ from quire.types.plan import PageDelta, Row, StepPlan
 
 def steps(max_rows=100, max_tokens=512):
     cpu = torch.device("cpu")
-    return CapturedSteps(lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, nobody=9, device=cpu)
+    return CapturedSteps(
+        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, nobody=9, device=cpu, sketches=[]
+    )
 
 
 def test_every_step_within_the_limits_fits_and_pads_little():
@@ -123,15 +125,18 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
     sharing = SharedPrefixes(slots=70, page_size=4, group_heads=2)
     steps = CapturedSteps(
         forward, max_rows=70, max_kv=64, max_tokens=512, nobody=70, device=cpu, sharing=sharing,
-        sketches=[sketch, lambda *step: brief.append("part")],
+        sketches=[lambda *step: brief.append("part"), sketch],
     )  # fmt: skip
     assert not steps.ready
-    steps.capture(beside=[lambda: beside.append(len(brief))])
-    assert steps.ready and beside == [0]  # with the first to be compiled
+    steps.capture(beside=[lambda: beside.append(len(ran))])
+    assert steps.ready and beside == [0]  # before anything is captured
     shared = {(rows, rows, sharing.items(rows)) for rows in (32, 64)}
     assert set(ran) == {(tokens, rows, False) for tokens, rows in steps.sizes()} | shared
     assert len(ran) == len(set(ran)) and set(ran) == {*brief} - {"part"}
     assert brief.count((64, 64, sharing.items(64))) == 2 and brief.count("part") > 3  # compiled, sized
+    before = brief.count("part")
+    steps.capture(beside=[])
+    assert brief.count("part") == before and len(ran) == 2 * len(set(ran)), "captured anew, of kernels there are"
 
     staging = Staging(cpu, 1)
     staging.turn()

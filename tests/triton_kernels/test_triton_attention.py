@@ -326,7 +326,7 @@ def test_pieces_begin_behind_a_shared_prefix_and_inside_a_window():
 def test_captured_steps_attend_a_row_that_has_all_tokens(heads, kv_heads, max_rows):
     """As a prompt on its own has, beside rows of nobody that have none."""
     steps = CapturedSteps(
-        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=512, nobody=0, device=torch.device("cpu")
+        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=512, nobody=0, device=torch.device("cpu"), sketches=[]
     )
     spec = AttentionSpec(heads, kv_heads, 64, 0.1)
     for tokens, rows in steps.sizes():

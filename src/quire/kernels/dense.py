@@ -46,12 +46,12 @@ class DenseRows:
 
     def plan(self, batch: Batch, group: GroupBatch, spec: AttentionSpec) -> Plan:
         starts = list(accumulate(batch.counts, initial=0))
-        long = self._long if spec.itemsize == 2 else batch.tokens + 1  # of others torch would hold whole squares
+        reach = spec.window or batch.tokens
         dense = [
             (row, starts[row], count)
             for row, count in enumerate(batch.counts)
-            if count >= long and count == batch.kv_lens[row] and (spec.window is None or count <= spec.window)
-        ]
+            if spec.itemsize == 2 and self._long <= count <= reach and count == batch.kv_lens[row]
+        ]  # of more bits torch would hold a square of all tokens
         if not dense:
             return Plan([], paged=self.paged.plan(batch, group, spec))
         taken = {row for row, _, _ in dense}

@@ -18,5 +18,6 @@ class Tap:
     states: list[torch.Tensor] = field(default_factory=list)  # behind each, of each row's last token: [rows, hidden]
 
     def beside(self, hidden: torch.Tensor) -> torch.Tensor:
-        """All that is shown of a row, the last hidden state at the end: [rows, (layers + 1) hidden]."""
-        return torch.cat((*self.states, hidden), -1) if self.layers else hidden
+        """All that is shown of a row, the last hidden state at the end: [rows, (layers + 1) hidden]. Once a pass."""
+        states, self.states = self.states, []
+        return torch.cat((*states, hidden), -1) if self.layers else hidden

@@ -192,20 +192,17 @@ class Model:
 
     def sketch(self) -> Model:
         """With one layer of each kind, and the last: launches all that the whole does, and computes nothing of use."""
-        firsts = {layer.attention: layer.index for layer in reversed(self.layers)}
+        firsts = {layer.attention.window: layer.index for layer in reversed(self.layers)}
         made = copy(self)
         made.layers = [layer for layer in self.layers if layer.index in {*firsts.values(), self.layers[-1].index}]
         return made
 
-    def attend(self, batch: Batch, kv: KVViews) -> None:
-        """Only attention, by queries of zeros, as `forward` has it for each row's last token: it takes longest to
-        compile, and need not wait here for what comes before it."""
+    def attention(self, batch: Batch, kv: KVViews) -> None:
+        """Only attention, by queries of zeros: it takes longest to compile, and waits for nothing before it here."""
         q = torch.zeros(batch.tokens, self.spec.heads, self.spec.head_dim, device=self.device, dtype=self.dtype)
         step = Step(batch, kv, None)
         for layer in self.layers:
             self.stages.attention(layer, q, step)
-        if batch.tokens > batch.rows:
-            self.stages.attention(self.layers[-1], q[batch.ends], Step(batch.last(), kv, None))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""

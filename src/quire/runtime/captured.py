@@ -76,12 +76,13 @@ class CapturedSteps:
         max_tokens: int,
         nobody: int,
         device: torch.device,
+        sketches: Sequence[Sketch],
         sharing: SharedPrefixes | None = None,
-        sketches: Sequence[Sketch] = (),
     ):
-        """`sketches` launch what `forward` does in less time: the first all of it, others what is long to compile."""
+        """`sketches` launch what `forward` does in less time: the last all of it, those before it what is long to
+        compile."""
         self._forward = forward
-        self._sketches = sketches or (forward,)
+        self._sketches = sketches
         self._sharing = sharing
         self._nobody = nobody
         self._device = device
@@ -99,7 +100,7 @@ class CapturedSteps:
     def capture(self, *, beside: Sequence[Callable[[], None]]) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
         launched and not captured."""
-        if why_not(self._device) is None:
+        if not self.ready and why_not(self._device) is None:
             self._compile(beside)
         self._pool = torch.cuda.graph_pool_handle()
         self._shared.clear()
@@ -112,19 +113,16 @@ class CapturedSteps:
     def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
         side by side so. One stream has all their launches, and its order keeps what they share whole."""
-        sizes = [size for size in self.sizes() if size[0] <= 512]
-        kinds = {(t == rows, t if t < 64 else power_of_two(t)): (t, rows) for t, rows in sizes}
 
         def run(job: Callable[[], Any]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
                 job()
 
         stream = torch.cuda.current_stream(self._device)
-        jobs: list[Callable[[], Any]] = list(beside)
-        tables = [(*size, self._nobodys(*size)) for size in kinds.values()]
+        tables = [(*size, self._nobodys(*size)) for size in self._kinds()]
         tables += [(n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
-        jobs += [partial(self._step, sketch, *table) for sketch in self._sketches for table in tables]
-        compile_together([partial(run, job) for job in jobs], self._device)
+        jobs: list[Callable[[], Any]] = [partial(self._step, part, *t) for part in self._sketches for t in tables]
+        compile_together([partial(run, job) for job in [*jobs, *beside]], self._device)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
         torch.cuda.empty_cache()
@@ -134,6 +132,11 @@ class CapturedSteps:
         single = [(rows, rows) for rows in self._row_sizes]
         mixed = [(t, r) for t in self._token_sizes for r in self._mixed_rows(t)]
         return single + mixed
+
+    def _kinds(self) -> list[tuple[int, int]]:
+        """Those of them that together launch all kernels that any does."""
+        sizes = [size for size in self.sizes() if size[0] <= 512]
+        return list({(t == rows, t if t < 64 else power_of_two(t)): (t, rows) for t, rows in sizes}.values())
 
     def _mixed_rows(self, tokens: int) -> list[int]:
         return sorted({min(r, self._row_sizes[-1] + 1) for r in (8, 32, 128, self._row_sizes[-1] + 1) if r < tokens})
@@ -192,7 +195,7 @@ class CapturedSteps:
 
     def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
         inputs = self._nobodys(tokens, rows, shared=shared)
-        self._step(self._sketches[0], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
+        self._step(self._sketches[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output: StepOutput = self._step(self._forward, tokens, rows, inputs)

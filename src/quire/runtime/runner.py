@@ -78,8 +78,8 @@ class ModelRunner:
             max_tokens=capacity.max_batch_tokens,
             nobody=self._slots.nobody,
             device=device,
+            sketches=[self._attention, partial(self._last_logits, brief=True)],
             sharing=self._sharing,
-            sketches=[partial(self._last_logits, brief=True), self._attention],
         )
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -282,10 +282,10 @@ class ModelRunner:
         self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any
     ) -> None:
         """Only the attention of such a step."""
+        assert self._sketch is not None
         _, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)
         batch.exact = False
-        if self._sketch is not None:
-            self._sketch.attend(batch, self._kv)
+        self._sketch.attention(batch, self._kv)
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> Sampled:
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
