@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.energy import Energy
+from quire.observe.explain import explain
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.observe.tracing import Tracer
@@ -130,6 +132,19 @@ def test_exceptions_stay_on_one_line() -> None:
     line = JsonLines("engine").format(record)
     assert "\n" not in line
     assert json.loads(line)["message"] == "it broke" and "ValueError" in json.loads(line)["exception"]
+
+
+def test_time_is_counted_once() -> None:
+    """What passes between a request being ready and the engine having it is not preparing and queueing both."""
+    ledger, now = Ledger(Metrics("m")), time.monotonic()
+    with ledger.watch(replace(request(), arrival=now - 1), time.perf_counter() - 2):
+        pass
+    times = {"arrival": now - 1, "admitted": now - 0.5, "first_token": now - 0.25, "ended": now}
+    (entry,) = ledger.find("r")
+    found = explain(entry, [Timeline(request="r", branch=0, prompt=3, **times)], now, others=False)
+    (branch,) = found.branches
+    assert found.prepare_s == pytest.approx(1, abs=0.1) and branch.queue_s == 0.5
+    assert found.prepare_s + branch.queue_s + branch.prefill_s + branch.decode_s <= found.total_s
 
 
 def test_spans_continue_the_callers_trace() -> None:

@@ -63,7 +63,7 @@ class Branch(msgspec.Struct, kw_only=True):
     forced_tokens: int  # of them, forced by a grammar: steps saved
     drafted_tokens: int  # guessed ahead
     accepted_tokens: int  # ... of them, right: steps saved
-    queue_s: float
+    queue_s: float  # being admitted, waiting for a slot and pages
     pending_s: float  # of queue_s, waiting for pages somebody else was computing or loading
     prefill_s: float
     decode_s: float
@@ -79,7 +79,7 @@ class Explanation(msgspec.Struct, kw_only=True):
     state: str
     error: str | None
     total_s: float
-    prepare_s: float  # parsing, rendering, tokenising, being admitted
+    prepare_s: float  # parsing, rendering, tokenising
     time_to_first_token_s: float | None
     branches: list[Branch]
     prefix: Prefix | None
@@ -95,7 +95,7 @@ def explain(entry: Entry, timelines: list[Timeline], now: float, *, others: bool
         state="ended" if entry.ended else "running",
         error=entry.error or None,
         total_s=entry.seconds(),
-        prepare_s=entry.submitted - entry.arrived,
+        prepare_s=entry.ready - entry.arrived,
         time_to_first_token_s=meter.first - meter.started if meter.first else None,
         branches=[_branch(timeline, now) for timeline in sorted(timelines, key=lambda t: t.branch)],
         prefix=_prefix(reported, others) if reported is not None else None,

@@ -24,8 +24,8 @@ _PROMPT = re.compile(r"-\d{1,4}\Z")  # which prompt of several
 
 @dataclass(eq=False)
 class Entry:
-    """One engine request. `arrived` is when its HTTP request came, `submitted` when the engine got it, both on the
-    monotonic clock the engine uses too."""
+    """One engine request. `arrived` is when its HTTP request came, `ready` when it was one for the engine, which counts
+    from there; both on the monotonic clock that the engine uses too."""
 
     request: str
     call: str  # id of the HTTP or gRPC request it belongs to
@@ -34,7 +34,7 @@ class Entry:
     prompt: int
     branches: int
     arrived: float
-    submitted: float
+    ready: float
     meter: RequestMeter
     ended: float = 0.0  # 0 while it runs
     error: str = ""
@@ -60,10 +60,10 @@ class Ledger:
         self, request: Request, arrived: float, *, call: str = "", owner: str = "", traceparent: str = ""
     ) -> Iterator[RequestMeter]:
         """Follow one engine request from here to its end; `arrived` is a `perf_counter` time."""
-        now, branches = time.monotonic(), request.params.n
+        branches, came = request.params.n, time.monotonic() - (time.perf_counter() - arrived)
         meter = self.metrics.request(len(request.prompt), arrived)
-        came = now - (time.perf_counter() - arrived)
-        entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, now, meter)
+        ready = max(came, request.arrival)
+        entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter)
         self._entries[request.id] = entry
         if len(self._entries) > KEPT:
             self._entries.popitem(last=False)
