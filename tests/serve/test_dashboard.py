@@ -93,7 +93,7 @@ def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_pag
     assert busy != idle, "the page map did not change"
 
     chat.click("#stop")
-    expect(chat.locator(".turn.model .facts")).to_contain_text("stopped")
+    expect(chat.locator(".turn.model .facts")).to_contain_text("stopped", timeout=PATIENCE)
     expect(chat.locator("#send")).to_be_visible()
     ended = tokens.count()
     expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)  # given back
@@ -107,6 +107,29 @@ def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_pag
     chat.get_by_role("button", name="Where did the time go?").click()
     expect(chat.locator(".why dl")).to_contain_text("prefill")
     keep(chat, "dashboard-chat")
+
+
+@drives_a_browser
+def test_stopping_does_not_wait_for_what_is_not_drawn_yet(live_server: str, open_page: Any) -> None:
+    """Tokens may come faster than a page draws them: here all 3,000 at once."""
+    page = open_page(live_server)
+    expect(page.locator("#status")).to_have_text("smollm2-135m", timeout=PATIENCE)
+    entry = {"token": "a", "bytes": [97], "logprob": -0.1, "top_logprobs": []}
+    event = {"id": "x", "choices": [{"delta": {"content": "a"}, "logprobs": {"content": [entry]}}]}
+    answer = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\n" * 3000}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
+    page.evaluate("""() => new MutationObserver((_, observer) => {
+        const drawn = document.querySelectorAll(".token").length;
+        if (drawn < 5) return;
+        observer.disconnect();
+        document.body.dataset.drawn = drawn;
+        document.getElementById("stop").click();
+    }).observe(document.getElementById("log"), { childList: true, subtree: true })""")
+    page.fill("#prompt", "go on")
+    page.press("#prompt", "Enter")
+    expect(page.locator(".turn.model .facts")).to_contain_text("stopped", timeout=PATIENCE)
+    drawn = int(page.locator("body").get_attribute("data-drawn") or 0)
+    assert drawn >= 5 and page.locator(".token").count() <= drawn + 1
 
 
 @drives_a_browser

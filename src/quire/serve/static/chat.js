@@ -72,7 +72,10 @@ async function send(model) {
   $("stop").hidden = false;
   try {
     const response = await call("/v1/chat/completions", { body: body(model), signal: abort.signal });
-    for await (const event of events(response)) answer.take(event);
+    for await (const event of events(response)) {
+      abort.signal.throwIfAborted(); // of what came before the button was pressed, much may not be drawn yet
+      answer.take(event);
+    }
     answer.end();
   } catch (error) {
     answer.end(abort.signal.aborted ? "stopped" : error instanceof ApiError ? error.message : "the connection was lost");
@@ -118,11 +121,21 @@ class Answer {
     const choice = event.choices?.[0];
     if (!choice) return;
     if (!this.first) this.first = performance.now();
+    this.keepUp();
     this.content += choice.delta.content || "";
     for (const entry of choice.logprobs?.content || []) this.token(entry);
     this.finish = choice.finish_reason || this.finish;
+  }
+
+  // Follows what is about to be drawn if the reader is at the end. Once a frame: asking where that is lays out the page.
+  keepUp() {
+    if (this.framed) return;
+    this.framed = true;
     const near = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 120;
-    if (near) this.follow();
+    requestAnimationFrame(() => {
+      this.framed = false;
+      if (near) this.follow();
+    });
   }
 
   // A token's text is a slice of the content: half a character, or an end token, has none of its own.
