@@ -59,6 +59,7 @@ def report_suite(
             "checked": checked.tokens,
             "equal": checked.equal,
             "worst": checked.worst,
+            "unchecked": checked.unchecked,
         }
     link.close()
     if json_path:
@@ -83,7 +84,6 @@ def check(link: LocalLink, result: Result, count: int) -> Agreement:
     executor: Any = link.core.executor
     jobs = H200[result.name]()
     answers = [(list(job.prompt), trace.tokens) for job, trace in zip(jobs, result.run.traces, strict=True)]
-    answers = [(p, t) for p, t in answers if len(p) <= 2100]
     step = max(1, len(answers) // max(1, count))
     return agreement(executor.model, executor.layout, answers[::step][:count])
 
@@ -91,8 +91,9 @@ def check(link: LocalLink, result: Result, count: int) -> Agreement:
 def line(result: Result, checked: Agreement) -> str:
     a, s = result.anchors, result.seconds
     verdict = "goal" if s <= a["goal"] else "ahead" if s < min(a["vllm"], a["sglang"]) else "BEHIND"
+    missed = f", no memory to check {checked.unchecked}" if checked.unchecked else ""
     return (
         f"{result.name:18} {s:8.3f} s  vLLM {a['vllm']:7.3f}  SGLang {a['sglang']:7.3f}  floor {a['floor']:7.3f}  "
         f"goal {a['goal']:7.3f}  {verdict:6}  MFU {result.flops / PEAK_FLOPS:4.0%}  "
-        f"bandwidth {result.bytes / PEAK_BYTES:4.0%}  {checked.equal}/{checked.tokens} as plain"
+        f"bandwidth {result.bytes / PEAK_BYTES:4.0%}  {checked.equal}/{checked.tokens} as plain{missed}"
     )

@@ -15,6 +15,7 @@ class Agreement(msgspec.Struct):
     tokens: int = 0
     equal: int = 0
     worst: float = 0.0  # largest gap between the reference's best logit and that of the token drawn, in deviations
+    unchecked: int = 0  # answers for which there was no memory
 
 
 @torch.inference_mode()
@@ -25,7 +26,11 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
     model.stages = Stages(model.spec, model.device, plain=True)
     try:
         for prompt, drawn in answers:
-            logits = sequence_logits(model, layout, [*prompt, *drawn[:-1]], len(drawn))
+            try:
+                logits = sequence_logits(model, layout, [*prompt, *drawn[:-1]], len(drawn))
+            except torch.OutOfMemoryError:
+                found.unchecked += 1
+                continue
             best = logits.max(-1).values
             chosen = logits.gather(-1, torch.tensor(drawn, device=logits.device)[:, None])[:, 0]
             found.tokens += len(drawn)
@@ -38,6 +43,8 @@ def agreement(model: Model, layout: KVLayout, answers: list[tuple[list[int], lis
 
 def sequence_logits(model: Model, layout: KVLayout, tokens: list[int], last: int) -> torch.Tensor:
     """Of the last positions of one sequence, [last, vocabulary]."""
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # an engine leaves little: no piece of it should lie fallow
     batch, kv = whole_sequence(layout, len(tokens), model.device)
     hidden = model.forward(torch.tensor(tokens, device=model.device), batch, kv)
     return model.logits(hidden[-last:]).float()
