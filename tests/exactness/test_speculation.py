@@ -180,7 +180,7 @@ def test_while_guessing_rests_steps_show_nothing_and_then_it_goes_on(few, expect
     ids=["two steps in flight", "preemption", "small chunks and pages", "process"],
 )
 def test_other_ways_to_run(few, expected, options):
-    with engine("suffix", **options) as llm:
+    with engine("suffix", draft_adapt=False, **options) as llm:
         results = llm.generate(few, SHORT)
         again = llm.generate(few, SHORT)
         stats = llm.stats()
@@ -230,7 +230,7 @@ def test_trees_of_guesses(plain, few, expected, options):
     known = [(*prompt, *answer[0][0]) for prompt, answer in zip(texts_of, expected[0], strict=True)]
     for way in ("seeded", "logprobs"):
         known += [(*p, *a[0][0]) for p, a in zip(texts_of, expected[1][way], strict=False)]
-    with engine("suffix", **options) as llm:
+    with engine("suffix", draft_adapt=False, **options) as llm:
         llm._link.core.executor._runner.speculate(Speculation(Knowing(known)))
         together = [texts(result) for result in llm.generate(few, SHORT)]
         alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few[:3]]
@@ -246,7 +246,7 @@ def test_plain_torch_agrees_too(few):
     """There rows of another batch may round otherwise; where the oracle decides, they may not."""
     with engine("off", dtype="float32") as other:
         plain = other.generate(few[:4], SHORT)
-    with engine("ngram", dtype="float32") as other:
+    with engine("ngram", draft_adapt=False, dtype="float32") as other:
         results = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 5
         known = [(*r.prompt_token_ids, *r.outputs[0].token_ids) for r in results]
