@@ -358,21 +358,20 @@ class Rows:
         return worst
 
 
-def planned(rows: Rows, few: Tile | None = None, many: Tile | None = None, per: int | None = None,
-            keys: int | None = None, prefix: paged.PrefixLists | None = None) -> paged.Plan:  # fmt: skip
+def planned(rows: Rows, few: Tile | None = None, many: Tile | None = None, keys: int | None = None,
+            prefix: paged.PrefixLists | None = None, bounds: paged.Bounds | None = None) -> paged.Plan:  # fmt: skip
     """A plan under other tuning values."""
-    saved = dict(configs.ATTENTION), configs.CROWD, configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS
+    saved = dict(configs.ATTENTION), configs.CROWD, configs.SPLIT_KEYS
     try:
         configs.CROWD = {}
         for size in (1, 2):
             configs.ATTENTION["few", size, DIM] = few or configs.ATTENTION["few", size, DIM]
         configs.ATTENTION["many", 2, DIM] = many or configs.ATTENTION["many", 2, DIM]
-        configs.PROGRAMS_PER_PROCESSOR = per or configs.PROGRAMS_PER_PROCESSOR
         configs.SPLIT_KEYS = keys or configs.SPLIT_KEYS
-        return paged.TritonAttention().plan(rows.batch, rows.group, rows.spec, prefix=prefix)
+        return paged.TritonAttention().plan(rows.batch, rows.group, rows.spec, prefix=prefix, bounds=bounds)
     finally:
         configs.ATTENTION.update(saved[0])
-        configs.CROWD, configs.PROGRAMS_PER_PROCESSOR, configs.SPLIT_KEYS = saved[1:]
+        configs.CROWD, configs.SPLIT_KEYS = saved[1:]
 
 
 FEW = [Tile(16, 64, 4, 3), Tile(16, 64, 2, 2), Tile(16, 64, 2, 2, 2), Tile(16, 32, 2, 2), Tile(16, 128, 4, 3),
@@ -392,9 +391,9 @@ def decoding() -> Iterator[Trial]:
             yield Trial("decode", shape, f"{tile!r} splits {plan.launches[0].splits}",
                         lambda i, c=case, p=plan: c.run(i, backend, p), layers, case.read, 0,
                         lambda c=case, p=plan: c.error(backend, p))  # fmt: skip
-        for per, keys in ((2, 256), (4, 256), (16, 256), (8, 128), (8, 512), (4, 64)):
-            plan = planned(case, per=per, keys=keys)
-            yield Trial("decode", shape, f"per SM {per} keys {keys} splits {plan.launches[0].splits}",
+        for keys in (64, 128, 512):
+            plan = planned(case, keys=keys)
+            yield Trial("decode", shape, f"keys {keys} splits {plan.launches[0].splits}",
                         lambda i, c=case, p=plan: c.run(i, backend, p), layers, case.read)  # fmt: skip
     yield from uneven(backend)
     case = Rows([(4, 1024)] * 32, 4)  # three drafts a row
@@ -454,9 +453,24 @@ def prefilling() -> Iterator[Trial]:
                         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
                 yield Trial("prefill", name, backend_name, dense, 1, 0, case.flops)
+    yield from chunks(backend)
     plan_rows = Rows([(480, 480)] + [(1, 1024)] * 32)
     yield Trial("attention plan", "33 rows", "triton",
                 lambda i: backend.plan(plan_rows.batch, plan_rows.group, plan_rows.spec))  # fmt: skip
+
+
+def chunks(backend: paged.TritonAttention) -> Iterator[Trial]:
+    """Chunks of a long prompt beside streams, as steps of their size and as captured ones."""
+    for count, context in ((96, 131072), (200, 131072), (480, 131072), (480, 32768), (480, 4096), (1024, 65536)):
+        case = Rows([(1, 512)] * 32 + [(count, context)], 1)
+        captured = paged.Bounds(512, 128, 1, 512, 131072)
+        for bounds in (None, captured) if count < 512 else (None,):
+            for pieces in (2, 4, 6, 8, 12):
+                tile = replace(configs.ATTENTION["many", 2, DIM], pieces=pieces)
+                plan = planned(case, many=tile, bounds=bounds)
+                name = f"{count} of {context}" + (", captured" if bounds else "")
+                yield Trial("chunk", name, f"pieces {pieces}", lambda i, c=case, p=plan: c.run(i, backend, p), 1, 0,
+                            case.flops, lambda c=case, p=plan: c.error(backend, p))  # fmt: skip
 
 
 def shared_prefixes() -> Iterator[Trial]:

@@ -121,10 +121,21 @@ def test_split_keys_are_joined(window, monkeypatch):
         case.check(case.triton(plan=plan))
 
 
-def test_long_rows_split_too(monkeypatch):
-    monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
-    case = Case([(40, 150), (1, 20)])
-    case.check(case.triton())
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dim", [16, 128])  # of large ones, parts are added up a few dimensions at a time
+def test_long_rows_split_too(window, dim, monkeypatch):
+    monkeypatch.setattr(configs, "BLOCK_SPLIT_KEYS", 32)
+    case = Case([(40, 150), (1, 20), (9, 9), (17, 300)], window=window, dim=dim)
+    plan = TritonAttention().plan(case.batch, case.group, case.spec)
+    items = plan.launches[-1].items
+    assert items[items[:, 0] == 3, 2].max() > 2
+    lse = torch.empty(67, 4)
+    for _ in range(2):  # counters are back at zero
+        case.check(case.triton(plan=plan, lse=lse))
+    row = case.group.page_table[3, :75].long()
+    seen = case.k[row].flatten(0, 1)[300 - (window or 300) :].repeat_interleave(2, dim=1)
+    scores = torch.einsum("hd,khd->hk", case.q[-1], seen) * case.spec.scale
+    torch.testing.assert_close(lse[-1], scores.logsumexp(-1))
 
 
 def test_log_sums():
@@ -277,20 +288,29 @@ def test_refusals():
     assert "head_dim" in str(backend.supports(AttentionSpec(4, 2, 512, 1.0), torch.device("cuda")))
 
 
-def listed(lens, fit, least, bound, begins=None, window=0, tile=16):
-    """What `list_pieces_kernel` makes of rows with one query each: (row, piece, pieces, first key, behind the last)."""
-    rows = len(lens)
+def listed(rows, fit, least, bound, begins=None, window=0, tile=16, block=4, spare=1000, steady=False, tries=1):
+    """What `list_pieces_kernel` makes of rows (queries, keys), or keys of one query: (row, piece, pieces, first key,
+    behind the last) of all pieces, and their queries."""
+    rows = [row if isinstance(row, tuple) else (1, row) for row in rows]
     items = torch.full((bound, 8), 99, dtype=torch.int32)
-    kv_len = torch.tensor(lens, dtype=torch.int32)
-    list_pieces_kernel[(rows,)](
-        torch.tensor(lens) - 1, torch.arange(rows + 1, dtype=torch.int32), kv_len,
-        kv_len if begins is None else torch.tensor(begins, dtype=torch.int32), items, rows, bound, fit, least, 1, 1,
-        ROWS=64, QUERIES=4, BLOCK_N=tile, WINDOW=window, HAS_PREFIX=begins is not None, PDL=False,
+    kv_len = torch.tensor([n for _, n in rows], dtype=torch.int32)
+    starts = torch.tensor([0, *(c for c, _ in rows)]).cumsum(0).int()
+    list_pieces_kernel[(len(rows),)](
+        torch.cat([torch.arange(n - c, n) for c, n in rows]), starts, kv_len,
+        kv_len if begins is None else torch.tensor(begins, dtype=torch.int32), items, len(rows), bound, fit, least,
+        spare, 1, 1024, block, tile, ROWS=64, WINDOW=window, HAS_PREFIX=begins is not None, STEADY=steady, TRIES=tries,
+        BLOCKS=2, PIECES=4, PDL=False,
     )  # fmt: skip
     used = items[items[:, 0] >= 0]
-    assert (items[len(used) :, 0] == -1).all()
-    assert (used[:, 4] == 1).all() and used[:, 3].tolist() == used[:, 0].tolist()
-    return used[:, [0, 1, 2, 5, 6]].tolist()
+    assert (items[:, 0] <= len(rows)).all()
+    cut = (items[:, 0] >= 0) & (items[:, 2] > 1)
+    assert not cut[min(2 * spare, bound) :].any()  # where results of pieces have room
+    own = starts[used[:, 0].long()]
+    for (row, *_, full), query in zip(used.tolist(), (used[:, 3] - own).tolist(), strict=True):
+        assert full == rows[row][1] - rows[row][0] + query + 1
+    first, count = (used[:, 3] - own).tolist(), used[:, 4].tolist()
+    queries = [range(i, i + n) for i, n in zip(first, count, strict=True)]
+    return used[:, [0, 1, 2, 5, 6]].tolist(), queries
 
 
 def test_pieces_are_as_even_as_whole_rounds_allow():
@@ -298,9 +318,10 @@ def test_pieces_are_as_even_as_whole_rounds_allow():
     for fit in (2, 7, 33):
         lens = [rng.choice((2, 40, 700, 3000)) + rng.randrange(100) for _ in range(rng.randint(1, 50))]
         most = -(-len(lens) * 5 // (4 * fit)) * fit
-        found = listed(lens, fit, 2, most)
+        found, _ = listed(lens, fit, 2, most)
         assert len(lens) <= len(found) <= most
-        assert listed([*lens, 1, 1, 1], fit, 2, most + 3)[: len(found)] == found  # nobody's rows change nothing
+        more, _ = listed([*lens, 1, 1, 1], fit, 2, most + 3)
+        assert more[: len(found)] == found  # nobody's rows change nothing
         for row, length in enumerate(lens):
             mine = [piece[1:] for piece in found if piece[0] == row]
             assert [index for index, *_ in mine] == list(range(len(mine))) and {n for _, n, *_ in mine} == {len(mine)}
@@ -310,15 +331,51 @@ def test_pieces_are_as_even_as_whole_rounds_allow():
         assert longest <= 2 or sum(math.ceil(math.ceil(n / 16) / (longest - 1)) for n in lens) > most  # no shorter ones
 
 
+@pytest.mark.parametrize("steady", [False, True])
+def test_blocks_of_queries_are_cut_too(steady):
+    rng = random.Random(6)
+    for fit, spare, tries in ((4, 4, 1), (33, 33, 1), (33, 5, 1), (33, 99, 4), (100, 300, 4)):
+        rows = [(count, count + rng.choice((0, 0, 300, 2000))) for count in rng.choices(range(1, 60), k=9)]
+        blocks = sum(-(-count // 4) for count, _ in rows)
+        bound = blocks + spare if not steady else sum(-(-c // 4) * -(-n // 32) for c, n in rows)
+        found, queries = listed(rows, fit, 2, bound, spare=bound if steady else spare, steady=steady, tries=tries)
+        seen = {}
+        for (row, piece, pieces, first, last), asked in zip(found, queries, strict=True):
+            parts = seen.setdefault((row, asked), [])
+            assert piece == len(parts) < pieces
+            parts.append(range(first, last))
+            assert not steady or first == 32 * piece
+        whole = {(row, range(i, min(i + 4, c))) for row, (c, _) in enumerate(rows) for i in range(0, c, 4)}
+        assert seen.keys() == whole and (spare < 33 or any(len(parts) > 1 for parts in seen.values()))
+        for (row, asked), parts in seen.items():
+            assert [k for part in parts for k in part] == list(range(rows[row][1] - rows[row][0] + asked.stop))
+
+
 def test_one_long_row_among_many_is_cut():
-    found = listed([30] * 49 + [100_000], 33, 16, 66)
+    found, _ = listed([30] * 49 + [100_000], 33, 16, 66)
     assert [pieces for row, _, pieces, *_ in found if row == 0] == [1]
     assert max(last - first for *_, first, last in found) < 6500
+    assert found[0][0] == 49
+
+
+def test_a_chunk_behind_a_long_context_fills_the_chip():
+    """Whatever the bounds of a captured step are: here 200 blocks of queries, of which there are two."""
+    found, _ = listed([(8, 50_000), *[(4, 20)] * 5], 33, 16, 200, spare=33)
+    assert sum(row == 0 for row, *_ in found) == 2 * 14 and len(found) == 2 * 14 + 5
+    assert max(last - first for *_, first, last in found) < 3600
+
+
+@pytest.mark.parametrize(("blocks", "parts"), [(3, 11), (15, 2), (17, 7), (25, 5), (33, 1), (34, 3), (250, 1)])
+def test_as_many_rounds_as_end_soonest(blocks, parts):
+    """Of 33: eleven parts of three blocks are one, seven of seventeen are nearly four."""
+    found, _ = listed([(4 * blocks, 131_072 * 2)], 33, 16, max(blocks, 132), spare=132, tries=4, tile=64)
+    assert {pieces for _, _, pieces, *_ in found} == {parts}
 
 
 def test_pieces_begin_behind_a_shared_prefix_and_inside_a_window():
-    assert listed([100, 48], 2, 100, 10, begins=[32, 0]) == [[0, 0, 1, 32, 100], [1, 0, 1, 0, 48]]
-    assert listed([100, 10], 2, 100, 10, window=20) == [[0, 0, 1, 80, 100], [1, 0, 1, 0, 10]]
+    assert listed([100, 48], 2, 100, 10, begins=[32, 0])[0] == [[0, 0, 1, 32, 100], [1, 0, 1, 0, 48]]
+    assert listed([100, 10], 2, 100, 10, window=20)[0] == [[0, 0, 1, 80, 100], [1, 0, 1, 0, 10]]
+    assert listed([(6, 100)], 2, 100, 10, window=20)[0] == [[0, 0, 1, 64, 98 + 2], [0, 0, 1, 64, 98]]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 16), (32, 8), (9, 3), (14, 2)])

@@ -3,9 +3,9 @@
 
     block of queries, BLOCK_M:   token 0 · head 0..G-1 | token 1 · head 0..G-1 | ...     G query heads share a KV head
 
-What a block is comes in three forms: a piece of a row's keys (short rows), a tile of a row's queries (long rows), both
-listed on the device once a step (`lists.py`), or a run of members of a group of rows with one prefix (`cascade.py`).
-Several programs may split the keys of a block; the last to finish adds up (`launch.py`). Softmax runs in powers of two.
+A block is some of a row's queries, or a run of members of a group of rows with one prefix (`cascade.py`). Several
+programs may share its keys; the last to finish adds up (`launch.py`). Which block and keys of a row a program has is
+listed on the device once a step (`lists.py`). Softmax runs in powers of two.
 
 Refuses to know: plans, host lengths; every length is read on the device.
 """
@@ -32,15 +32,17 @@ def _walk(
     for n0 in range(begin, end, BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         inside = (n >= first) & (n < end)
+        natural = n.to(tl.uint32)  # takes fewer instructions to divide
         if MASKED:
-            page = tl.load(table + n // PAGE, mask=inside, other=0).to(tl.int64)
+            page = tl.load(table + natural // PAGE, mask=inside, other=0).to(tl.int64)
             there = inside[:, None] & (d < D)[None, :]
         else:
-            page = tl.load(table + n // PAGE).to(tl.int64)
+            page = tl.load(table + natural // PAGE).to(tl.int64)
             there = (n >= 0)[:, None] & (d < D)[None, :]
-        where = (page * stride_page + (n % PAGE) * stride_slot)[:, None] + d[None, :]
+        slot = (natural % PAGE).to(tl.int32)
+        where = (page * stride_page + slot * stride_slot)[:, None] + d[None, :]
         if SCALED:
-            beside = page * stride_scale_page + (n % PAGE) * stride_scale_slot
+            beside = page * stride_scale_page + slot * stride_scale_slot
             k_scale = tl.load(k_scales + beside, mask=inside, other=0.0).to(tl.float32)
             v_scale = tl.load(v_scales + beside, mask=inside, other=0.0)
         if MASKED or D != DP:
@@ -99,10 +101,10 @@ def _join(out, lse, other, other_lse):
 
 @triton.jit
 def _store(
-    out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, row, token, head, valid, stride_ot, stride_oh, heads,
-    D: tl.constexpr, DP: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr,
+    out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, d, row, token, head, valid, stride_ot, stride_oh,
+    heads, D: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    d = tl.arange(0, DP)
+    """Dimensions `d` of a block's result, [BLOCK_M, of them]."""
     where = valid[:, None] & (d < D)[None, :]
     flat = token.to(tl.int64) * heads + head
     if HAS_PREFIX:
@@ -116,16 +118,37 @@ def _store(
         tl.store(lse_ptr + flat, lse * 0.6931471805599453, mask=valid)
 
 
+@triton.jit
+def _add_up(
+    partial, partial_lse, rows, apart, used,
+    out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, row, token, head, valid, stride_ot, stride_oh, heads,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """A block's parts, a few dimensions at a time: registers that this takes, the walk over the keys would lack."""
+    WIDTH: tl.constexpr = min(DP, 4096 // BLOCK_M)
+    for d0 in range(0, DP, WIDTH):
+        d = d0 + tl.arange(0, WIDTH)
+        out = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        for s in range(0, used):
+            at = rows + s * apart
+            other = tl.load(partial + at[:, None] * DP + d[None, :], valid[:, None], 0.0, cache_modifier=".cg")
+            other_lse = tl.load(partial_lse + at, valid, float("-inf"), cache_modifier=".cg")
+            out, lse = _join(out, lse, other, other_lse)
+        _store(out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, d, row, token, head, valid, stride_ot,
+               stride_oh, heads, D, HAS_PREFIX, HAS_LSE)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["splits", "split_min", "stride_table"])
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, k_scales, v_scales, out_ptr, lse_ptr,  # lse: natural, [tokens, heads]
     prefix_out, prefix_lse, row_begin,  # what another launch found over each row's first keys: [tokens, heads, D] ...
     partial, partial_lse, counters,
-    items, members, page_table, positions, query_start, kv_len,
+    items, members, page_table, positions, query_start,
     scale, splits, split_min, heads,
     stride_qt, stride_qh, stride_page, stride_slot, stride_head, stride_scale_page, stride_scale_slot,
     stride_ot, stride_oh, stride_table,
-    FORM: tl.constexpr,  # "row", "block" or "prefix"
+    FORM: tl.constexpr,  # "pieces" or "prefix"
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
     SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
@@ -161,7 +184,7 @@ def attend_kernel(
         at = tl.where(valid, end - 1, -1)
         full = end
         first = 0
-    elif FORM == "row":
+    else:
         item = items + block * 8
         row = tl.load(item)
         if row < 0:
@@ -171,35 +194,17 @@ def attend_kernel(
         token = tl.load(item + 3) + index
         valid = (index < tl.load(item + 4)) & (m < BLOCK_Q * GROUP)
         start = tl.load(item + 5)  # of this piece
+        if not HAS_PREFIX:
+            start = tl.multiple_of(start, BLOCK_N)
         end = tl.load(item + 6)
         full = tl.load(item + 7)
         at = tl.load(positions + token, mask=valid, other=-1).to(tl.int32)
         first = start
         if WINDOW:
             first = tl.maximum(first, full - WINDOW)
-    else:
-        row = tl.load(items + block * 2)
-        if row < 0:
-            return
-        from_token = tl.load(query_start + row)
-        count = tl.load(query_start + row + 1) - from_token
-        index += tl.load(items + block * 2 + 1) * BLOCK_Q
-        valid = (index < count) & (m < BLOCK_Q * GROUP)
-        token = from_token + index
-        at = tl.load(positions + token, mask=valid, other=-1).to(tl.int32)
-        end = tl.minimum(tl.load(kv_len + row), tl.max(at, 0) + 1)
-        nearest = tl.min(tl.where(valid, at, 2147483647), 0)
-        full = tl.minimum(nearest + 1, end)  # keys before this are seen by every query of the block
-        first = 0
-        if HAS_PREFIX:
-            start = tl.load(row_begin + row)
-            first = start
-        if WINDOW:
-            first = tl.maximum(first, nearest - WINDOW + 1)
-            start = tl.maximum(start, first // BLOCK_N * BLOCK_N)
 
     begin, last = start, end
-    if SPLIT and FORM != "row":
+    if SPLIT and FORM == "prefix":
         keys = tl.maximum(end - start, 0)
         length = tl.maximum(split_min, tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N)
         used = tl.maximum(tl.cdiv(keys, length), 1)
@@ -249,29 +254,24 @@ def attend_kernel(
         acc = tl.interleave(acc, acc_odd)
     out = acc * tl.where(mass > 0.0, 1.0 / mass, 0.0)[:, None]
     lse = peak + tl.log2(mass)
-    if SPLIT:
-        if used > 1:
-            sides = tl.num_programs(0)
-            slot, apart = (block * sides + kv_head).to(tl.int64), 1
-            place = slot * splits  # of the first part's result; the others lie `apart`
-            if FORM == "row":
-                slot, apart = (row * sides + kv_head).to(tl.int64), sides
-                place = ((block - split) * sides + kv_head).to(tl.int64)
-            rows = (place + split * apart) * BLOCK_M + m
-            tl.store(partial + rows[:, None] * DP + d[None, :], out, mask=valid[:, None])
-            tl.store(partial_lse + rows, lse, mask=valid)
-            tl.debug_barrier()
-            if tl.atomic_add(counters + slot, 1, sem="acq_rel") < used - 1:
-                return
+    if not SPLIT or used == 1:
+        _store(out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, d, row, token, head, valid, stride_ot,
+               stride_oh, heads, D, HAS_PREFIX, HAS_LSE)  # fmt: skip
+    else:
+        sides = tl.num_programs(0)
+        slot, apart = (block * sides + kv_head).to(tl.int64), 1
+        place = slot * splits  # of the first part's result; the others lie `apart`
+        if FORM == "pieces":
+            slot, apart = ((block - split) * sides + kv_head).to(tl.int64), sides
+            place = slot
+        rows = (place + split * apart) * BLOCK_M + m
+        tl.store(partial + rows[:, None] * DP + d[None, :], out, mask=valid[:, None])
+        tl.store(partial_lse + rows, lse, mask=valid)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + slot, 1, sem="acq_rel") == used - 1:
             tl.store(counters + slot, 0)
-            out = tl.zeros([BLOCK_M, DP], tl.float32)
-            lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            for s in range(0, used):
-                rows = (place + s * apart) * BLOCK_M + m
-                other = tl.load(
-                    partial + rows[:, None] * DP + d[None, :], mask=valid[:, None], other=0.0, cache_modifier=".cg"
-                )
-                other_lse = tl.load(partial_lse + rows, mask=valid, other=float("-inf"), cache_modifier=".cg")
-                out, lse = _join(out, lse, other, other_lse)
-    _store(out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, out, lse, row, token, head, valid, stride_ot, stride_oh,
-           heads, D, DP, HAS_PREFIX, HAS_LSE)  # fmt: skip
+            _add_up(
+                partial, partial_lse, place * BLOCK_M + m, apart * BLOCK_M, used,
+                out_ptr, lse_ptr, prefix_out, prefix_lse, row_begin, row, token, head, valid, stride_ot, stride_oh,
+                heads, D, DP, BLOCK_M, HAS_PREFIX, HAS_LSE,
+            )  # fmt: skip

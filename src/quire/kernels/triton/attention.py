@@ -4,7 +4,7 @@ Short rows (a few query tokens: decoding, speculation) and long ones take the sa
 launch each. Grids come from bounds the host knows, everything else is read on the device, so a plan made from the
 bounds of a captured graph stays true whatever the graph is replayed with.
 
-    rows, tokens:   1  1  480  4  1     ──►   short: pieces of their keys      long: blocks of their queries
+    rows, tokens:   1  1  480  4  1     ──►   short: pieces of their keys      long: those of blocks of their queries
 
 Refuses to know: who owns pages, which rows share some (`cascade.py` finds out and hands the lists to `plan`).
 """
@@ -23,7 +23,7 @@ from quire.kernels.triton import pairs as pairing
 from quire.kernels.triton.attend import attend_kernel
 from quire.kernels.triton.configs import Tile
 from quire.kernels.triton.launch import counters, overlap, power_of_two, processors
-from quire.kernels.triton.lists import list_blocks_kernel, list_pieces_kernel
+from quire.kernels.triton.lists import list_pieces_kernel
 from quire.kernels.triton.widen import Wide, widen_pages
 
 MAX_HEAD_DIM = 256
@@ -49,13 +49,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Launch:
-    form: str  # "row": `items` lists pieces of rows; "block": blocks of queries; "prefix": see `PrefixLists`
+    form: str  # "pieces": `items` lists pieces of rows; "prefix": see `PrefixLists`
     tile: Tile
-    blocks: int
+    blocks: int  # items, at most
     shortest: int  # query tokens of the rows it is for
     longest: int
-    splits: int  # at most, of a block's keys; of rows: pieces that the chip holds at once
-    split_min: int  # keys of a part, at least; of a piece: tiles of keys
+    splits: int  # pieces that make a round; of a shared prefix's keys: parts, at most
+    split_min: int  # tiles of keys of a piece, at least; of a shared prefix: keys of a part
+    spare: int = 0  # pieces more than there are blocks of queries, at most
     steady: bool = False  # one instruction sequence for every tile: the same bits wherever a query lies in its block
     items: torch.Tensor | None = None  # int32, on the device
 
@@ -121,7 +122,7 @@ class TritonAttention:
             shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
             _run(plan.ahead, spec, q, kv, batch, group, *shared, prefix=plan.prefix)
         for launch in plan.launches:
-            if plan.wide is not None and launch.form == "block":
+            if plan.wide is not None and launch.longest == EVERY:
                 kv, group = widen_pages(kv, plan.wide.pages, q.dtype), plan.wide.group  # this launch is the last
             _run(launch, spec, q, kv, batch, group, out, lse, prefix=plan.prefix, shared=shared)
         return out
@@ -133,9 +134,9 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     if invariant:
         tile = configs.INVARIANT[spec.stored]
         tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
-        splits = -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
-        blocks = _most_blocks(bounds, 1, tile.block_m // group)
-        return [Launch("block", tile, blocks, 1, EVERY, splits, configs.INVARIANT_SPLIT, steady=True)]
+        pieces = _most_blocks(bounds, 1, tile.block_m // group) * -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
+        size = configs.INVARIANT_SPLIT // tile.block_n
+        return [Launch("pieces", tile, pieces, 1, EVERY, 1, size, spare=pieces, steady=True)]
     few, many = _tile("few", spec.stored, spec), _tile("many", spec.itemsize if wide else spec.stored, spec)
     short = _short(spec)
     launches = []
@@ -143,12 +144,11 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
         rows = -(-bounds.rows // _unit(bounds.rows)) * _unit(bounds.rows)
         few = configs.crowd(rows * spec.kv_heads / sms, spec.stored, spec.head_dim) or few
         few = replace(few, block_m=max(few.block_m, power_of_two(group * short)))
-        launches.append(_pieces(Launch("row", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
+        launches.append(_pieces(Launch("pieces", few, bounds.rows, 1, short, 1, 0), bounds.longest_kv, spec, sms))
     if bounds.longest > short:
         many = replace(many, block_m=max(many.block_m, power_of_two(group)))
         blocks = _most_blocks(bounds, short + 1, many.block_m // group)
-        launch = Launch("block", many, blocks, short + 1, EVERY, 1, 0)
-        launches.append(_split(launch, bounds.longest_kv, spec, sms))
+        launches.append(_pieces(Launch("pieces", many, blocks, short + 1, EVERY, 1, 0), bounds.longest_kv, spec, sms))
     return launches
 
 
@@ -184,21 +184,18 @@ def _most_blocks(bounds: Bounds, least: int, block_q: int) -> int:
     return bounds.tokens // block_q + min(bounds.rows, bounds.tokens // least)
 
 
-def _split(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
-    """Enough programs to fill the chip."""
-    keys = max(configs.SPLIT_KEYS, launch.tile.block_n)
-    wanted = -(-sms * configs.PROGRAMS_PER_PROCESSOR // max(launch.blocks * spec.kv_heads, 1))
-    return replace(launch, splits=max(1, min(wanted, -(-_seen(launch, longest, spec) // keys))), split_min=keys)
-
-
 def _pieces(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Launch:
     """So many that they fill the chip and end together, however different the rows are."""
-    least = -(-configs.SPLIT_KEYS // launch.tile.block_n)
+    many = launch.longest == EVERY
+    least = -(-(configs.BLOCK_SPLIT_KEYS if many else configs.SPLIT_KEYS) // launch.tile.block_n)
     if _seen(launch, longest, spec) <= least * launch.tile.block_n:
         return replace(launch, split_min=longest)
     fit = max(sms * launch.tile.pieces // spec.kv_heads, 2)
-    rounds = -(-launch.blocks * 5 // (4 * fit))
-    return replace(launch, blocks=rounds * fit + _unit(launch.blocks) - 1, splits=fit, split_min=least)
+    if many:  # results of pieces take much memory there
+        more = configs.ROUNDS * fit
+        return replace(launch, blocks=max(launch.blocks, more), splits=fit, split_min=least, spare=more)
+    most = -(-launch.blocks * 5 // (4 * fit)) * fit + _unit(launch.blocks) - 1
+    return replace(launch, blocks=most, splits=fit, split_min=least, spare=most)
 
 
 def _seen(launch: Launch, longest: int, spec: AttentionSpec) -> int:
@@ -209,21 +206,16 @@ def _seen(launch: Launch, longest: int, spec: AttentionSpec) -> int:
 def _with_items(launch: Launch, batch: Batch, spec: AttentionSpec, prefix: PrefixLists | None = None) -> Launch:
     """List what a launch takes on, on the device."""
     rows, device = batch.query_start.shape[0] - 1, batch.query_start.device
-    block_q = launch.tile.block_m // (spec.heads // spec.kv_heads)
-    among = {"ROWS": max(power_of_two(rows), 2048), **overlap(device)}
-    if launch.form == "row":
-        items = torch.empty(launch.blocks, 8, dtype=torch.int32, device=device)
-        list_pieces_kernel[(rows,)](
-            batch.positions, batch.query_start, batch.kv_len, batch.kv_len if prefix is None else prefix.row_begin,
-            items, rows, launch.blocks, launch.splits, launch.split_min, launch.shortest, launch.longest,
-            QUERIES=power_of_two(block_q), BLOCK_N=launch.tile.block_n, WINDOW=spec.window or 0,
-            HAS_PREFIX=prefix is not None, num_warps=8, **among,
-        )  # fmt: skip
-    else:
-        items = torch.empty(launch.blocks, 2, dtype=torch.int32, device=device)
-        list_blocks_kernel[(rows,)](
-            batch.query_start, items, rows, launch.blocks, launch.shortest, launch.longest, BLOCK_Q=block_q, **among
-        )
+    short = launch.longest < EVERY
+    items = torch.empty(launch.blocks, 8, dtype=torch.int32, device=device)
+    list_pieces_kernel[(rows,)](
+        batch.positions, batch.query_start, batch.kv_len, batch.kv_len if prefix is None else prefix.row_begin, items,
+        rows, launch.blocks, launch.splits, launch.split_min, launch.spare, launch.shortest, launch.longest,
+        launch.tile.block_m // (spec.heads // spec.kv_heads), launch.tile.block_n,
+        ROWS=max(power_of_two(rows), 2048), WINDOW=spec.window or 0, HAS_PREFIX=prefix is not None,
+        STEADY=launch.steady, TRIES=1 if short else configs.ROUNDS, BLOCKS=1 if short else 32,
+        PIECES=64 if short else 4, num_warps=8, **overlap(device),
+    )  # fmt: skip
     return replace(launch, items=items)
 
 
@@ -234,8 +226,9 @@ def _run(
 ) -> None:  # fmt: skip
     tile, device = launch.tile, q.device
     padded = max(power_of_two(spec.head_dim), 16)
-    apart = 1 if launch.form == "row" else launch.splits  # programs a block
-    slots = launch.blocks * spec.kv_heads if launch.splits > 1 else 0
+    apart = 1 if launch.form == "pieces" else launch.splits  # programs an item
+    cut = launch.blocks if apart > 1 else min(launch.blocks, 2 * launch.spare)  # they come first, two a block at least
+    slots = cut * spec.kv_heads
     partial = torch.empty(slots * apart * tile.block_m, padded, dtype=torch.float32, device=device)
     partial_lse = torch.empty(slots * apart * tile.block_m, dtype=torch.float32, device=device)
     k, v, (k_scales, v_scales) = kv.k_pages, kv.v_pages, (kv.k_scales, kv.v_scales)
@@ -253,12 +246,12 @@ def _run(
         *(shared or (out, out)), batch.kv_len if prefix is None else prefix.row_begin,
         partial, partial_lse, counters(device, slots),
         launch.items, batch.kv_len if prefix is None else prefix.members,
-        group.page_table, batch.positions, batch.query_start, batch.kv_len,
+        group.page_table, batch.positions, batch.query_start,
         spec.scale * LOG2E, launch.splits, launch.split_min, spec.heads,
         q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
-        SPLIT=launch.splits > 1 or launch.form != "block", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
+        SPLIT=launch.splits > 1 or launch.form == "pieces", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.phases == 2 and spec.window is None and not launch.steady,
         SCALED=scaled, PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         PAIRS=pairs, NATIVE=not triton.knobs.runtime.interpret,

@@ -18,7 +18,7 @@ class Tile:
     warps: int
     stages: int
     phases: int = 1  # 2: keys that every query sees are walked first, without asking which sees which
-    pieces: int = 4  # programs that a processor holds at once; rows with few queries are cut into whole rounds of them
+    pieces: int = 4  # programs that a processor holds at once; keys are cut into whole rounds of them
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ ATTENTION: dict[tuple[str, int, int], Tile] = {
     ("few", 4, 256): Tile(16, 16, 8, 2),
     ("prefix", 1, 128): Tile(64, 128, 4, 2, 2),
     ("prefix", 2, 128): Tile(64, 128, 4, 2, 2),
-    ("many", 1, 128): Tile(128, 32, 4, 3, 2),
+    ("many", 1, 128): Tile(128, 32, 4, 3, 2, pieces=2),
     ("many", 1, 256): Tile(64, 32, 8, 2, 2),
     ("many", 2, 64): Tile(64, 64, 4, 3, 2),
-    ("many", 2, 128): Tile(128, 32, 4, 3, 2),
+    ("many", 2, 128): Tile(128, 32, 4, 3, 2, pieces=2),
     ("many", 2, 256): Tile(64, 32, 8, 2, 2),
     ("many", 4, 128): Tile(32, 32, 8, 2),
     ("many", 4, 256): Tile(32, 16, 8, 2),
@@ -71,7 +71,8 @@ INVARIANT: dict[int, Tile] = {1: Tile(64, 64, 4, 3), 2: Tile(64, 64, 4, 3), 4: T
 INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever else is in the batch
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
-PROGRAMS_PER_PROCESSOR = 4  # split rows with many queries until there are about this many programs
+BLOCK_SPLIT_KEYS = 1024  # ... of rows with many queries, where results of pieces are larger
+ROUNDS = 4  # up to so many of pieces on the chip, where that many queries are not enough to fill one
 
 # Products of few rows: (bytes of a weight, most rows) → by (least outputs, least reduction, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike: 4096 to 4224 outputs are a tile of 32 a processor,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-COUNTERS = 1 << 18  # programs groups of one launch; never grown, because captured graphs keep its address
+COUNTERS = 1 << 20  # programs groups of one launch; never grown, because captured graphs keep its address
 
 _counters: dict[torch.device, torch.Tensor] = {}
 _loading = Lock()
