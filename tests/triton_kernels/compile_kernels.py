@@ -3,7 +3,11 @@
 Every launch ends after its kernel was compiled, so nothing is computed; what comes out is the list of kernels met.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
@@ -19,7 +23,9 @@ from quire.kernels.triton.configs import GATED_MATMUL, INVARIANT_MATMUL, small_m
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV, DIM, HIDDEN, FFN, PAGE = 32, 8, 128, 4096, 14336, 16
+DUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED = 227 * 1024  # bytes that a program may have there
+SPILLED = 64  # bytes of registers that a thread of attention may keep in memory
 made = []  # (kernel's name, it)
 
 
@@ -130,9 +136,18 @@ def attending():
     attention(BF16, [(1, 100), (5, 100)], invariant=True)
 
 
+def spilled(cubin):
+    """Bytes that a thread keeps in memory for want of registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        found = subprocess.run([DUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return int(re.search(r"STACK:(\d+)", found.stdout + found.stderr)[1])
+
+
 launch.compile_together((elementwise, products, draws, attending), None)
 for name, kernel in made:
-    shared = getattr(kernel, "result", lambda kernel=kernel: kernel)().metadata.shared
-    assert shared <= SHARED, (name, shared)
+    kernel = getattr(kernel, "result", lambda kernel=kernel: kernel)()
+    assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)
+    assert name != "attend_kernel" or spilled(kernel.asm["cubin"]) <= SPILLED, name
 print(" ".join(sorted({name for name, _ in made})))
 sys.exit(0)
