@@ -31,6 +31,15 @@ def room(memory, spec=LLAMA, **asked):
     return working, kv_capacity(options, gpu, LAYOUT, working=working)
 
 
+def test_steps_of_a_gpu_end_in_time_unless_asked_otherwise():
+    gpu, cpu = Hardware("cuda:0", "a GPU", GIB, 16), Hardware("cpu", "a CPU", GIB, 2)
+    assert [resolve(EngineOptions.of(), where).step_target for where in (gpu, cpu)] == [0.3, 0.0]
+    for asked in (0.0, 0.05):
+        assert {resolve(EngineOptions.of(step_target=asked), where).step_target for where in (gpu, cpu)} == {asked}
+    with pytest.raises(ConfigError, match="step_target"):
+        resolve(EngineOptions.of(step_target=-1.0), gpu)
+
+
 @pytest.mark.parametrize("memory", [12 * GIB, 24 * GIB, 124 * GIB])
 def test_steps_have_what_they_need_on_small_cards_and_large(memory):
     """On an H200 a step of 8,192 tokens allocated 0.9 GiB, and another 3 were held in pieces or by libraries."""

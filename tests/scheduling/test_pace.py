@@ -1,6 +1,8 @@
 """Steps that end in time: what is learned, and what that does to prompts beside streams."""
 
-from quire.scheduling.pace import CONTEXT, LEAST, Pace
+import pytest
+
+from quire.scheduling.pace import CONTEXT, LEAST, Budget, Pace
 from quire.types.plan import Row, StepPlan
 
 
@@ -16,30 +18,42 @@ def learn(pace, base, rate, works, now=1.0):
 
 
 def test_without_a_target_nothing_is_cut():
-    pace = Pace(None, 512)
+    pace = Pace(0.0, 512)
     learn(pace, 0.1, 1.0, [0, 512, 512])
-    assert pace.budget(flowing=True) == 512
-    assert pace.fit(100_000, 512) == 512 and pace.cost(100_000, 7) == 7
+    budget = pace.budget(flowing=True)
+    assert budget == Budget(512) and budget.fit(100_000) == 512
+    assert budget.less(100_000, 7).fit(100_000) == 505
 
 
 def test_the_budget_meets_the_target_once_steps_were_seen():
     pace = Pace(0.05, 8192)
-    assert pace.budget(flowing=True) == 8192, "nothing is known yet"
+    assert pace.budget(flowing=True) == Budget(8192), "nothing is known yet"
     learn(pace, 0.01, 1e-5, [0] * 40 + [2048] * 40)
-    assert 3500 < pace.budget(flowing=True) < 4500, "(50 - 10) ms at 10 us a token"
-    assert pace.budget(flowing=False) == 8192, "nobody is waiting for a next token"
+    assert 3500 < pace.budget(flowing=True).fit(0) < 4500, "(50 - 10) ms at 10 us a token"
+    assert pace.budget(flowing=False) == Budget(8192), "nobody is waiting for a next token"
 
 
 def test_prompts_get_on_however_slow_steps_are():
     pace = Pace(0.001, 8192)
     learn(pace, 0.01, 1e-3, [0] * 20 + [512] * 20)
-    assert pace.budget(flowing=True) == LEAST
-    assert pace.fit(100 * CONTEXT, LEAST) == 1 and pace.fit(0, 0) == 0
+    budget = pace.budget(flowing=True)
+    assert budget.fit(0) == LEAST and budget.fit(100 * CONTEXT) == 1
+    assert not budget.less(0, LEAST).fit(0) and not Budget(0).fit(0)
 
 
 def test_tokens_far_back_count_for_more():
-    pace = Pace(0.05, 8192)
-    assert pace.fit(CONTEXT, 1000) == 500 and pace.cost(CONTEXT, 500) == 1000
+    budget = Budget(8192, 1000.0)
+    assert budget.fit(0) == 1000 and budget.fit(CONTEXT) == 500
+    assert budget.less(CONTEXT, 400) == Budget(7792, 200.0)
+
+
+def test_a_step_has_no_more_tokens_than_it_may_whatever_it_takes():
+    """And those with cached context count as tokens there: time is left for them."""
+    pace = Pace(0.3, 8192)
+    learn(pace, 0.01, 2e-5, [0] * 40 + [8192] * 10)
+    budget = pace.budget(flowing=True)
+    assert budget.fit(0) == budget.fit(2048) == 8192
+    assert budget.less(2048, 8000).fit(2048) == 192
 
 
 def test_waiting_for_work_is_not_a_slow_step():
@@ -48,3 +62,14 @@ def test_waiting_for_work_is_not_a_slow_step():
     before = pace.budget(flowing=True)
     pace.ended(now + 1000, plan_of(2048), alone=True)
     assert pace.budget(flowing=True) == before
+
+
+def test_a_small_step_says_little_about_large_ones():
+    """It takes longer than its tokens: a captured size is filled up, and weights are read for however few."""
+    pace = Pace(0.3, 8192)
+    pace.ended(1.0, plan_of(100), alone=True)
+    now = learn(pace, 0.0, 15e-3 / 100, [100])
+    now = learn(pace, 0.0, 3e-5, [2000], now)
+    assert pace.budget(flowing=True).work == pytest.approx(8700, rel=0.05)
+    learn(pace, 0.0, 15e-3 / 100, [100], now)
+    assert pace.budget(flowing=True).work > 7000

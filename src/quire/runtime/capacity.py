@@ -103,6 +103,7 @@ def capacity_for(
         context=longest,
         turns=rope is not None,
         max_batch_tokens=resolved.max_batch_tokens,
+        step_target=resolved.step_target,
         depth=resolved.depth,
         drafts=draft_limit(options.speculation),
         adapts=options.speculation.draft_adapt,

@@ -10,6 +10,7 @@ import torch
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
+STEP_TARGET = 0.3  # seconds on a GPU: as long as a full step of prompts takes an 8B model on one of today's, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -40,6 +41,7 @@ class Resolved:
     depth: int
     max_seqs: int
     max_batch_tokens: int
+    step_target: float  # seconds; 0: no limit
     reasons: tuple[str, ...]
 
 
@@ -91,9 +93,14 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     tokens = scheduler.max_batch_tokens or (8192 if gpu else 512)
     if seqs < 1 or tokens < 1:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")
+    target = scheduler.step_target
+    if target is None:
+        target = STEP_TARGET if gpu else 0.0
+    if target < 0:
+        raise ConfigError(f"step_target must be seconds, or 0 for no limit, got {target}")
     threads = options.device.threads or hardware.cores
     tokens = max(tokens, seqs)
-    return Resolved(hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, tokens, tuple(reasons))
+    return Resolved(hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, tokens, target, tuple(reasons))
 
 
 def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:

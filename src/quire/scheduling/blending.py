@@ -199,11 +199,12 @@ class Blending:
         return True
 
     def plan(self, flight: Flight, budget: int, add_row: AddRow) -> int:
-        """Let all that are under way go on; returns what is left of the budget."""
+        """Let all that are under way go on, by at most so many tokens; returns by how many."""
+        used = 0
         for seq, course in list(self._courses.items()):
             if seq.status is Status.RUNNING:  # else its pages are about to go
-                budget -= self._go_on(flight, course, budget, add_row)
-        return budget
+                used += self._go_on(flight, course, budget - used, add_row)
+        return used
 
     def _go_on(self, flight: Flight, course: Course, budget: int, add_row: AddRow) -> int:
         """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it."""

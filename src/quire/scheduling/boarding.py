@@ -12,7 +12,7 @@ from quire.memory.manager import Hit, KVManager
 from quire.scheduling.blending import Blending
 from quire.scheduling.diary import Diary
 from quire.scheduling.flight import Flight
-from quire.scheduling.pace import Pace
+from quire.scheduling.pace import Budget
 from quire.scheduling.paging import Paging, reusable
 from quire.scheduling.policies import FCFS
 from quire.scheduling.pressure import Pressure
@@ -34,7 +34,6 @@ class Boarding:
         overlapped: bool,
         memory: KVManager,
         diary: Diary,
-        pace: Pace,
         paging: Paging,
         sessions: Sessions,
         pressure: Pressure,
@@ -47,25 +46,24 @@ class Boarding:
         self._overlapped = overlapped
         self._memory = memory
         self._diary = diary
-        self._pace = pace
         self._paging = paging
         self._sessions = sessions
         self._pressure = pressure
         self._blending = blending
 
     def admit(
-        self, flight: Flight, budget: int, now: float, *, idle: bool, only: list[Sequence] | None = None
+        self, flight: Flight, budget: Budget, now: float, *, idle: bool, only: list[Sequence] | None = None
     ) -> None:
         """Let waiting sequences start; `only` these, at any price. `idle`: no step is in flight."""
         roster, slots = self._roster, self._roster.slots
-        if not (roster.waiting and slots and budget > 0 and self._policy.admits(len(roster.running))):
+        if not (roster.waiting and slots and budget.fit(0) and self._policy.admits(len(roster.running))):
             return
         order = only or list(self._policy.order(roster.waiting, now))
         reserve = self._policy.reserve(order[: len(slots)])
         hurry = self._overlapped and idle and not (reserve or flight.rows)
         admitted: set[Sequence] = set()
         for seq in order:
-            if not slots or (budget <= 0 and not reserve):
+            if not slots or not (budget.fit(0) or reserve):
                 break
             if hurry and (len(admitted) >= AT_ONCE or flight.plan.tokens >= ENOUGH):
                 break
@@ -77,7 +75,7 @@ class Boarding:
                 seq.move(Status.PENDING)
                 self._diary.waits(seq)
                 continue
-            count = min(seq.known - hit.tokens, self._chunk, self._pace.fit(hit.tokens, budget))
+            count = min(seq.known - hit.tokens, self._chunk, budget.fit(hit.tokens))
             if seq.memo is not None:
                 count = min(count, seq.memo.room(hit.tokens, 0))
             spare = self._pressure.spare if roster.running and not only else 0
@@ -86,7 +84,7 @@ class Boarding:
             if not fits:
                 break
             admitted.add(seq)
-            budget -= self._pace.cost(hit.tokens, count)
+            budget = budget.less(hit.tokens, count)
         if admitted:
             roster.waiting = deque(s for s in roster.waiting if s not in admitted)
 

@@ -23,7 +23,7 @@ from quire.scheduling.door import Deadlines, longest_length
 from quire.scheduling.flight import Flight
 from quire.scheduling.forgetting import Forgetting
 from quire.scheduling.harvest import Harvest
-from quire.scheduling.pace import Pace
+from quire.scheduling.pace import Budget, Pace
 from quire.scheduling.paging import Paging
 from quire.scheduling.policies import make_policy
 from quire.scheduling.pressure import Pressure
@@ -83,7 +83,7 @@ class Scheduler:
         )
         self._max_waiting = options.max_waiting
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
-        self._pace = Pace(options.step_target, capacity.max_batch_tokens)
+        self._pace = Pace(capacity.step_target, capacity.max_batch_tokens)
         self._boarding = Boarding(
             self.roster,
             policy=self.policy,
@@ -91,7 +91,6 @@ class Scheduler:
             overlapped=capacity.depth > 1,
             memory=self.memory,
             diary=self.diary,
-            pace=self._pace,
             paging=self.paging,
             sessions=self.sessions,
             pressure=self.pressure,
@@ -154,7 +153,8 @@ class Scheduler:
         self.diary.now = self.paging.directory.now = self.memory.index.now = now
         self.sessions.expire(now)
         flight, roster, boarding, idle = Flight(self._step), self.roster, self._boarding, not self._flights
-        budget = self.blending.plan(flight, self._catch_up(flight, now), boarding.add_row)
+        budget = self._catch_up(flight, now)
+        budget = budget.less(0, self.blending.plan(flight, budget.fit(0), boarding.add_row))
         boarding.seat_forks(flight)
         self.paging.prefetch(roster.waiting, self.pressure.spare)
         boarding.admit(flight, budget, now, idle=idle)
@@ -178,9 +178,9 @@ class Scheduler:
             flight.plan.rests = self._drafts.rests
         return flight.plan
 
-    def _catch_up(self, flight: Flight, now: float) -> int:
-        """Rows for running sequences; returns the token budget left. Rows of a single token are outside it: there are
-        at most as many as slots, and a prompt need not be cut in two because others are being answered."""
+    def _catch_up(self, flight: Flight, now: float) -> Budget:
+        """Rows for running sequences; returns what is left of the budget. Rows of a single token are outside it: there
+        are at most as many as slots, and a prompt need not be cut in two because others are being answered."""
         drafts = self._drafts.budgets(list(self.roster.running)) if self._drafts is not None else {}
         together = bool(drafts)  # those who guess need to know all before, and others should not go without them
         behind = [
@@ -197,7 +197,7 @@ class Scheduler:
             if seq.status is not Status.RUNNING:
                 continue  # preempted for somebody before it
             missing = seq.known - seq.computed
-            count = missing if missing == 1 else min(missing, self._chunk, self._pace.fit(seq.held, budget))
+            count = missing if missing == 1 else min(missing, self._chunk, budget.fit(seq.held))
             if seq.memo is not None:
                 count = min(count, seq.memo.room(seq.computed, seq.evicted))
             if count <= 0:
@@ -206,12 +206,12 @@ class Scheduler:
             change = change or self._extend_or_preempt(seq, count, now)
             if change is not None:
                 chosen.append((seq, count, change))
-                budget -= self._pace.cost(seq.held, count) if missing > 1 else 0
+                budget = budget.less(seq.held, count) if missing > 1 else budget
         budget = whole
         for seq, count, change in chosen:
             if seq.status is Status.RUNNING:
                 if seq.known - seq.computed > 1:
-                    budget -= self._pace.cost(seq.held, count)
+                    budget = budget.less(seq.held, count)
                 flight.change(seq, change)
                 self._boarding.add_row(flight, seq, count, drafts.get(seq, 0))
         return budget
@@ -226,7 +226,7 @@ class Scheduler:
             roster.waiting.append(seq)
         first = min(roster.waiting, key=lambda s: self.policy.rank(s, now))
         while True:
-            self._boarding.admit(flight, self.capacity.max_batch_tokens, now, idle=True, only=[first])
+            self._boarding.admit(flight, Budget(self.capacity.max_batch_tokens), now, idle=True, only=[first])
             others = [seq for seq in roster.running if seq.request is not first.request]
             if flight.rows or not others:
                 return

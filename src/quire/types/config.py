@@ -70,7 +70,7 @@ class SchedulerOptions:
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
     step_target: float | None = option(
-        None, "seconds a step may take while answers are streamed: prompts are cut to fit (default: no limit)"
+        None, "seconds a step may last while answers stream: prompts are cut to fit (default: 0.3 on a GPU; 0: any)"
     )
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
     preempt: str = option("auto", "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)")

@@ -171,6 +171,7 @@ class Capacity(msgspec.Struct, frozen=True):
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
     turns: bool = False  # whether cached keys can be moved to other positions
+    step_target: float = 0.0  # seconds a step may take while answers are streamed; 0: any
     naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
 
     @property
