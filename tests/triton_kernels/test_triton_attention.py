@@ -10,7 +10,7 @@ import torch
 from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv import LayerKV, encode, take_pages
 from quire.kernels.reference.attention import ReferenceAttention
-from quire.kernels.triton import cascade, configs
+from quire.kernels.triton import attention, cascade, configs
 from quire.kernels.triton.attention import (
     Bounds,
     Plan,
@@ -121,19 +121,19 @@ def test_split_keys_are_joined(window, monkeypatch):
         case.check(case.triton(plan=plan))
 
 
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("dim", [16, 128])  # of large ones, parts are added up a few dimensions at a time
+@pytest.mark.parametrize(("window", "dim"), [(70, 16), (None, 128)])  # more are added up a few dimensions at a time
 def test_long_rows_split_too(window, dim, monkeypatch):
     monkeypatch.setattr(configs, "BLOCK_SPLIT_KEYS", 32)
-    case = Case([(40, 150), (1, 20), (9, 9), (17, 300)], window=window, dim=dim)
+    monkeypatch.setattr(attention, "processors", lambda device: 16)  # the interpreter takes its time for each
+    case = Case([(20, 150), (1, 20), (9, 9), (17, 200)], window=window, dim=dim)
     plan = TritonAttention().plan(case.batch, case.group, case.spec)
     items = plan.launches[-1].items
     assert items[items[:, 0] == 3, 2].max() > 2
-    lse = torch.empty(67, 4)
+    lse = torch.empty(47, 4)
     for _ in range(2):  # counters are back at zero
         case.check(case.triton(plan=plan, lse=lse))
-    row = case.group.page_table[3, :75].long()
-    seen = case.k[row].flatten(0, 1)[300 - (window or 300) :].repeat_interleave(2, dim=1)
+    row = case.group.page_table[3, :50].long()
+    seen = case.k[row].flatten(0, 1)[200 - (window or 200) :].repeat_interleave(2, dim=1)
     scores = torch.einsum("hd,khd->hk", case.q[-1], seen) * case.spec.scale
     torch.testing.assert_close(lse[-1], scores.logsumexp(-1))
 
@@ -299,7 +299,7 @@ def listed(rows, fit, least, bound, begins=None, window=0, tile=16, block=4, spa
         torch.cat([torch.arange(n - c, n) for c, n in rows]), starts, kv_len,
         kv_len if begins is None else torch.tensor(begins, dtype=torch.int32), items, len(rows), bound, fit, least,
         spare, 1, 1024, block, tile, ROWS=64, WINDOW=window, HAS_PREFIX=begins is not None, STEADY=steady, TRIES=tries,
-        BLOCKS=2, PIECES=4, PDL=False,
+        BLOCKS=2, PIECES=16, PDL=False,
     )  # fmt: skip
     used = items[items[:, 0] >= 0]
     assert (items[:, 0] <= len(rows)).all()
@@ -334,8 +334,8 @@ def test_pieces_are_as_even_as_whole_rounds_allow():
 @pytest.mark.parametrize("steady", [False, True])
 def test_blocks_of_queries_are_cut_too(steady):
     rng = random.Random(6)
-    for fit, spare, tries in ((4, 4, 1), (33, 33, 1), (33, 5, 1), (33, 99, 4), (100, 300, 4)):
-        rows = [(count, count + rng.choice((0, 0, 300, 2000))) for count in rng.choices(range(1, 60), k=9)]
+    for fit, spare, tries in ((33, 33, 1), (33, 5, 1), (33, 132, 4)):
+        rows = [(count, count + rng.choice((0, 0, 300, 900))) for count in rng.choices(range(1, 40), k=6)]
         blocks = sum(-(-count // 4) for count, _ in rows)
         bound = blocks + spare if not steady else sum(-(-c // 4) * -(-n // 32) for c, n in rows)
         found, queries = listed(rows, fit, 2, bound, spare=bound if steady else spare, steady=steady, tries=tries)
@@ -365,7 +365,7 @@ def test_a_chunk_behind_a_long_context_fills_the_chip():
     assert max(last - first for *_, first, last in found) < 3600
 
 
-@pytest.mark.parametrize(("blocks", "parts"), [(3, 11), (15, 2), (17, 7), (25, 5), (33, 1), (34, 3), (250, 1)])
+@pytest.mark.parametrize(("blocks", "parts"), [(3, 11), (15, 2), (17, 7), (25, 5), (33, 1), (34, 3), (140, 1)])
 def test_as_many_rounds_as_end_soonest(blocks, parts):
     """Of 33: eleven parts of three blocks are one, seven of seventeen are nearly four."""
     found, _ = listed([(4 * blocks, 131_072 * 2)], 33, 16, max(blocks, 132), spare=132, tries=4, tile=64)
