@@ -487,12 +487,10 @@ def shared_prefixes() -> Iterator[Trial]:
         plan = planned(case)
         run = lambda i, c=case, p=plan: c.run(i, backend, p)  # noqa: E731
         yield Trial("prefix", name, "each row alone", run, 1, own, case.flops)
-        for per in (2, 4, 8):
-            lists = cascade.prefix_lists(groups, counts, PAGE, HEADS // KV, torch.device("cuda"))
-            joint = planned(case, per=per, prefix=lists)
-            run = lambda i, c=case, p=joint: c.run(i, backend, p)  # noqa: E731
-            yield Trial("prefix", name, f"cascade per SM {per}", run, 1, own, case.flops,
-                        lambda c=case, p=joint: c.error(backend, p))  # fmt: skip
+        lists = cascade.prefix_lists(groups, counts, PAGE, HEADS // KV, torch.device("cuda"))
+        joint = planned(case, prefix=lists)
+        run = lambda i, c=case, p=joint: c.run(i, backend, p)  # noqa: E731
+        yield Trial("prefix", name, "cascade", run, 1, own, case.flops, lambda c=case, p=joint: c.error(backend, p))
 
 
 SECTIONS: dict[str, Callable[[], Iterator[Trial]]] = {

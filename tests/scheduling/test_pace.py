@@ -13,7 +13,7 @@ def plan_of(work):
 def learn(pace, base, rate, works, now=1.0):
     for work in works:
         now += base + rate * work
-        pace.ended(now, plan_of(work), alone=False)
+        pace.ended(now, plan_of(work), began=None)
     return now
 
 
@@ -38,13 +38,13 @@ def test_prompts_get_on_however_slow_steps_are():
     learn(pace, 0.01, 1e-3, [0] * 20 + [512] * 20)
     budget = pace.budget(flowing=True)
     assert budget.fit(0) == LEAST and budget.fit(100 * CONTEXT) == 1
-    assert not budget.less(0, LEAST).fit(0) and not Budget(0).fit(0)
+    assert not budget.less(0, LEAST).fit(0)
 
 
 def test_tokens_far_back_count_for_more():
     budget = Budget(8192, 1000.0)
     assert budget.fit(0) == 1000 and budget.fit(CONTEXT) == 500
-    assert budget.less(CONTEXT, 400) == Budget(7792, 200.0)
+    assert budget.less(CONTEXT, 400) == Budget(7792, 200.0, begun=True)
 
 
 def test_a_step_has_no_more_tokens_than_it_may_whatever_it_takes():
@@ -60,14 +60,38 @@ def test_waiting_for_work_is_not_a_slow_step():
     pace = Pace(0.05, 8192)
     now = learn(pace, 0.01, 1e-5, [0] * 40 + [2048] * 40)
     before = pace.budget(flowing=True)
-    pace.ended(now + 1000, plan_of(2048), alone=True)
-    assert pace.budget(flowing=True) == before
+    pace.ended(now + 1000, plan_of(2048), began=now + 1000 - 0.01 - 2048e-5)
+    assert pace.budget(flowing=True).work == pytest.approx(before.work)
+
+
+def test_a_step_at_a_time_is_learned_from_too():
+    pace, now = Pace(0.05, 8192), 1.0
+    for work in [0] * 40 + [2048] * 40:
+        began, now = now + 7.0, now + 7.0 + 0.01 + 1e-5 * work
+        pace.ended(now, plan_of(work), began=began)
+    assert 3500 < pace.budget(flowing=True).fit(0) < 4500
+
+
+def test_a_step_that_took_long_is_got_over():
+    """Also where prompts are then cut to just as many tokens as there must be."""
+    pace = Pace(0.3, 8192)
+    now = learn(pace, 0.01, 2e-5, [0] * 40 + [8192] * 10)
+    pace.ended(now + 3.0, plan_of(0), began=None)
+    assert pace.budget(flowing=True).fit(0) == LEAST
+    learn(pace, 0.01, 2e-5, [LEAST] * 8, now + 3.0)
+    assert pace.budget(flowing=True).fit(0) > 4000
+
+
+def test_what_is_left_over_by_rounding_goes_to_nobody():
+    budget = Budget(8192, 100.5)
+    assert budget.less(0, budget.fit(0)).fit(0) == 0
+    assert Budget(8192, 0.2).fit(0) == 1, "but somebody gets on"
 
 
 def test_a_small_step_says_little_about_large_ones():
     """It takes longer than its tokens: a captured size is filled up, and weights are read for however few."""
     pace = Pace(0.3, 8192)
-    pace.ended(1.0, plan_of(100), alone=True)
+    pace.ended(1.0, plan_of(100), began=1.0)
     now = learn(pace, 0.0, 15e-3 / 100, [100])
     now = learn(pace, 0.0, 3e-5, [2000], now)
     assert pace.budget(flowing=True).work == pytest.approx(8700, rel=0.05)

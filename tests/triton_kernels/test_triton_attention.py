@@ -302,7 +302,7 @@ def listed(rows, fit, least, bound, begins=None, window=0, tile=16, block=4, spa
         BLOCKS=2, PIECES=16, PDL=False,
     )  # fmt: skip
     used = items[items[:, 0] >= 0]
-    assert (items[:, 0] <= len(rows)).all()
+    assert (items[:, 0] < len(rows)).all()
     cut = (items[:, 0] >= 0) & (items[:, 2] > 1)
     assert not cut[min(2 * spare, bound) :].any()  # where results of pieces have room
     own = starts[used[:, 0].long()]
@@ -363,6 +363,27 @@ def test_a_chunk_behind_a_long_context_fills_the_chip():
     found, _ = listed([(8, 50_000), *[(4, 20)] * 5], 33, 16, 200, spare=33)
     assert sum(row == 0 for row, *_ in found) == 2 * 14 and len(found) == 2 * 14 + 5
     assert max(last - first for *_, first, last in found) < 3600
+
+
+def test_nor_is_a_long_row_left_whole_where_others_would_fill_the_chip():
+    """As planned for a step of just these rows."""
+    rows, spec = [(128, 131_072), *[(1000, 1000)] * 8], AttentionSpec(32, 8, 128, 0.1)
+    positions = torch.cat([torch.arange(n - c, n) for c, n in rows])
+    counts, lens = [c for c, _ in rows], [n for _, n in rows]
+    starts, kv_len = torch.tensor([0, *counts]).cumsum(0).int(), torch.tensor(lens).int()
+    batch = Batch(positions, starts, kv_len, counts, lens, ())
+    (launch,) = plan_launches(Bounds.of(batch), spec, 132, invariant=False)
+    items = _with_items(launch, batch, spec).items
+    items = items[items[:, 0] >= 0]
+    assert (items[:, 6] - items[:, 5]).max() < 6000 and (items[:, 0] == 0).sum() > 4 * 20
+
+
+def test_nothing_is_kept_for_pieces_that_cannot_be():
+    """One order of summing takes no memory until rows are longer than its pieces."""
+    bounds, spec = Bounds(512, 128, 1, 512, configs.INVARIANT_SPLIT), AttentionSpec(32, 8, 128, 0.1)
+    assert [one.spare for one in plan_launches(bounds, spec, 132, invariant=True)] == [0]
+    (launch,) = plan_launches(replace(bounds, longest_kv=3 * configs.INVARIANT_SPLIT), spec, 132, invariant=True)
+    assert launch.spare == 2 * launch.blocks // 3
 
 
 @pytest.mark.parametrize(("blocks", "parts"), [(3, 11), (15, 2), (17, 7), (25, 5), (33, 1), (34, 3), (140, 1)])

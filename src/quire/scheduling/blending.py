@@ -27,6 +27,7 @@ import numpy as np
 
 from quire.memory.manager import KVManager, PageTable
 from quire.scheduling.flight import Flight
+from quire.scheduling.pace import Budget
 from quire.scheduling.paging import reusable
 from quire.scheduling.sequence import Sequence
 from quire.types.blend import MAX_CHUNKS, Blend
@@ -195,20 +196,20 @@ class Blending:
         self.stats.blended_tokens += seq.log.blended
         if blend.recompute == 0:
             course.choose(0)
-        self._go_on(flight, course, max(1, budget), add_row)
+        self._go_on(flight, course, Budget(max(1, budget)), add_row)
         return True
 
-    def plan(self, flight: Flight, budget: int, add_row: AddRow) -> int:
-        """Let all that are under way go on, by at most so many tokens; returns by how many."""
-        used = 0
+    def plan(self, flight: Flight, budget: Budget, add_row: AddRow) -> Budget:
+        """Let all that are under way go on; returns what is left of the budget."""
         for seq, course in list(self._courses.items()):
             if seq.status is Status.RUNNING:  # else its pages are about to go
-                used += self._go_on(flight, course, budget - used, add_row)
-        return used
+                budget = self._go_on(flight, course, budget, add_row)
+        return budget
 
-    def _go_on(self, flight: Flight, course: Course, budget: int, add_row: AddRow) -> int:
-        """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it."""
-        seq, used = course.seq, 0
+    def _go_on(self, flight: Flight, course: Course, budget: Budget, add_row: AddRow) -> Budget:
+        """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it. Returns
+        what is left of the budget."""
+        seq = course.seq
         if course.runs is None:
             room = max(1, self._most - sum(probe.count for probe in flight.plan.probes))
             count = min(course.end - course.probed, room)
@@ -216,19 +217,19 @@ class Blending:
                 flight.probe(seq, course.probed, count)
                 course.probed += count
                 course.awaited += 1
-            return 0
-        while course.runs and used < budget:
+            return budget
+        while course.runs and (room := budget.fit(course.runs[0][0])):
             start, end = course.runs[0]
-            count = min(end - start, budget - used)
+            count = min(end - start, room)
             seq.computed = start
             add_row(flight, seq, count)
             course.runs[:1] = [(start + count, end)] if start + count < end else []
-            used += count
+            budget = budget.less(start, count)
         if course.runs:
             seq.computed = seq.known
         else:
             del self._courses[seq]
-        return used
+        return budget
 
     def commit(self, flight: Flight, result: StepResult) -> list[Sequence]:
         """A step has ended: take in what its probes found, and let go of the pages that its turns read. Returns chunks

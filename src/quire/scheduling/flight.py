@@ -11,14 +11,14 @@ from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Wri
 
 
 class Flight:
-    __slots__ = ("alone", "plan", "probes", "rows", "samples")
+    __slots__ = ("began", "plan", "probes", "rows", "samples")
 
     def __init__(self, step: int):
         self.plan = StepPlan(step=step)
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
         self.probes: list[tuple[Sequence, int]] = []
-        self.alone = False  # whether nothing else was in flight when it was planned
+        self.began: float | None = None  # when it was planned, if nothing else was in flight then
 
     def members(self) -> dict[Sequence, None]:
         """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""

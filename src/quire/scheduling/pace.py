@@ -27,15 +27,14 @@ class Budget:
 
     tokens: int
     work: float = inf
+    begun: bool = False
 
     def fit(self, start: int) -> int:
-        """Tokens from position `start` on that are within it; one, if anything is left."""
-        if self.tokens <= 0 or self.work <= 0:
-            return 0
-        return max(int(min(self.tokens, self.work / _work(start, 1))), 1)
+        """Tokens from position `start` on that are within it; of a whole budget one at least."""
+        return max(int(min(self.tokens, self.work / _work(start, 1))), 0 if self.begun else 1)
 
     def less(self, start: int, count: int) -> Budget:
-        return Budget(self.tokens - count, self.work - _work(start, count))
+        return Budget(self.tokens - count, self.work - _work(start, count), begun=self.begun or count > 0)
 
 
 class Pace:
@@ -54,13 +53,13 @@ class Pace:
             return Budget(self._most)
         return Budget(self._most, max(LEAST, (self._target - self._base) * self._work / self._seconds))
 
-    def ended(self, now: float, plan: StepPlan, *, alone: bool) -> None:
-        """A step is over; `alone`: none was in flight when it was planned, so the time since the last tells nothing."""
-        took, self._last = now - self._last, now
-        if not self._target or alone or not plan.rows or took <= 0:
+    def ended(self, now: float, plan: StepPlan, *, began: float | None) -> None:
+        """A step is over; `began`: when it was planned, if none was in flight then. Others begin when the last ends."""
+        took, self._last = now - (self._last if began is None else began), now
+        if not self._target or not plan.rows or took <= 0:
             return
         work = sum(_work(row.start, row.count) for row in plan.rows if row.count > 1)
-        if work < LEAST:
+        if work <= LEAST:  # as little as there may be: the base is what keeps it so
             self._base += MEMORY * (took - self._base)
         else:  # those with much work tell more
             self._seconds += max(took - self._base, 0.1 * took) - MEMORY * self._seconds

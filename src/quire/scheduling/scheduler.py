@@ -153,8 +153,7 @@ class Scheduler:
         self.diary.now = self.paging.directory.now = self.memory.index.now = now
         self.sessions.expire(now)
         flight, roster, boarding, idle = Flight(self._step), self.roster, self._boarding, not self._flights
-        budget = self._catch_up(flight, now)
-        budget = budget.less(0, self.blending.plan(flight, budget.fit(0), boarding.add_row))
+        budget = self.blending.plan(flight, self._catch_up(flight, now), boarding.add_row)
         boarding.seat_forks(flight)
         self.paging.prefetch(roster.waiting, self.pressure.spare)
         boarding.admit(flight, budget, now, idle=idle)
@@ -171,7 +170,7 @@ class Scheduler:
         flight.plan.frees, roster.freed = roster.freed, []
         for seq in flight.members():
             seq.inflight += 1
-        flight.alone = idle
+        flight.began = now if idle else None
         self._flights.append(flight)
         if self._drafts is not None:
             self._drafts.planned(flight.plan, now)
@@ -191,7 +190,8 @@ class Scheduler:
             and not (s.memo is not None and s.inflight and s.memo.measured)
         ]
         behind.sort(key=lambda s: s.known - s.computed > 1)  # stable: those nearly there first
-        whole = budget = self._pace.budget(flowing=any(s.known - s.computed == 1 for s in behind[:1]))
+        flowing = any(s.pending or s.known - s.computed == 1 for s in self.roster.running)
+        whole = budget = self._pace.budget(flowing=flowing)
         chosen: list[tuple[Sequence, int, Change]] = []
         for seq in behind:
             if seq.status is not Status.RUNNING:
@@ -271,7 +271,7 @@ class Scheduler:
         self.diary.now = now or self.diary.now
         flight = self._flights.popleft()
         assert flight.plan is plan, "steps must commit in the order they were planned"
-        self._pace.ended(self.diary.now, plan, alone=flight.alone)
+        self._pace.ended(self.diary.now, plan, began=flight.began)
         self.diary.stepped(plan, result, flight.rows)
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)

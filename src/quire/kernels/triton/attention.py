@@ -134,9 +134,9 @@ def plan_launches(bounds: Bounds, spec: AttentionSpec, sms: int, invariant: bool
     if invariant:
         tile = configs.INVARIANT[spec.stored]
         tile = replace(tile, block_m=max(tile.block_m, power_of_two(group)))
-        pieces = _most_blocks(bounds, 1, tile.block_m // group) * -(-bounds.longest_kv // configs.INVARIANT_SPLIT)
-        size = configs.INVARIANT_SPLIT // tile.block_n
-        return [Launch("pieces", tile, pieces, 1, EVERY, 1, size, spare=pieces, steady=True)]
+        blocks, size = _most_blocks(bounds, 1, tile.block_m // group), configs.INVARIANT_SPLIT
+        pieces = blocks * -(-bounds.longest_kv // size)
+        return [Launch("pieces", tile, pieces, 1, EVERY, 1, size // tile.block_n, pieces - blocks, steady=True)]
     few, many = _tile("few", spec.stored, spec), _tile("many", spec.itemsize if wide else spec.stored, spec)
     short = _short(spec)
     launches = []
@@ -193,7 +193,8 @@ def _pieces(launch: Launch, longest: int, spec: AttentionSpec, sms: int) -> Laun
     fit = max(sms * launch.tile.pieces // spec.kv_heads, 2)
     if many:  # results of pieces take much memory there
         more = configs.ROUNDS * fit
-        return replace(launch, blocks=max(launch.blocks, more), splits=fit, split_min=least, spare=more)
+        most = more if launch.blocks <= more else launch.blocks + more
+        return replace(launch, blocks=most, splits=fit, split_min=least, spare=more)
     most = -(-launch.blocks * 5 // (4 * fit)) * fit + _unit(launch.blocks) - 1
     return replace(launch, blocks=most, splits=fit, split_min=least, spare=most)
 

@@ -72,7 +72,7 @@ INVARIANT_SPLIT = 8192  # keys summed by one program in invariant mode, whatever
 
 SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 BLOCK_SPLIT_KEYS = 1024  # ... of rows with many queries, where results of pieces are larger
-ROUNDS = 4  # up to so many of pieces on the chip, where that many queries are not enough to fill one
+ROUNDS = 4  # of pieces that the chip holds: so many numbers of them are tried for rows with many queries
 
 # Products of few rows: (bytes of a weight, most rows) → by (least outputs, least reduction, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike: 4096 to 4224 outputs are a tile of 32 a processor,

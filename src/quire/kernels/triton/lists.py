@@ -27,8 +27,8 @@ def list_pieces_kernel(
     TRIES: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """items [bound, 8]: (row, piece, pieces, first query, queries, first key, behind the last, keys that every query
-    sees) of every piece of the rows with shortest .. longest queries, those of cut blocks first, a row's last queries
-    before its others (they have the most keys); row -1 elsewhere.
+    sees) of every piece of the rows with shortest .. longest queries, those of rows that are cut first, a row's last
+    queries before its others (they have the most keys); row -1 elsewhere.
 
     Pieces fill whole rounds of `fit`, at most `spare` more of them than blocks: as few rounds as give a quarter more
     pieces than blocks, or, of TRIES numbers of rounds, the one that takes the least time (to add up a piece's result
