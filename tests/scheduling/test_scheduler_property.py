@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from quire.scheduling import Scheduler
+from quire.scheduling import Scheduler, pace
 from quire.scheduling.beams import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
@@ -23,6 +23,13 @@ WINDOW = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=
 VOCAB = 97
 
 
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch):
+    """Prompts here are too short to be cut."""
+    monkeypatch.setattr(pace, "LEAST", 4)
+    monkeypatch.setattr(pace, "CONTEXT", 16)
+
+
 def layout(*groups: KVGroup) -> KVLayout:
     return KVLayout(groups=groups, dtype="float32")
 
@@ -34,7 +41,10 @@ class World:
         self.rng = random.Random(seed)
         self.depth = depth
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
-        capacity = msgspec.structs.replace(capacity, tiers=tiers.specs if tiers else (), turns=True)
+        target = 0.11 if seed % 2 else 0.0  # a step takes 0.1
+        capacity = msgspec.structs.replace(
+            capacity, tiers=tiers.specs if tiers else (), turns=True, step_target=target
+        )
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
         self.executor = FakeExecutor(layout(*groups), capacity, vocab=VOCAB, tiers=tiers)
