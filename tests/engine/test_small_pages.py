@@ -90,13 +90,25 @@ def test_a_shared_prefix_and_forks(prompts):
             assert [e.logprob for e in whole] == [e.logprob for e in branch.logprobs]
 
 
-@pytest.mark.parametrize("kind", ["int8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "int4"))])
-def test_plain_torch_runs_on_them_too(prompts, kind):
-    with LLM(dtype="float32", kv_pages=100, max_model_len=512, threads=1) as llm:
-        exact = answers(llm, prompts[:1])
-    with LLM(dtype="float32", kv_dtype=kind, kv_pages=100, max_model_len=512, threads=1) as llm:
-        found = answers(llm, prompts[:1])
-    assert found[0][0] == exact[0][0] if kind == "int4" else found == exact
+def scores(prompt, **options):
+    """Log-probabilities of a prompt's tokens in plain torch."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with LLM(dtype="float32", kv_pages=100, max_model_len=512, threads=1, **options) as llm:
+        return [entry.logprob for entry in llm.generate(prompt, params)[0].prompt_logprobs[1:]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "near"),
+    [
+        ("int8", 0.1),
+        pytest.param("fp8", 0.25, marks=pytest.mark.slow),
+        pytest.param("int4", 0.8, marks=pytest.mark.slow),
+    ],
+)
+def test_plain_torch_runs_on_them_too(prompts, kind, near):
+    """Which of two tokens is ahead by a hair may change; what the model makes of a text may not by much."""
+    pairs = zip(scores(prompts[0], kv_dtype=kind), scores(prompts[0]), strict=True)
+    assert 0 < sum(abs(found - exact) for found, exact in pairs) / 199 < near
 
 
 @pytest.mark.parametrize("kind", ["int3", "fp8-kivi", "float8_e4m3fn"])
