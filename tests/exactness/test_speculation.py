@@ -265,6 +265,7 @@ def hundred(llm):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_hundred_prompts_with_every_proposer(plain, heads):
     prompts = hundred(plain)
     expected = [texts(result) for result in plain.generate(prompts, GREEDY)]
