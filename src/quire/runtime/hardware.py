@@ -97,7 +97,7 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     if target is None:
         target = STEP_TARGET if gpu else 0.0
     if target > 0:
-        reasons.append(f"steps of {target:g} s at most while answers are streamed: prompts are cut to fit")
+        reasons.append(f"steps of about {target:g} s while answers are streamed: prompts are cut to fit")
     if target < 0:
         raise ConfigError(f"step_target must be seconds, or 0 for no limit, got {target}")
     threads = options.device.threads or hardware.cores

@@ -14,7 +14,34 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ADDING = tl.constexpr(6)
+ADDING = tl.constexpr(6)  # tiles of keys that take as long as adding up one piece's result
+
+
+@triton.jit
+def _tiles_a_piece(blocks, tiles, some, bound, fit, least, spare, TRIES: tl.constexpr):
+    """Tiles of keys that a piece has at most, `least` or more, where rows have so many blocks and tiles. Pieces fill
+    whole rounds of `fit`, at most `spare` more of them than blocks: as few rounds as give a quarter more pieces than
+    blocks, or, of TRIES numbers of rounds, the one that takes the least time. Rows that are not `some` stay whole."""
+    whole = tl.sum(tl.where(some, blocks, 0), 0)
+    room = tl.minimum(whole + spare, bound - tl.sum(tl.where(some, 0, blocks), 0))
+    longest = tl.maximum(tl.max(tiles, 0), least)
+    if TRIES == 1:
+        rounds = tl.cdiv(whole * 5, fit * 4)
+    else:
+        rounds = tl.cdiv(whole, fit)
+    size, soonest = least, 2147483647
+    for more in range(0, TRIES):
+        few, most = least, longest
+        while few < most:
+            middle = (few + most) // 2
+            if tl.sum(blocks * tl.cdiv(tiles, middle), 0) <= tl.minimum((rounds + more) * fit, room):
+                most = middle
+            else:
+                few = middle + 1
+        takes = (rounds + more) * few + ADDING * tl.cdiv(longest, few)
+        if takes < soonest:
+            soonest, size = takes, few
+    return size
 
 
 @triton.jit(
@@ -28,12 +55,8 @@ def list_pieces_kernel(
 ):  # fmt: skip
     """items [bound, 8]: (row, piece, pieces, first query, queries, first key, behind the last, keys that every query
     sees) of every piece of the rows with shortest .. longest queries, those of rows that are cut first, a row's last
-    queries before its others (they have the most keys); row -1 elsewhere.
-
-    Pieces fill whole rounds of `fit`, at most `spare` more of them than blocks: as few rounds as give a quarter more
-    pieces than blocks, or, of TRIES numbers of rounds, the one that takes the least time (to add up a piece's result
-    takes as long as ADDING tiles of keys). Rows of up to `least` tiles are not cut. STEADY: they are cut after every
-    `least` tiles instead. One program a row, which writes BLOCKS times PIECES at once."""
+    queries before its others (they have the most keys); row -1 elsewhere. STEADY: rows are cut after every `least`
+    tiles of keys, whatever else there is. One program a row, which writes BLOCKS times PIECES at once."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -50,27 +73,9 @@ def list_pieces_kernel(
         keys = tl.minimum(keys, WINDOW + block_q + block_n)
     some = keys > 1  # what pads captured steps of single tokens is not: it must not change how the rest is cut
     tiles = tl.where(some, tl.cdiv(keys, block_n), 0)
-    size = least  # tiles of a piece, at most
+    size = least
     if not STEADY:
-        whole = tl.sum(tl.where(some, blocks, 0), 0)
-        room = tl.minimum(whole + spare, bound - tl.sum(tl.where(some, 0, blocks), 0))
-        longest_row = tl.maximum(tl.max(tiles, 0), least)
-        if TRIES == 1:
-            rounds = tl.cdiv(whole * 5, fit * 4)
-        else:
-            rounds = tl.cdiv(whole, fit)
-        soonest = 2147483647
-        for more in range(0, TRIES):
-            few, most = least, longest_row
-            while few < most:
-                middle = (few + most) // 2
-                if tl.sum(blocks * tl.cdiv(tiles, middle), 0) <= tl.minimum((rounds + more) * fit, room):
-                    most = middle
-                else:
-                    few = middle + 1
-            takes = (rounds + more) * few + ADDING * tl.cdiv(longest_row, few)
-            if takes < soonest:
-                soonest, size = takes, few
+        size = _tiles_a_piece(blocks, tiles, some, bound, fit, least, spare, TRIES)
     cuts = tl.maximum(tl.cdiv(tiles, size), 1)
     own = tl.sum(tl.where(every == row, cuts, 0), 0)
     pieces = blocks * cuts
