@@ -9,6 +9,7 @@ import pytest
 from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
+from quire.types.cache import CacheOrder
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
@@ -24,12 +25,30 @@ VOCAB = 97
 
 
 class Flaky(FakeExecutor):
-    """Fails the steps it is told to, and takes as many as it is let."""
+    """Fails the steps it is told to, and takes as many as it is let. Asleep it has no pages to read or write."""
 
     failing = 0
     gate = None
+    asleep = False
+
+    def sleep(self, pages):
+        super().sleep(pages)
+        self.asleep = True
+
+    def wake(self):
+        super().wake()
+        self.asleep = False
+
+    def read_pages(self, pages):
+        assert not self.asleep
+        return super().read_pages(pages)
+
+    def write_pages(self, pages, content):
+        assert not self.asleep and pages
+        super().write_pages(pages, content)
 
     def submit(self, plan):
+        assert not self.asleep
         if self.gate is not None:
             assert self.gate.acquire(timeout=60)
         if self.failing:
@@ -38,9 +57,9 @@ class Flaky(FakeExecutor):
         return super().submit(plan)
 
 
-def core(depth=1, **options):
+def core(depth=1, layout=LAYOUT, **options):
     capacity = Capacity(pages=64, slots=4, max_model_len=60, max_batch_tokens=16, depth=depth)
-    return EngineCore(EngineOptions.of(**options), Flaky(LAYOUT, capacity, vocab=VOCAB))
+    return EngineCore(EngineOptions.of(**options), Flaky(layout, capacity, vocab=VOCAB))
 
 
 def link(depth=1):
@@ -93,6 +112,81 @@ def test_a_failed_step_ends_its_requests_and_the_engine_keeps_serving():
     engine.submit(ask("next", [1, 2]))
     assert run(engine)["next"] == expected([1, 2], 6)
     engine.scheduler.check()
+
+
+def test_slots_that_a_failed_step_was_to_free_are_free():
+    engine = core()
+    engine.submit(ask("short", [1, 2], max_tokens=2))
+    engine.submit(ask("long", [3, 4], max_tokens=20))
+    while "short" in engine.scheduler.roster.requests:
+        engine.step()
+    assert engine.scheduler.roster.freed
+    engine.executor.failing = 1
+    run(engine)
+    for name in "abcd":
+        engine.submit(ask(name, [5, ord(name) % VOCAB]))
+    assert {name: len(tokens) for name, tokens in run(engine).items()} == dict.fromkeys("abcd", 6)
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_steps_beyond_the_last_answer_are_taken_in(abandoned):
+    """Whoever has all that was asked for may not ask again for long, and what is in flight holds pages until then."""
+    engine = link(depth=2)
+    prompt = [1, 2, 3]
+    stop = [] if abandoned else [expected(prompt, 3)[-1]]
+    engine.send(Submit(ask("a", prompt, max_tokens=30, stop_token_ids=stop)))
+    for _ in range(4):
+        engine.receive(0)
+    if abandoned:
+        engine.send(Abort("a"))
+    assert not engine.core.scheduler.roster.requests
+    assert not engine.core.busy and not engine.core.scheduler.memory.pool.used
+    engine.core.power(asleep=True)
+
+
+def test_a_step_that_fails_beyond_the_last_answer_is_got_over(monkeypatch):
+    engine = link(depth=2)
+    engine.send(Submit(ask("a", [1, 2, 3], max_tokens=30)))
+    for _ in range(4):
+        engine.receive(0)
+    assert engine.core._tickets
+    monkeypatch.setattr(engine.core.scheduler, "commit", lambda *_: 1 / 0)
+    engine.send(Abort("a"))
+    monkeypatch.undo()
+    assert not engine.core._tickets
+    engine.send(Submit(ask("b", [1, 2, 3])))
+    assert run(engine.core)["b"] == expected([1, 2, 3], 6)
+
+
+def test_cache_orders_wake_a_sleeping_engine():
+    engine, prompt = core(), list(range(13))
+    engine.submit(ask("a", prompt))
+    run(engine)
+    exports = []
+    for order in (CacheOrder(action="export", tokens=prompt), CacheOrder(action="export", tokens=prompt[::-1])):
+        engine.power(asleep=True)
+        exports.append(engine.cache(order)[1])
+    for data, pages in zip(exports, (3, 0), strict=True):
+        engine.reset()
+        engine.power(asleep=True)
+        assert engine.cache(CacheOrder(action="look"))[0].device_cached == 0
+        assert engine.cache(CacheOrder(action="import", data=data))[0].pages == pages
+    engine.scheduler.check()
+
+
+def test_a_bundle_has_no_pages_of_a_window_that_moved_on():
+    """What was read from nowhere must not come back as the pages of the first part."""
+    window = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=11)
+    engine, prompt = core(layout=KVLayout((*LAYOUT.groups, window), "float32")), list(range(1, 49))
+    engine.submit(ask("a", prompt, max_tokens=2))
+    run(engine)
+    _, data = engine.cache(CacheOrder(action="export", tokens=prompt))
+    engine.cache(CacheOrder(action="drop"))
+    assert engine.cache(CacheOrder(action="import", data=data))[0].pages < 12 + 6
+    engine.submit(ask("b", [*prompt, 9], max_tokens=2))
+    assert run(engine)["b"] == expected([*prompt, 9], 2) and engine.stats().cached_tokens == 48
+    engine.submit(ask("c", [*prompt[:16], 80, 81], max_tokens=2))
+    assert run(engine)["c"] == expected([*prompt[:16], 80, 81], 2)
 
 
 def test_an_engine_that_only_fails_gives_up():

@@ -3,6 +3,7 @@
 import gc
 import math
 import weakref
+from itertools import zip_longest
 
 import pytest
 import torch
@@ -114,12 +115,35 @@ def test_chat_stops_at_the_end_of_the_turn(llm):
     assert "<|im_end|>" not in result.outputs[0].text
 
 
+def test_each_conversation_may_have_its_own_parameters(llm):
+    asks = [[{"role": "user", "content": "Count to ten."}]] * 2
+    found = llm.chat(asks, [greedy(max_tokens=2), greedy(max_tokens=4)])
+    assert [len(one.outputs[0].token_ids) for one in found] == [2, 4]
+    with pytest.raises(InputError, match="2 prompts but 1"):
+        llm.chat(asks, [greedy()])
+
+
 def test_stream_is_the_answer_in_pieces(llm):
     whole = llm.generate(PROMPT, greedy())[0].outputs[0]
     deltas = list(llm.stream(PROMPT, greedy()))
     assert "".join(d.text for d in deltas) == whole.text
     assert [t for d in deltas for t in d.token_ids] == whole.token_ids
     assert deltas[-1].finish_reason is FinishReason.LENGTH and not any(d.finish_reason for d in deltas[:-1])
+
+
+def test_streams_may_be_read_in_turn_and_others_called_beside_them(llm):
+    other, params = "Two plus two is", greedy(max_tokens=4)
+    alone = [[t for d in llm.stream(prompt, params) for t in d.token_ids] for prompt in (PROMPT, other)]
+    found = [], []
+    for deltas in zip_longest(llm.stream(PROMPT, params), llm.stream(other, params)):
+        llm.stats()
+        for tokens, delta in zip(found, deltas, strict=True):
+            tokens += delta.token_ids if delta else []
+    assert list(found) == alone
+    answers = [llm.generate(other, params)[0].outputs[0].token_ids for _ in llm.stream(PROMPT, params)]
+    assert answers == [alone[1]] * len(answers)
+    llm.embed(PROMPT)
+    assert not llm._inboxes
 
 
 def test_leaving_a_stream_ends_the_request(llm):

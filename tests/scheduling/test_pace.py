@@ -3,7 +3,7 @@
 import pytest
 
 from quire.scheduling.pace import CONTEXT, LEAST, Budget, Pace
-from quire.types.plan import Row, StepPlan
+from quire.types.plan import Probe, Row, StepPlan
 
 
 def plan_of(work):
@@ -80,6 +80,37 @@ def test_a_step_that_took_long_is_got_over():
     assert pace.budget(flowing=True).fit(0) == LEAST
     learn(pace, 0.01, 2e-5, [LEAST] * 8, now + 3.0)
     assert pace.budget(flowing=True).fit(0) > 4000
+
+
+@pytest.mark.parametrize("late", [1.0, 5.0])
+def test_a_small_step_that_took_long_is_got_over(late):
+    """It spoils what is known of a token's time, and steps that are then cut to the least tell nothing about that."""
+    pace = Pace(0.3, 8192)
+    now = learn(pace, 0.01, 2e-5, [0] * 40)
+    now = learn(pace, late, 2e-5, [100], now)
+    assert pace.budget(flowing=True).fit(0) == LEAST
+    for _ in range(30):
+        now = learn(pace, 0.01, 2e-5, [pace.budget(flowing=True).fit(0)], now)
+    assert pace.budget(flowing=True).fit(0) > 4000
+
+
+def test_where_streams_alone_take_too_long_nothing_is_tried():
+    pace = Pace(0.005, 8192)
+    now = learn(pace, 0.01, 2e-5, [0] * 40 + [512] * 10)
+    learn(pace, 0.01, 2e-5, [LEAST] * 50, now)
+    assert pace.budget(flowing=True).fit(0) == LEAST
+    assert pace._seconds / pace._work == pytest.approx(2e-5, rel=0.3)
+
+
+def test_tokens_that_were_forgotten_are_not_attended():
+    """Nor are steps with layers computed apart like others."""
+    one, other = Pace(0.05, 8192), Pace(0.05, 8192)
+    for now in (1.0, 1.1, 1.2):
+        one.ended(now, StepPlan(step=1, rows=[Row(0, 0, 512)]), began=None)
+        other.ended(now, StepPlan(step=1, rows=[Row(0, 9 * CONTEXT, 512, shift=9 * CONTEXT)]), began=None)
+    assert one.budget(flowing=True) == other.budget(flowing=True)
+    other.ended(9.0, StepPlan(step=1, rows=[Row(0, 0, 512)], probes=[Probe(0, 0, 8)]), began=None)
+    assert one.budget(flowing=True) == other.budget(flowing=True)
 
 
 def test_what_is_left_over_by_rounding_goes_to_nobody():

@@ -4,7 +4,8 @@
     chat   short questions
 
 Every round asks about other texts, so that no proposer has seen an answer before. Speeds are those of single streams,
-from the first token to the last; answers are greedy and must be the same with speculation as without.
+from the first token to the last. Answers are greedy, and how many are as without speculation is counted: on a CPU and
+with `--invariant` all, elsewhere what is computed together may round otherwise.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Figures:
     """What one way of running came to."""
 
     speeds: list[float] = field(default_factory=list)  # tokens per second after the first token, by round
+    answers: int = 0
+    equal: int = 0  # of them, those that are as the first engine's
     tokens: int = 0
     drafts: int = 0
     drafted: int = 0
@@ -80,7 +83,7 @@ WORKLOADS = {"edit": edit, "chat": chat}
 def compare(
     llms: dict[str, LLM], workload: str, *, rounds: int, num: int, max_tokens: int, seed: int
 ) -> dict[str, Figures]:
-    """The same `num` prompts a round through every engine, one after the other; answers must agree."""
+    """The same `num` prompts a round through every engine, one after the other."""
     rng, found = Random(seed), {name: Figures() for name in llms}
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     for number in range(rounds + 1):
@@ -100,9 +103,9 @@ def compare(
             figures.tokens += tokens
             figures.add(llm.stats())
         first = next(iter(answers.values()))
-        for name, answer in answers.items():
-            if answer != first:
-                raise AssertionError(f"{name} answers otherwise than {next(iter(answers))}")
+        for name, each in answers.items():
+            found[name].answers += num
+            found[name].equal += sum(a == b for a, b in zip(each, first, strict=True))
     return found
 
 
@@ -117,12 +120,13 @@ def rows(workload: str, found: dict[str, Figures]) -> list[tuple[str, ...]]:
             f"{figures.acceptance:.0%} of {figures.drafted}" if figures.drafted else "-",
             f"{figures.length:.2f}",
             f"{figures.per_step:.2f}",
+            f"{figures.equal} of {figures.answers}" if figures.answers else "-",
         )
         for name, figures in found.items()
     ]
 
 
-HEADS = ("work", "speculation", "speed", "to plain", "accepted", "length", "per step")
+HEADS = ("work", "speculation", "speed", "to plain", "accepted", "length", "per step", "same answers")
 
 
 def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
@@ -134,6 +138,8 @@ def plain_figures(found: dict[str, Figures]) -> dict[str, Any]:
             "drafted": f.drafted,
             "accepted_length": f.length,
             "tokens_per_step": f.per_step,
+            "answers": f.answers,
+            "equal": f.equal,
         }
         for name, f in found.items()
     }
@@ -144,7 +150,7 @@ def batched(link: Link, batch: int, *, n_in: int, n_out: int, rounds: int, seed:
     from quire.bench import workloads
     from quire.bench.offline import run_workload
 
-    found, vocab = Figures(), min(128_000, link.info.vocab_size)
+    found, vocab = Figures(), min(workloads.VOCAB, link.info.vocab_size)
     for number in range(rounds + 1):
         run = run_workload(link, workloads.fixed(batch, n_in, n_out, seed=seed + number, vocab=vocab))
         if number:

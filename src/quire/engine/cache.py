@@ -15,11 +15,12 @@ import msgspec
 from quire.memory.manager import PageTable
 from quire.types.cache import CacheOrder, CacheReport
 from quire.types.errors import InputError, OverloadedError
+from quire.types.kv import NULL_PAGE
 
 if TYPE_CHECKING:
     from quire.engine.core import EngineCore
 
-VERSION = 1
+VERSION = 2
 MOST = 48 << 20  # bytes of a bundle
 CHECKSUM = 32
 
@@ -28,7 +29,7 @@ class Bundle(msgspec.Struct, array_like=True):
     version: int
     model: str  # what computed it, and how
     tokens: list[int]
-    pages: list[bytes]  # group by group
+    pages: list[bytes]  # group by group; empty where a window has moved on
 
 
 def carry_out(core: EngineCore, order: CacheOrder) -> tuple[CacheReport, bytes]:
@@ -91,9 +92,11 @@ def _drop(core: EngineCore, order: CacheOrder, table: PageTable) -> int:
 
 def _bundle(core: EngineCore, tokens: list[int], pages: list[int]) -> bytes:
     layout = core.scheduler.memory.layout
-    if len(pages) * layout.page_bytes > MOST:
-        raise InputError(f"{len(pages)} pages are more than a bundle holds ({MOST >> 20} MiB); export a shorter prefix")
-    body = msgspec.msgpack.encode(Bundle(VERSION, _kind(core), tokens, core.executor.read_pages(pages)))
+    held = [page for page in pages if page != NULL_PAGE]
+    if len(held) * layout.page_bytes > MOST:
+        raise InputError(f"{len(held)} pages are more than a bundle holds ({MOST >> 20} MiB); export a shorter prefix")
+    found = dict(zip(held, core.executor.read_pages(held), strict=True))
+    body = msgspec.msgpack.encode(Bundle(VERSION, _kind(core), tokens, [found.get(page, b"") for page in pages]))
     return body + hashlib.blake2b(body, digest_size=CHECKSUM).digest()
 
 
@@ -110,17 +113,19 @@ def _take_in(core: EngineCore, order: CacheOrder, table: PageTable) -> int:
         raise InputError("the bundle is of another model, precision or page layout; export it from one like this")
     memory.hash_pages(table, bundle.tokens, order.salt)
     keys = [(group, i, name) for group, names in enumerate(table.hashes) for i, name in enumerate(names)]
-    if len(keys) != len(bundle.pages) or any(len(page) != memory.layout.page_bytes for page in bundle.pages):
+    if len(keys) != len(bundle.pages) or {len(page) for page in bundle.pages} - {0, memory.layout.page_bytes}:
         raise InputError("the bundle's pages do not match its tokens; export it again")
-    fresh = memory.pool.take(len(keys))
+    given = [(key, page) for key, page in zip(keys, bundle.pages, strict=True) if page]
+    fresh = memory.pool.take(len(given))
     if fresh is None:
-        raise OverloadedError(f"{len(keys)} pages are not free now; retry when fewer requests run")
+        raise OverloadedError(f"{len(given)} pages are not free now; retry when fewer requests run")
     core.flush()  # pages taken just now may still have to be read, into a tier
-    core.executor.write_pages(fresh, bundle.pages)
-    for (group, i, name), page in zip(keys, fresh, strict=True):
+    if fresh:
+        core.executor.write_pages(fresh, [page for _, page in given])
+    for ((group, i, name), _), page in zip(given, fresh, strict=True):
         memory.index.publish((group, name), page, table.hashes[group][i - 1] if i else b"")
     memory.pool.release(fresh[::-1])
-    return len(keys)
+    return len(given)
 
 
 def _kind(core: EngineCore) -> str:

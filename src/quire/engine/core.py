@@ -49,6 +49,7 @@ class EngineCore:
 
     def power(self, *, asleep: bool) -> None:
         """Free the device's memory (weights and cached pages wait in the host's), or take it again."""
+        self.settle()
         if asleep and self.busy:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
         if asleep and not self._asleep:
@@ -58,9 +59,12 @@ class EngineCore:
             self.executor.wake()
         self._asleep = asleep
 
-    def submit(self, request: Request) -> None:
+    def _rouse(self) -> None:
         if self._asleep:
             self.power(asleep=False)
+
+    def submit(self, request: Request) -> None:
+        self._rouse()
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:
@@ -89,13 +93,25 @@ class EngineCore:
             if plan is not None:
                 self._tickets.append((plan, self.executor.submit(plan)))
             if self._tickets and (plan is None or len(self._tickets) >= self.capacity.depth):
-                done, ticket = self._tickets.popleft()
-                events = self.scheduler.commit(done, ticket.result(), time.monotonic())
-                self._failures = 0
-                return late + events
+                return late + self._land()
             return late
         except Exception as error:
             return late + self._recover(error)
+
+    def _land(self) -> list[TokenEvent]:
+        done, ticket = self._tickets.popleft()
+        events = self.scheduler.commit(done, ticket.result(), time.monotonic())
+        self._failures = 0
+        return events
+
+    def settle(self) -> None:
+        """Nobody waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
+        when they ended could not be told later."""
+        try:
+            while self._tickets and self._tickets[0][0].rows and not self.scheduler.roster.requests:
+                self._land()
+        except Exception as error:
+            self._recover(error)
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""
@@ -107,6 +123,7 @@ class EngineCore:
         return self.scheduler.fail(f"the step failed: {type(error).__name__}: {error}")
 
     def reset(self) -> None:
+        self._rouse()  # what the tiers are to forget, the worker forgets
         self.scheduler.reset()
 
     def stats(self) -> EngineStats:
@@ -119,6 +136,8 @@ class EngineCore:
         return self.scheduler.timelines(request_id)
 
     def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
+        if order.action != "look":
+            self._rouse()
         return carry_out(self, order)
 
     def flush(self) -> None:

@@ -142,6 +142,7 @@ class LocalLink:
 
     def send(self, message: ToEngine) -> None:
         self._replies.extend(handle(self.core, message))
+        self.core.settle()
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         if not self._replies and not self.core.busy:
@@ -150,6 +151,7 @@ class LocalLink:
         replies, self._replies = list(self._replies), deque()
         if self.core.busy and (events := self.core.step()):
             replies.append(Events(events))
+        self.core.settle()  # who has all answers may not ask again for long
         self.heard = time.monotonic()
         return replies
 

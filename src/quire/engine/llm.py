@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
@@ -20,11 +21,25 @@ from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
-from quire.types.events import EngineStats
+from quire.types.events import EngineStats, TokenEvent
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request, longest_first
 from quire.types.sampling import SamplingParams
-from quire.types.wire import Abort, Events, FinishAt, GetStats, Power, Powered, Reset, Stats, Submit, ToClient
+from quire.types.wire import (
+    Abort,
+    Events,
+    FinishAt,
+    GetStats,
+    Power,
+    Powered,
+    Reset,
+    Stats,
+    Submit,
+    ToClient,
+    ToEngine,
+)
+
+Reply = TypeVar("Reply", bound=ToClient)
 
 
 class LLM:
@@ -42,6 +57,7 @@ class LLM:
         local = resolve(model, progress=progress)
         self.text = TextModel.load(local)
         self._link = open_link(self.options, process=process, progress=progress)
+        self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: what has come for whoever follows it
         self.info = self._link.info
 
     def generate(
@@ -60,9 +76,7 @@ class LLM:
         many = _as_list(prompts)
         if session_id and len(many) > 1:
             raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
-        each = [params or SamplingParams()] * len(many) if not isinstance(params, Sequence) else list(params)
-        if len(each) != len(many):
-            raise InputError(f"{len(many)} prompts but {len(each)} sampling parameters", param="params")
+        each = _for_each(params, len(many))
         ranks = list(priorities or [0] * len(many))
         cut = [chunked(p, blend, self.text) for p in many]
         session = {"session": session_id, "hold": session_ttl}
@@ -72,20 +86,21 @@ class LLM:
     def chat(
         self,
         conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         blend: BlendParams | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
         **template: Any,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several; `blend` and sessions as for `generate`."""
+        """One conversation (a list of messages) or several; `params`, `blend` and sessions as for `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         cut = [chat_prompt(self.text, c, blend, **template) for c in many]  # type: ignore[arg-type]
         if session_id and len(cut) > 1:
             raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")
-        params, session = params or SamplingParams(), {"session": session_id, "hold": session_ttl}
-        requests = [self._prepare(p, params, 0, blend=b, **session) for p, b in cut]
+        session = {"session": session_id, "hold": session_ttl}
+        each = _for_each(params, len(cut))
+        requests = [self._prepare(p, s, 0, blend=b, **session) for (p, b), s in zip(cut, each, strict=True)]
         return self.collect([tokens for tokens, _ in cut], requests)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
@@ -116,24 +131,16 @@ class LLM:
         requests = [prepare_embedding(p, pooling, text=self.text, info=self.info) for p in _as_list(prompts)]
         vectors: dict[str, list[float]] = {}
         waiting = {r.id for r in requests}
-        with self._following(waiting):
-            for request in requests:
-                self._link.send(Submit(request))
+        with self._following(requests, waiting) as inbox:
             while waiting:
-                for message in self._link.receive(None):
-                    for event in message.events if isinstance(message, Events) else ():
-                        if event.request in waiting:
-                            waiting.remove(event.request)
-                            vectors[event.request] = embedding_in(event)
+                event = self._next(inbox)
+                waiting.remove(event.request)
+                vectors[event.request] = embedding_in(event)
         return [vectors[r.id] for r in requests]
 
     def stats(self) -> EngineStats:
         """Counters since start, or since the last reset()."""
-        self._link.send(GetStats())
-        while True:
-            for message in self._link.receive(None):
-                if isinstance(message, Stats):
-                    return message.stats
+        return self._ask(GetStats(), Stats).stats
 
     def sleep(self) -> None:
         """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""
@@ -143,13 +150,9 @@ class LLM:
         self._power(asleep=False)
 
     def _power(self, *, asleep: bool) -> None:
-        self._link.send(Power(asleep))
-        while True:
-            for message in self._link.receive(None):
-                if isinstance(message, Powered):
-                    if message.message:
-                        raise from_wire(message.error, message.message)
-                    return
+        reply = self._ask(Power(asleep), Powered)
+        if reply.message:
+            raise from_wire(reply.error, reply.message)
 
     def reset(self) -> None:
         """Forget cached prefixes and counters."""
@@ -191,41 +194,64 @@ class LLM:
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:
         views = {r.id: RequestText(r, self.text) for r in requests}
-        with self._following(views):
-            for request in requests:
-                self._link.send(Submit(request))
+        with self._following(requests, views) as inbox:
             while views:
-                for message in self._link.receive(None):
-                    yield from self._take(message, views)
+                event = self._next(inbox)
+                view = views.get(event.request)
+                if view is None:
+                    continue  # of what was drawn after its end
+                try:
+                    delta, end = view.take(event)
+                except QuireError:
+                    del views[event.request]
+                    raise
+                if end is not None:
+                    self._link.send(FinishAt(event.request, event.branch, end))
+                if view.done:
+                    del views[event.request]
+                if delta is not None:
+                    yield view.request, delta
 
     @contextlib.contextmanager
-    def _following(self, open_: Collection[str]) -> Iterator[None]:
-        """However it is left, requests that are still open then are aborted."""
+    def _following(self, requests: list[Request], open_: Collection[str]) -> Iterator[deque[TokenEvent]]:
+        """Submits requests; their events come into what this gives. However it is left, those that are still open then
+        are aborted."""
+        inbox: deque[TokenEvent] = deque()
+        self._inboxes.update((request.id, inbox) for request in requests)
         try:
-            yield
+            for request in requests:
+                self._link.send(Submit(request))
+            yield inbox
         finally:
+            for request in requests:
+                self._inboxes.pop(request.id, None)
             with contextlib.suppress(EngineDeadError):
                 for request_id in open_:
                     self._link.send(Abort(request_id))
 
-    def _take(self, message: ToClient, views: dict[str, RequestText]) -> Iterator[tuple[Request, Delta]]:
-        if not isinstance(message, Events):
-            return
-        for event in message.events:
-            view = views.get(event.request)
-            if view is None:
+    def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
+        while not inbox:
+            self._receive()
+        return inbox.popleft()
+
+    def _ask(self, question: ToEngine, answer: type[Reply]) -> Reply:
+        self._link.send(question)
+        while True:
+            for message in self._receive():
+                if isinstance(message, answer):
+                    return message
+
+    def _receive(self) -> list[ToClient]:
+        """Events go to whoever follows their request, for several may be under way; the rest is handed on."""
+        others: list[ToClient] = []
+        for message in self._link.receive(None):
+            if not isinstance(message, Events):
+                others.append(message)
                 continue
-            try:
-                delta, end = view.take(event)
-            except QuireError:
-                del views[event.request]
-                raise
-            if end is not None:
-                self._link.send(FinishAt(event.request, event.branch, end))
-            if view.done:
-                del views[event.request]
-            if delta is not None:
-                yield view.request, delta
+            for event in message.events:
+                if (inbox := self._inboxes.get(event.request)) is not None:
+                    inbox.append(event)
+        return others
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -233,3 +259,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _for_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """One for all, or one for each."""
+    each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * count
+    if len(each) != count:
+        raise InputError(f"{count} prompts but {len(each)} sampling parameters", param="params")
+    return each

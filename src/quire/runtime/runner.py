@@ -93,7 +93,7 @@ class ModelRunner:
 
     def read_pages(self, pages: list[int]) -> torch.Tensor:
         """Their bytes, in host memory."""
-        return self.pages[torch.tensor(pages, device=self._device)].cpu()
+        return self.pages[torch.tensor(pages, device=self._device, dtype=torch.long)].cpu()
 
     def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
         if pages and content is not None:

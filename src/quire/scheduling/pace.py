@@ -51,16 +51,23 @@ class Pace:
         """For the next step; `flowing`: somebody is waiting for the token after the last."""
         if not self._target or not flowing or not self._work:
             return Budget(self._most)
-        return Budget(self._most, max(LEAST, (self._target - self._base) * self._work / self._seconds))
+        return Budget(self._most, max(LEAST, self._fitting))
+
+    @property
+    def _fitting(self) -> float:
+        """Work that ends in time."""
+        return (self._target - self._base) * self._work / self._seconds
 
     def ended(self, now: float, plan: StepPlan, *, began: float | None) -> None:
         """A step is over; `began`: when it was planned, if none was in flight then. Others begin when the last ends."""
         took, self._last = now - (self._last if began is None else began), now
-        if not self._target or not plan.rows or took <= 0:
+        if not self._target or not plan.rows or plan.probes or took <= 0:
             return
-        work = sum(_work(row.start, row.count) for row in plan.rows if row.count > 1)
+        work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
         if work <= LEAST:  # as little as there may be: the base is what keeps it so
             self._base += MEMORY * (took - self._base)
+            if work and self._work and 0 < self._fitting <= LEAST:  # or the rate, of which nothing is learned here:
+                self._seconds *= 1 - MEMORY  # better by and by, until more is tried
         else:  # those with much work tell more
             self._seconds += max(took - self._base, 0.1 * took) - MEMORY * self._seconds
             self._work += work - MEMORY * self._work

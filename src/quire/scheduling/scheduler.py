@@ -289,7 +289,9 @@ class Scheduler:
         for request_id in list(self.roster.requests):
             events += self.roster.end(request_id, FinishReason.ERROR, message)
         while self._flights:
-            self.roster.land(self._flights.popleft())
+            flight = self._flights.popleft()
+            self.roster.freed += flight.plan.frees  # nobody knows how far the step came: it may not have done so
+            self.roster.land(flight)
         self.forgetting.landed(self._step)
         self.sessions.clear()
         self.memory.pool.forget_idle()
