@@ -74,6 +74,8 @@ def test_an_exported_prefix_comes_back_with_import(server):
     damaged[1000] ^= 1
     refused = httpx.post(f"{server.admin}/v1/cache/import", content=bytes(damaged), timeout=60)
     assert refused.status_code == 400 and "damaged" in refused.text
+    nothing = httpx.post(f"{server.admin}/v1/cache/export", json={"prompt": "Never heard of. " * 20}, timeout=60)
+    assert nothing.status_code == 400 and "warm it first" in nothing.text
 
 
 def test_pages_that_left_the_device_come_back_and_are_explained(server):

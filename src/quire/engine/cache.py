@@ -93,6 +93,8 @@ def _drop(core: EngineCore, order: CacheOrder, table: PageTable) -> int:
 def _bundle(core: EngineCore, tokens: list[int], pages: list[int]) -> bytes:
     layout = core.scheduler.memory.layout
     held = [page for page in pages if page != NULL_PAGE]
+    if not held:
+        raise InputError("nothing of this prompt is cached; warm it first", param="prompt")
     if len(held) * layout.page_bytes > MOST:
         raise InputError(f"{len(held)} pages are more than a bundle holds ({MOST >> 20} MiB); export a shorter prefix")
     found = dict(zip(held, core.executor.read_pages(held), strict=True))
