@@ -33,6 +33,9 @@ CONTEXT = 512
 class FakeTokenizer:
     vocab_size = VOCAB
 
+    def up_to(self, most: int) -> FakeTokenizer:
+        return self
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 

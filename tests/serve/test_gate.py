@@ -92,6 +92,10 @@ def test_scopes(locked: ServerUrl) -> None:
     for url, secret in ((models, OPERATOR), (admin, USER), (f"{locked}/metrics", USER)):
         refused = http.get(url, headers=bearer(secret))
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert refused.headers["connection"] == "close"
+    for end in ("%0a", "%0D%0A", "%00"):  # a route's pattern may match before the end of a line
+        for path in ("/metrics", "/view", "/v1/models"):
+            assert http.get(f"{locked}{path}{end}", headers=bearer(USER)).status_code == 400
 
 
 def test_refusals_have_the_shape_of_their_api(locked: ServerUrl) -> None:
@@ -200,6 +204,12 @@ def test_bodies_must_arrive_in_time(locked: ServerUrl, monkeypatch: pytest.Monke
         ({"host": "evil.example"}, 403),
         ({"host": "127.0.0.1.evil.example:8000"}, 403),
         ({"origin": "http://localhost:3000"}, 200),
+        ({"origin": "http://127.0.0.1:3000"}, 200),
+        ({"origin": "http://[::1]:3000"}, 200),
+        ({"origin": "http://203.0.113.7:8000", "host": "203.0.113.7:8000"}, 200),
+        ({"origin": "http://203.0.113.7:8000", "host": "203.0.113.8:8000"}, 403),
+        ({"origin": "http://203.0.113.7"}, 403),
+        ({"origin": "http://203.0.113.7:99", "host": "203.0.113.7:8000"}, 403),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "null"}, 403),
     ],

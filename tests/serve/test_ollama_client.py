@@ -116,6 +116,12 @@ def test_embed(fake: ollama.Client) -> None:
     assert fake.embeddings(model=MODEL, prompt="a").embedding == one.embeddings[0]
     with pytest.raises(ollama.ResponseError, match="context"):
         fake.embed(model=MODEL, input="b" * 600, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="at most 1024"):
+        fake.embed(model=MODEL, input=["a"] * 1025)
+    with pytest.raises(ollama.ResponseError, match="empty"):
+        fake.embed(model=MODEL, input=["a", ""])
+    many = fake.embed(model=MODEL, input=[f"{i % 7}" for i in range(200)]).embeddings
+    assert many == [many[i % 7] for i in range(200)]
 
 
 ERRORS: list[tuple[dict[str, Any], int, str]] = [

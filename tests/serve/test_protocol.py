@@ -338,6 +338,26 @@ def test_large_prompts_are_rendered_off_the_loop(http: httpx.Client, fake_fronte
     assert len(fake_frontend.text.threads) == 2
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "x" * 100_000})}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": ""}] * 10_000},
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}]},
+        {"chat_template_kwargs": {"n": list(range(50_000))}},
+    ],
+    ids=["messages", "arguments", "variables"],
+)
+def test_all_that_a_template_reads_counts_as_large(
+    http: httpx.Client, fake_frontend: FakeFrontend, body: dict[str, Any]
+) -> None:
+    fake_frontend.text.threads.clear()
+    http.post(CHAT, json={**chat(max_tokens=1), **body})
+    assert fake_frontend.text.threads and "quire-server" not in fake_frontend.text.threads
+
+
 # ---- operations ---------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as Backend
 from quire.assets import LocalModel, resolve
 from quire.assets.local import at_path
 from quire.text import TextModel, Tokenizer, load_tokenizer
-from quire.types.errors import InputError, ModelFileError
+from quire.text.tokenizer import PART
+from quire.types.errors import ContextLengthError, InputError, ModelFileError
 
 TEXTS = [
     "",
@@ -68,6 +69,28 @@ def digit_oracle(theirs: Any) -> Any:
     backend = Backend.from_str(theirs.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     return backend
+
+
+def test_texts_far_too_long_are_refused_before_all_of_them_is_tokenised(tokenizer: Tokenizer) -> None:
+    seen = 0
+
+    class Counting:
+        def encode_batch_fast(self, texts: list[str], **how: Any) -> Any:
+            nonlocal seen
+            seen += sum(map(len, texts))
+            return tokenizer._backend.encode_batch_fast(texts, **how)
+
+    limited = tokenizer.up_to(1000)
+    limited._backend = Counting()  # type: ignore[assignment]
+    dense, sparse = "7" * 1_000_000, " " * 100_000
+    for text in (dense, sparse + dense):
+        seen = 0
+        with pytest.raises(ContextLengthError, match="more than 2000"):
+            limited.encode(text)
+        assert seen <= 3 * PART
+    words = "some words " * 6000  # longer than a part
+    assert len(words) > PART and limited.up_to(len(words)).encode(words) == tokenizer.encode(words)
+    assert limited.encode("word " * 1100) == tokenizer.encode("word " * 1100), "who counts exactly says by how much"
 
 
 @pytest.mark.parametrize("text", TEXTS)

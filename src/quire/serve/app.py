@@ -90,6 +90,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
     info = frontend.client.info
+    frontend.text.tokenizer = frontend.text.tokenizer.up_to(max(info.max_model_len, info.stream_len))
     energy = Energy()
     if not energy.available:
         logger.info("no energy metrics: %s", "; ".join(energy.reasons))

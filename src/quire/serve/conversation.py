@@ -193,7 +193,7 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
     if reserved := RESERVED & set(turn.variables):
         raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
     tools = [tool.described() for tool in turn.offered()]
-    size = sum(len(message["content"]) for message in turn.messages) + len(msgspec.json.encode(tools))
+    size = len(msgspec.json.encode((turn.messages, tools, turn.variables)))
 
     def work() -> tuple[list[int], Blend | None]:
         text = serving.frontend.text

@@ -53,24 +53,28 @@ async def embed(
         return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     inputs = await off_loop(sum(map(len, prompts)), work)
-    context, gate = current(), asyncio.Semaphore(AT_ONCE)
+    context = current()
     tokens = sum(map(len, inputs))
     if context.permit is not None:
         serving.admission.charge(context.permit, tokens)
         serving.admission.start(context.permit)
         context.permit.used += tokens
 
-    async def one(prompt: list[int]) -> list[float]:
-        async with gate:
+    vectors: list[list[float]] = [[] for _ in inputs]
+    left = iter(enumerate(inputs))
+
+    async def some() -> None:
+        for index, prompt in left:
             vector, _ = await serving.frontend.embed(prompt, pooling, salt=context.salted(""))
-            return vector if dimensions is None else shortened(vector, dimensions)
+            vectors[index] = vector if dimensions is None else shortened(vector, dimensions)
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(prompt)) for prompt in inputs]
+            for _ in range(min(AT_ONCE, len(inputs))):
+                group.create_task(some())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in tasks], tokens
+    return vectors, tokens
 
 
 def shortened(vector: list[float], dimensions: int) -> list[float]:

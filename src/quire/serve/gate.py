@@ -21,7 +21,7 @@ from quire.serve import workshop
 from quire.serve.auth import ADMIN, INFERENCE, Key
 from quire.serve.context import Context, current, enter
 from quire.serve.errors import describe
-from quire.types.errors import EngineDeadError, ForbiddenError, QuireError
+from quire.types.errors import EngineDeadError, ForbiddenError, InputError, QuireError
 
 if TYPE_CHECKING:
     from quire.serve.generation import Serving
@@ -47,7 +47,9 @@ class Gate:
         try:
             context = self._let_in(scope)
         except QuireError as error:
-            await describe(error).response(scope["path"])(scope, receive, send)
+            response = describe(error).response(scope["path"])
+            response.headers["connection"] = "close"  # nobody reads the body that may follow
+            await response(scope, receive, send)
             return
         enter(context)
         workshop.enter(self.serving.workshop)
@@ -60,6 +62,8 @@ class Gate:
     def _let_in(self, scope: Scope) -> Context:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         path, method = scope["path"], scope["method"]
+        if not path.isprintable():  # routes overlook a line's end, comparisons do not
+            raise InputError("a path has printable characters only")
         keys = self.serving.keys
         if keys.open:
             check_origin(headers)
@@ -117,11 +121,14 @@ def presented(headers: dict[bytes, bytes]) -> str | None:
 def check_origin(headers: dict[bytes, bytes]) -> None:
     """Without keys, loopback is the only wall, and browsers stand inside it: pages of other sites must not reach
     through them, neither directly (Origin) nor under a name they own that resolves to this machine (Host)."""
-    host = _hostname("//" + headers.get(b"host", b"localhost").decode("latin-1"))
-    origin = headers.get(b"origin")
-    if not _is_address(host):
+    here = "//" + headers.get(b"host", b"localhost").decode("latin-1")
+    host = _hostname(here)
+    if not (_is_local(host) or _address(host)):
         raise ForbiddenError(f"without API keys this server answers to addresses and localhost, not to {host[:64]!r}")
-    if origin is not None and not _is_address(_hostname(origin.decode("latin-1"))):
+    if (origin := headers.get(b"origin")) is None:
+        return
+    site = origin.decode("latin-1")
+    if not _is_local(_hostname(site)) and site.partition(":")[2].lower() != here.lower():
         raise ForbiddenError("without API keys this server does not answer pages of other sites")
 
 
@@ -132,11 +139,13 @@ def _hostname(url: str) -> str:
         return ""
 
 
-def _is_address(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
+def _is_local(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" or host.endswith(".localhost") or (address is not None and address.is_loopback)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
-        return True
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
+        return None

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.serve.completions import prompts_of
 from quire.serve.embeddings import embed
 from quire.serve.events import json
 from quire.serve.generation import Serving, off_loop
@@ -32,6 +33,7 @@ from quire.serve.ollama_schema import (
 )
 from quire.serve.openapi import OllamaError, answers
 from quire.serve.wire import decode, read_body, until_gone
+from quire.text import Tokenizer
 
 _EMBED = msgspec.json.Decoder(OllamaEmbedRequest)
 _EMBEDDINGS = msgspec.json.Decoder(OllamaEmbeddingsRequest)
@@ -79,14 +81,14 @@ def shown(serving: Serving) -> OllamaShowAnswer:
 
 async def embedded(serving: Serving, body: OllamaEmbedRequest) -> OllamaEmbedAnswer:
     begun = time.perf_counter()
-    inputs = [body.input] if isinstance(body.input, str) else body.input
-    tokenizer, room = serving.frontend.text.tokenizer, serving.frontend.client.info.max_model_len - 1
-    cut = None if body.truncate is False else room
+    inputs = prompts_of(body.input, "input")  # type: ignore[arg-type]
+    room = serving.frontend.client.info.max_model_len - 1
 
     def work() -> list[str | list[int]]:
-        return [tokenizer.encode(text)[:cut] for text in inputs]
+        tokenizer = serving.frontend.text.tokenizer.up_to(8 * room)
+        return [_beginning(tokenizer, text, room) for text in inputs if isinstance(text, str)]
 
-    prompts = await off_loop(sum(map(len, inputs)), work)
+    prompts = inputs if body.truncate is False else await off_loop(sum(map(len, inputs)), work)
     vectors, tokens = await embed(serving, prompts, dimensions=body.dimensions)
     return OllamaEmbedAnswer(
         model=serving.frontend.model_name,
@@ -94,6 +96,16 @@ async def embedded(serving: Serving, body: OllamaEmbedRequest) -> OllamaEmbedAns
         total_duration=int((time.perf_counter() - begun) * 1e9),
         prompt_eval_count=tokens,
     )
+
+
+def _beginning(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
+    """The first so many tokens of a text, which may be much longer."""
+    characters = 4 * count
+    while True:
+        tokens = tokenizer.encode(text[:characters])
+        if len(tokens) > count + 16 or characters >= len(text):  # beyond the cut they may not be the whole text's
+            return tokens[:count]
+        characters *= 2
 
 
 def router(serving: Serving) -> APIRouter:

@@ -20,6 +20,8 @@ from quire.serve.wire import decode, read_body
 from quire.types.errors import InputError
 from quire.types.sampling import SamplingParams
 
+COUNTED = 1 << 20  # tokens of a text that may be counted, however short the model's context
+
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /tokenize: a `prompt`, or `messages` of a chat."""
@@ -63,7 +65,8 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
         serving.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InputError("send either prompt or messages", param="prompt")
-    tokenizer = serving.frontend.text.tokenizer
+    info = serving.frontend.client.info
+    tokenizer = serving.frontend.text.tokenizer.up_to(max(COUNTED, info.max_model_len))
     if body.messages is None:
         prompt = body.prompt or ""
 
@@ -82,9 +85,13 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
             begin=body.add_generation_prompt,
         )
         tokens, _ = await render(serving, turn)
-    answer = TokenizeResponse(len(tokens), serving.frontend.client.info.max_model_len, tokens)
+    answer = TokenizeResponse(len(tokens), info.max_model_len, tokens)
     if body.return_token_strs:
-        answer.token_strs = [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+
+        def spell() -> list[str]:
+            return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+
+        answer.token_strs = await off_loop(len(tokens), spell)
     return answer
 
 
@@ -93,10 +100,13 @@ async def detokenize(serving: Serving, raw: bytes) -> DetokenizeResponse:
     if body.model is not None:
         serving.check_model(body.model)
     size = serving.frontend.client.info.vocab_size
-    if stranger := next((token for token in body.tokens if not 0 <= token < size), None):
-        raise InputError(f"token id {stranger} is outside the vocabulary of {size}", param="tokens")
-    decoded = serving.frontend.text.tokenizer.decode
-    return DetokenizeResponse(await off_loop(len(body.tokens), lambda: decoded(body.tokens, False)))
+
+    def work() -> str:
+        if (stranger := next((token for token in body.tokens if not 0 <= token < size), None)) is not None:
+            raise InputError(f"token id {stranger} is outside the vocabulary of {size}", param="tokens")
+        return serving.frontend.text.tokenizer.decode(body.tokens, False)
+
+    return DetokenizeResponse(await off_loop(len(body.tokens), work))
 
 
 def router(serving: Serving) -> APIRouter:

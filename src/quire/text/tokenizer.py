@@ -8,6 +8,7 @@ Knows: tokens. Refuses to know: requests, chats, models' weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -15,7 +16,7 @@ from functools import cached_property
 import tokenizers
 
 from quire.text.pieces import pieces_of
-from quire.types.errors import InputError, ModelFileError, QuireError
+from quire.types.errors import ContextLengthError, InputError, ModelFileError, QuireError
 
 # Tokens that end a turn or a text, by the names model families give them. They count only if the model marks
 # them as special.
@@ -35,6 +36,7 @@ END_NAMES = frozenset(
 
 _MARK = "\x02"  # stands for what came before; no tokenizer joins it with text
 LONG = 2048  # characters; the library lets other threads run only while it encodes a batch
+PART = 1 << 16  # characters of a text that are always tokenised together
 
 
 class Tokenizer:
@@ -60,7 +62,15 @@ class Tokenizer:
         by_name = (i for i in self.special_ids if i < len(tokens) and tokens[i] in END_NAMES)
         self.eos_ids = frozenset([*eos_ids, *by_name])
         self.bos_id = bos_id
+        self._most: int | None = None
         self._pieces = pieces_of(backend.decoder, tokens)
+
+    def up_to(self, most: int) -> Tokenizer:
+        """The same, but that it refuses texts of far more than so many tokens, without tokenising all of them to find
+        that out: a token takes some three hundred bytes on the way."""
+        made = copy.copy(self)
+        made._most = most
+        return made
 
     @property
     def vocab_size(self) -> int:
@@ -71,11 +81,21 @@ class Tokenizer:
         special tokens written in the text become themselves, otherwise they are spelled out."""
         backend = self._backend if parse_special else self._literal
         try:
+            if self._most is not None:
+                self._weigh(text, self._most)
             if len(text) > LONG:
                 return list(backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids)
             return list(backend.encode(text, add_special_tokens=add_special).ids)
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error
+
+    def _weigh(self, text: str, most: int) -> None:
+        """Part by part; where parts meet there may be some tokens more than in the whole, so twice as many pass."""
+        part, found = max(PART, 4 * most), 0
+        for start in range(0, len(text) if len(text) > part else 0, part):
+            found += len(self._backend.encode_batch_fast([text[start : start + part]])[0].ids)
+            if found > 2 * most:
+                raise ContextLengthError(f"the text has more than {2 * most} tokens; {most} are the most there may be")
 
     def encode_on(self, text: str, parse_special: bool = True) -> list[int]:
         """Token ids of a text that goes on from another."""
