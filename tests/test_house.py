@@ -188,7 +188,8 @@ def test_modules_introduce_themselves_and_run_no_strangers_code(name: str) -> No
 def test_public_names() -> None:
     import quire
 
-    assert set(quire.__all__) == {"LLM", "AsyncLLM", "BlendParams", "GrammarSpec", "SamplingParams", "__version__"}
+    params = {"BeamParams", "BlendParams", "GrammarSpec", "SamplingParams"}
+    assert set(quire.__all__) == {"LLM", "AsyncLLM", "__version__"} | params
     for name in quire.__all__:
         assert getattr(quire, name) is not None
 

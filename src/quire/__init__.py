@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from quire.types.beam import BeamParams
 from quire.types.blend import BlendParams
 from quire.types.grammar import GrammarSpec
 from quire.types.sampling import SamplingParams
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from quire.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "BlendParams", "GrammarSpec", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "BeamParams", "BlendParams", "GrammarSpec", "SamplingParams", "__version__"]
 
 _LAZY = {"LLM": "quire.engine.llm", "AsyncLLM": "quire.engine.frontend"}
 

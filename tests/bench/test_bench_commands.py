@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.bench import spec
 from quire.cli.main import app
+from quire.types.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("default_model")
 
@@ -31,6 +32,33 @@ def test_spec(bench):
     assert guessed["drafted"] > 0 and guessed["accepted_length"] >= 1
     assert (guessed["equal"], guessed["answers"]) == (2, 2)  # the round that is not measured too
     assert "2 of 2" in text
+
+
+def test_interference(bench):
+    words = ("--streams", "2", "--prompt", "200", "--in", "8", "--out", "12", "--kv-memory", "64M")
+    with pytest.raises(ConfigError, match="give a longer one"):
+        bench("interference", *words)
+    found, text = bench("interference", *words, "--prefill-chunk", "32")
+    assert (found["streams"], found["prompt"]) == (2, 200)
+    assert 0 < found["alone"]["p50"] <= found["alone"]["p100"] and found["beside"]["p50"] > 0
+    assert found["long_ttft"] > 0 and "long prompt" in text
+
+
+def test_structured(bench):
+    found, _ = bench("structured", "--num", "2", "--kv-memory", "64M")
+    assert found["schemas"] == 2 and found["finished"] == 1
+    assert 0 < found["forced_tokens"] < found["output_tokens"]
+
+
+def test_beams(bench):
+    found, _ = bench("beams", "--width", "3", "--in", "64", "--out", "4", "--rounds", "1", "--kv-memory", "64M")
+    assert found["beams"] == 3 and found["pages_alone"] < found["pages_beams"] < 3 * found["pages_alone"]
+
+
+def test_evict(bench):
+    words = ("--budget", "128", "--inside", "300", "--beyond", "400", "--tail", "64", "--haystack", "200", "--num", "1")
+    found, _ = bench("evict", *words, "--way", "full", "--way", "sinks", "--kv-memory", "64M")
+    assert {"full", "sinks"} <= set(json.dumps(found).replace('"', " ").split())
 
 
 class Other(LLM):

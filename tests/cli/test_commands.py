@@ -45,6 +45,8 @@ def test_doctor_says_what_and_why(default_model):
 def test_unknown_models_name_the_remedy():
     with pytest.raises(ModelNotFoundError, match="smollm2-135m"):
         run("run", "smollm2-135n", "hello")
+    with pytest.raises(ModelNotFoundError, match='quire run smollm2-135m "Why is'):
+        run("run", "Why is the sky blue?")
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "static"])

@@ -121,6 +121,9 @@ def test_each_conversation_may_have_its_own_parameters(llm):
     assert [len(one.outputs[0].token_ids) for one in found] == [2, 4]
     with pytest.raises(InputError, match="2 prompts but 1"):
         llm.chat(asks, [greedy()])
+    for wrong in ("hello", ["hello"]):
+        with pytest.raises(InputError, match="list of messages"):
+            llm.chat(wrong)
 
 
 def test_stream_is_the_answer_in_pieces(llm):

@@ -135,9 +135,10 @@ def _recorded_path(ref: str) -> Path | None:
 def _not_found(ref: str, why: str = "not known") -> ModelNotFoundError:
     names = known_models() + [unquote(entry.name) for entry in _records()]
     close = difflib.get_close_matches(ref.lower(), names, n=3, cutoff=0.5)
-    guess = f"did you mean {' or '.join(close)}? " if close else ""
+    guess = f"did you mean {' or '.join(close)}? Looked" if close else "looked"
+    hint = f'. To ask the default model: quire run {known_models()[0]} "{ref[:200]}"' if " " in ref else ""
     return ModelNotFoundError(
-        f"model {ref!r} is {why}; {guess}Looked for a directory or .gguf file of that name, in the cache "
+        f"model {ref!r} is {why}; {guess} for a directory or .gguf file of that name, in the cache "
         f"({cache_dir()}) and among the known names ({', '.join(known_models())}). "
-        "A model on a hub is written org/name or org/name:file.gguf"
+        f"A model on a hub is written org/name or org/name:file.gguf{hint}"
     )

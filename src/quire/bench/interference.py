@@ -11,6 +11,7 @@ from quire.bench.offline import run_workload
 from quire.bench.report import percentile
 from quire.bench.workloads import VOCAB, Job, fixed
 from quire.engine.link import Link
+from quire.types.errors import ConfigError
 
 
 class Interference(msgspec.Struct):
@@ -37,6 +38,8 @@ def interference(link: Link, *, streams: int, prompt: int, n_in: int, n_out: int
         for earlier, later in zip(trace.times, trace.times[1:], strict=False)
         if earlier < end
     ]
+    if not during:
+        raise ConfigError(f"a prompt of {prompt} tokens is done before any stream has two tokens; give a longer one")
     return Interference(
         streams, prompt, _percentiles([g for t in alone.traces for g in t.gaps]), _percentiles(during), end
     )

@@ -177,7 +177,9 @@ def interference(
     *,
     engine: EngineOptions,
     streams: Annotated[int, typer.Option(help="answers under way")] = 32,
-    prompt: Annotated[int, typer.Option(help="tokens of the long prompt; its answer has one")] = 131071,
+    prompt: Annotated[
+        int | None, typer.Option(help="tokens of the long prompt; its answer has one (default: the context but one)")
+    ] = None,
     in_: Annotated[int, typer.Option("--in", help="input tokens of each stream")] = 128,
     out: Annotated[int, typer.Option(help="output tokens of each stream")] = 1024,
     json_: JsonOption = None,
@@ -188,7 +190,8 @@ def interference(
 
     link = open_link(engine, process=False, progress=True)
     try:
-        found = measure(link, streams=streams, prompt=prompt, n_in=in_, n_out=out)
+        size = link.info.max_model_len - 1 if prompt is None else prompt
+        found = measure(link, streams=streams, prompt=size, n_in=in_, n_out=out)
         info = link.info
     finally:
         link.close()
@@ -280,7 +283,8 @@ def suite(
     verify: Annotated[int, typer.Option(help="answers of each workload to check against plain torch")] = 2,
     json_: JsonOption = None,
 ) -> None:
-    """Run a fixed set of workloads and set each against other engines and the hardware's floor."""
+    """Run a fixed set of workloads and set each against other engines and the hardware's floor; unless another model is
+    named, on the shape of Llama 3.1 8B with random weights, which wants a large GPU."""
     from quire.bench.suite_report import report_suite
 
     report_suite(engine, name, only=only, repeats=repeats, verify=verify, json_path=json_)

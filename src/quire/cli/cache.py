@@ -26,7 +26,8 @@ def stats(
     key: Annotated[str, typer.Option(help="an admin key (default: $QUIRE_ADMIN_KEY)")] = "",
 ) -> None:
     """Show what each tier holds, what it delivered, and what that saved."""
-    report = _ask(url.rstrip("/") + "/v1/cache", key or os.environ.get("QUIRE_ADMIN_KEY", ""))
+    address = url if "://" in url else f"http://{url}"
+    report = _ask(address.rstrip("/") + "/v1/cache", key or os.environ.get("QUIRE_ADMIN_KEY", ""))
     from rich.console import Console
     from rich.table import Table
 

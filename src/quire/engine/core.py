@@ -68,7 +68,8 @@ class EngineCore:
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:
-            self._preparing.add(request, self.executor.prepare(request.params.grammar))
+            ready = self.executor.prepare(request.params.grammar)
+            self._preparing.add(request, ready, self.scheduler.roster.requests)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         return self._preparing.abort(request_id) or self.scheduler.abort(request_id)

@@ -128,7 +128,8 @@ def check_tokens(tokens: list[int], info: EngineInfo, room: int) -> None:
     if not tokens:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
     if len(tokens) >= room:
-        longer = "set kv_budget" if len(tokens) < info.stream_len else "serve with a larger max_model_len"
+        raised = "raise max_model_len, with kv_budget beyond what the model was trained for"
+        longer = "send kv_budget" if len(tokens) < info.stream_len else raised
         raise ContextLengthError(
             f"the prompt has {len(tokens)} tokens but the context holds {room}, one of them for the answer; "
             f"shorten the prompt or {longer}"

@@ -95,6 +95,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """One conversation (a list of messages) or several; `params`, `blend` and sessions as for `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
+        if not all(isinstance(turn, dict) for one in many for turn in one):
+            example = "{'role': 'user', 'content': 'Hello!'}"
+            raise InputError(f"a conversation is a list of messages, such as {example}; plain text goes to generate()")
         cut = [chat_prompt(self.text, c, blend, **template) for c in many]  # type: ignore[arg-type]
         if session_id and len(cut) > 1:
             raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")

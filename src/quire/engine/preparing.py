@@ -1,12 +1,14 @@
 """Requests on their way to the scheduler whose grammar is still being compiled; steps go on meanwhile.
 
+What was prepared is kept until its request is over: it may wait long before it is admitted, and be preempted after.
+
 Knows: futures. Refuses to know: what is prepared, and how.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -23,11 +25,14 @@ class Preparing:
     def __init__(self, most: int):
         self._most = most
         self._requests: dict[str, tuple[Request, Future[Any]]] = {}
+        self._kept: dict[str, Future[Any]] = {}  # of those submitted
 
     def __bool__(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request, ready: Future[Any]) -> None:
+    def add(self, request: Request, ready: Future[Any], live: Container[str]) -> None:
+        """`live` are the requests that are not over, of those submitted before."""
+        self._kept = {name: kept for name, kept in self._kept.items() if name in live}
         if request.id in self._requests:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
         if len(self._requests) >= self._most:
@@ -44,6 +49,7 @@ class Preparing:
             try:
                 ready.result()
                 submit(request)
+                self._kept[request.id] = ready
             except QuireError as error:
                 events += endings(request, FinishReason.ERROR, error)
             except Exception as error:

@@ -119,7 +119,7 @@ class OllamaTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 class OllamaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Name
-    options: Annotated[OllamaOptions, noted("see below")] | None = None
+    options: Annotated[OllamaOptions, noted("see the table of options")] | None = None
     keep_alive: KeepAlive | None = None
 
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from quire.serve.events import json
 from quire.serve.generation import Serving
 from quire.serve.openapi import answers
+from quire.types.errors import ConfigError, InputError
 
 
 class Power(msgspec.Struct):
@@ -23,7 +24,10 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/v1/engine/sleep", summary="Free the GPU's memory until woken", openapi_extra=answers(Power))
     async def sleep() -> Response:
-        await serving.frontend.client.power(asleep=True)
+        try:
+            await serving.frontend.client.power(asleep=True)
+        except ConfigError as error:  # not on this hardware
+            raise InputError(str(error)) from None
         return Response(json(Power(True)), media_type="application/json")
 
     @routes.post("/v1/engine/wake", summary="Take the GPU's memory again", openapi_extra=answers(Power))

@@ -172,5 +172,10 @@ class Load:
         try:
             return str(json.loads(answer.body)["data"][0]["id"])
         except (ValueError, KeyError, IndexError, TypeError):
-            detail = answer.error or f"HTTP {answer.status} {answer.body[:200].decode('utf-8', 'replace')}"
-            raise ConfigError(f"{self.target.url}/v1/models names no model ({detail}); give --model") from None
+            url = self.target.url
+            if answer.error:
+                raise ConfigError(f"cannot reach {url} ({answer.error}); is a server running there?") from None
+            if answer.status in (401, 403):
+                raise ConfigError(f"{url} wants a key: set QUIRE_API_KEY") from None
+            detail = f"HTTP {answer.status} {answer.body[:200].decode('utf-8', 'replace')}"
+            raise ConfigError(f"{url}/v1/models names no model ({detail}); give --model") from None
