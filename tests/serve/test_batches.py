@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from fake_frontend import FakeFrontend
 from typer.testing import CliRunner
 
 from quire.cli.main import app
+from quire.serve import create_app, create_serving
 from quire.serve.files import FileStore
-from quire.serve.responses_schema import ResponseObject
 from quire.serve.responses_store import ResponseStore, Stored
 from quire.serve.run import background_server
 from quire.serve.wire import NotFoundError
@@ -169,16 +171,21 @@ def test_a_folder_outlives_the_server(tmp_path: Path) -> None:
 
 def test_the_file_store_is_bounded_and_owned(tmp_path: Path) -> None:
     store = FileStore(tmp_path, max_bytes=10, max_files=2)
-    one = store.add(io.BytesIO(b"12345"), "a", "batch", "me")
+
+    def add(content: bytes, name: str) -> str:
+        with store.arriving() as (id, _):
+            return store.adopt(id, store.write(id, io.BytesIO(content)), name, "batch", "me").id
+
+    one = add(b"12345", "a")
     with pytest.raises(NotFoundError):
-        store.get(one.id, "you")
+        store.get(one, "you")
     with pytest.raises(OverloadedError, match="full"):
         store.room(6)
-    store.add(io.BytesIO(b"1"), "b", "batch", "me")
+    add(b"1", "b")
     with pytest.raises(OverloadedError, match="full"):
         store.room(0)
     assert [file.filename for file in FileStore(tmp_path).listing("me")] == [f.filename for f in store.listing("me")]
-    store.delete(one.id, "me")
+    store.delete(one, "me")
     store.room(6)
     (tmp_path / "file-x.json").write_text("{")  # cut short: what else is there is still found
     assert len(FileStore(tmp_path).listing("me")) == 1
@@ -188,8 +195,7 @@ def test_the_response_store_is_bounded_and_owned() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def keep(id: str, size: int = 10) -> None:
-        response = ResponseObject(id=id, created_at=0, model="m")
-        store.keep(Stored(response, [{"content": "x" * size}], [], "me"))
+        store.keep(id, Stored(b"x" * size, b"", b"", "me"))
 
     for number in range(5):
         keep(str(number))
@@ -200,6 +206,26 @@ def test_the_response_store_is_bounded_and_owned() -> None:
     assert [id for id in ("2", "4", "large", "larger") if store.find(id, "me")] == ["larger"]
     keep("too large", 20_000)
     assert store.find("too large", "me") is None
+
+
+async def test_stored_responses_take_the_bytes_they_are_counted_with() -> None:
+    frontend = FakeFrontend()
+    app = create_app(create_serving(frontend))  # type: ignore[arg-type]
+    tool = {"type": "function", "name": "f", "parameters": {"x": [{}] * 100_000}}  # 0.3 MB as JSON, 7 as objects
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 1, "tool_choice": "none", "tools": [tool]}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        made = [(await client.post("/v1/responses", json=body)).json()]  # what is made but once is made
+        tracemalloc.start()
+        try:
+            ids = [(await client.post("/v1/responses", json=body)).json()["id"] for _ in range(2)]
+            frontend.text.rendered.clear()
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+        assert grown < 2_000_000
+        assert (await client.get(f"/v1/responses/{made[0]['id']}")).json() == made[0]
+        assert all([(await client.get(f"/v1/responses/{id}")).json()["tools"] == made[0]["tools"] for id in ids])
 
 
 def test_quire_batch(default_model: Any, tmp_path: Path) -> None:

@@ -184,6 +184,7 @@ def test_heads_are_bounded(locked: ServerUrl, form: str) -> None:
 def test_bodies_are_bounded(locked: ServerUrl) -> None:
     answer = http.post(f"{locked}{CHAT}", headers=bearer(USER), content=b"x" * 70_000)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+    assert answer.headers["connection"] == "close"
 
 
 def test_bodies_must_arrive_in_time(locked: ServerUrl, monkeypatch: pytest.MonkeyPatch) -> None:

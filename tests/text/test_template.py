@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,30 @@ def test_everything_has_an_end(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(InputError, match=REASONS):
         ChatTemplate(BOMBS[name]).render(CHAT)
     assert time.monotonic() - start < 10  # far below "never", far above a busy machine's noise
+
+
+GROWTH = {
+    "indentation": "{{ tools|tojson(indent=4) }}",
+    "separators": "{{ range(20)|list|tojson(separators=('x' * 8000000, ':')) }}",
+    "numbers": "{{ ([2**2000] * 100000)|tojson }}",
+}
+
+
+@pytest.mark.parametrize("name", GROWTH)
+def test_json_too_large_is_never_built(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.text.sandbox.MAX_SECONDS", 60.0)  # so that size is what ends it, on any machine
+    deep: Any = [1] * 300_000
+    for _ in range(55):
+        deep = [deep]
+    tools = [{"parameters": deep}]
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="too large"):
+            ChatTemplate(GROWTH[name]).render(CHAT, tools=tools)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 << 20  # the whole text would take 60 million characters or more
 
 
 def test_namespaces_do_not_spell_themselves_out() -> None:

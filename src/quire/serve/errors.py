@@ -53,7 +53,9 @@ class Failure(NamedTuple):
         return msgspec.json.encode(self.body if shape is None else shape(self))
 
     def response(self, path: str) -> Response:
-        return Response(self.encode(path), self.status, headers=self.headers, media_type="application/json")
+        # Where the rest of a body is not awaited, its sender must not hold the connection with it.
+        headers = {**self.headers, "connection": "close"} if self.status in (408, 413) else self.headers
+        return Response(self.encode(path), self.status, headers=headers, media_type="application/json")
 
 
 _ANTHROPIC_TYPES = {

@@ -12,7 +12,8 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
@@ -23,10 +24,11 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.types import Message
 
+from quire.serve.context import current
 from quire.serve.events import json
 from quire.serve.generation import Serving
 from quire.serve.openapi import answers, queried
-from quire.serve.wire import BodyTooLargeError, NotFoundError, owner_of
+from quire.serve.wire import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, owner_of
 from quire.types.errors import InputError, OverloadedError
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -36,6 +38,8 @@ logger = logging.getLogger("quire.serve")
 MAX_FILE = 200 << 20  # bytes of one file, as with OpenAI's batches
 MAX_STORE = 2 << 30  # bytes of all of them
 MAX_FILES = 10_000
+MAX_UPLOADS = 64  # under way at once; the first MiB of each is in memory
+MIN_RATE = 256 << 10  # bytes a second that an upload has to keep up, after BODY_SECONDS of grace
 MAX_PAGE = 10_000  # entries of one listing
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
@@ -91,31 +95,56 @@ class FileStore:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._files: dict[str, Owned] = {}
+        self._arriving = 0  # files under way
+        self.used = 0  # bytes, those of files under way included
         for path in folder.glob("file-*.json"):
             owned = remembered(path, Owned)
             if owned and _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
                 self._files[owned.file.id] = owned
+                self.used += owned.file.bytes
 
     def path(self, id: str) -> Path:
         return self.folder / id
 
-    @property
-    def used(self) -> int:
-        return sum(owned.file.bytes for owned in self._files.values())
-
-    def room(self, size: int) -> None:
-        """Raise unless `size` more bytes fit."""
-        self._expire()
-        if len(self._files) >= self._max_files or self.used + size > self._max_bytes:
+    def room(self, size: int, files: int = 1) -> None:
+        """Raise unless `size` more bytes in so many more files fit."""
+        if not self._fits(size, files):
+            self._expire()
+        if not self._fits(size, files):
             raise OverloadedError("the file store is full; delete files that are no longer needed", retry_after=60)
 
-    def add(self, source: IO[bytes], filename: str, purpose: str, owner: str, seconds: int | None = None) -> FileObject:
-        """Copy a stream into the store."""
-        id = f"file-{uuid.uuid4().hex}"
+    def _fits(self, size: int, files: int) -> bool:
+        return len(self._files) + self._arriving + files <= self._max_files and self.used + size <= self._max_bytes
+
+    @contextmanager
+    def arriving(self) -> Iterator[tuple[str, Callable[[int], None]]]:
+        """Room for a file under way: its id, and a function that takes so many bytes more, or raises. All is given
+        back at the end; by then the file is adopted, or what there is of it is removed."""
+        if self._arriving >= MAX_UPLOADS:
+            raise OverloadedError("too many files are being sent; try again later", retry_after=5)
+        self.room(0)
+        id, taken = f"file-{uuid.uuid4().hex}", 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            self.room(size, files=0)
+            taken += size
+            self.used += size
+
+        self._arriving += 1
+        try:
+            yield id, take
+        finally:
+            self._arriving -= 1
+            self.used -= taken
+            if id not in self._files:
+                self.path(id).unlink(missing_ok=True)
+
+    def write(self, id: str, source: IO[bytes]) -> int:
+        """Copy a stream into the store, to be adopted; returns its size."""
         with open(os.open(self.path(id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
             shutil.copyfileobj(source, target)
-            size = target.tell()
-        return self.adopt(id, size, filename, purpose, owner, seconds)
+            return target.tell()
 
     def adopt(
         self, id: str, size: int, filename: str, purpose: str, owner: str, seconds: int | None = None
@@ -127,6 +156,7 @@ class FileStore:
             id=id, bytes=size, created_at=now, filename=filename[:255], purpose=purpose, expires_at=expires
         )
         self._files[id] = Owned(file, owner)
+        self.used += size
         self.path(f"{id}.json").write_bytes(json(self._files[id]))
         return file
 
@@ -151,49 +181,59 @@ class FileStore:
             self._remove(id)
 
     def _remove(self, id: str) -> None:
-        del self._files[id]
+        self.used -= self._files.pop(id).file.bytes
         self.path(id).unlink(missing_ok=True)
         self.path(f"{id}.json").unlink(missing_ok=True)
 
 
-async def read_form(request: Request, limit: int) -> dict[str, Any]:
-    """The fields of a multipart form, refused as soon as it is known to be longer than `limit` bytes."""
+@asynccontextmanager
+async def read_form(request: Request, limit: int, take: Callable[[int], None]) -> AsyncGenerator[dict[str, Any], None]:
+    """The fields of a multipart form, refused as soon as it is known to be longer than `limit` bytes, when it comes
+    too slowly, or when `take`, which is told of all bytes before they are written anywhere, refuses them."""
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InputError("send the file as multipart/form-data", code="invalid_content_type")
-    size = 0
+    began, size = asyncio.get_running_loop().time(), 0
 
     async def receive() -> Message:
         nonlocal size
         message = await request.receive()
-        size += len(message.get("body", b""))
+        more = len(message.get("body", b""))
+        size += more
         if size > limit:
             raise BodyTooLargeError(f"the form is larger than the limit of {limit} bytes")
+        take(more)
+        deadline.reschedule(began + BODY_SECONDS + size / MIN_RATE)
         return message
 
-    form = await Request(request.scope, receive).form(max_files=1, max_fields=8, max_part_size=4096)
-    return dict(form)
+    try:
+        async with asyncio.timeout(BODY_SECONDS) as deadline:
+            form = await Request(request.scope, receive).form(max_files=1, max_fields=8, max_part_size=4096)
+    except TimeoutError:
+        raise BodyTooSlowError(f"the form came too slowly, {size} bytes of it so far") from None
+    try:
+        yield dict(form)
+    finally:
+        await form.close()
 
 
 async def upload(request: Request, store: FileStore) -> FileObject:
-    store.room(0)
-    form = await read_form(request, MAX_FILE)
-    try:
-        if strange := set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}:
-            raise InputError(f"unknown field {min(strange)!r}", param=min(strange)[:64], code="unknown_parameter")
-        file, purpose = form.get("file"), form.get("purpose")
-        if not isinstance(file, UploadFile):
-            raise InputError("required field 'file' is missing", param="file", code="missing_required_parameter")
-        if purpose not in ("batch", "user_data", "assistants", "evals"):
-            raise InputError("purpose must be batch, user_data, assistants or evals", param="purpose")
-        seconds = _expiry(form)
-        store.room(file.size or 0)
-        return await asyncio.to_thread(
-            store.add, file.file, file.filename or "file", str(purpose), owner_of(request), seconds
-        )
-    finally:
-        for value in form.values():
-            if isinstance(value, UploadFile):
-                await value.close()
+    with store.arriving() as (id, take):
+        async with read_form(request, MAX_FILE, take) as form:
+            file, purpose, seconds = _fields(form)
+            size = await asyncio.to_thread(store.write, id, file.file)
+        return store.adopt(id, size, file.filename or "file", purpose, owner_of(request), seconds)
+
+
+def _fields(form: dict[str, Any]) -> tuple[UploadFile, str, int | None]:
+    """(the file, its purpose, the seconds it is kept)."""
+    if strange := set(form) - {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}:
+        raise InputError(f"unknown field {min(strange)!r}", param=min(strange)[:64], code="unknown_parameter")
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise InputError("required field 'file' is missing", param="file", code="missing_required_parameter")
+    if purpose not in ("batch", "user_data", "assistants", "evals"):
+        raise InputError("purpose must be batch, user_data, assistants or evals", param="purpose")
+    return file, purpose, _expiry(form)
 
 
 def _expiry(form: dict[str, Any]) -> int | None:
@@ -254,6 +294,8 @@ def router(serving: Serving, store: FileStore) -> APIRouter:
 
     @routes.post("/v1/files", summary="Upload a file", openapi_extra={**answers(FileObject), "requestBody": takes_form})
     async def create(request: Request) -> Response:
+        if (permit := current().permit) is not None:
+            serving.admission.start(permit)  # it waits for its sender, not for the engine
         return Response(json(await upload(request, store)), media_type="application/json")
 
     @routes.get(

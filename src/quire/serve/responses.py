@@ -127,7 +127,7 @@ class Work:
             if found is None:
                 problem = f"no stored response {body.previous_response_id!r}; it was never kept or has made room"
                 raise InputError(problem, param="previous_response_id", code="previous_response_not_found")
-            self.messages += found.messages
+            self.messages += msgspec.json.decode(found.messages)
         self.messages += input_messages(body)
         self.response = self._response()
 
@@ -214,7 +214,9 @@ class Work:
                 if isinstance(self.body.input, list)
                 else [InputItem(role="user", content=self.body.input)]
             )
-            self.store.keep(Stored(response, [*self.messages, said], msgspec.to_builtins(items), self.owner))
+            listing = InputItems(data=msgspec.to_builtins(items))
+            stored = Stored(json(response), json([*self.messages, said]), json(listing), self.owner)
+            self.store.keep(response.id, stored)
         return closing
 
     async def whole(self, talk: Talk) -> bytes:
@@ -274,7 +276,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/responses/{id}", summary="Read a stored response", openapi_extra=answers(ResponseObject))
     async def read(request: Request, id: str) -> Response:
-        return Response(json(store.get(id, owner_of(request)).response), media_type="application/json")
+        return Response(store.get(id, owner_of(request)).response, media_type="application/json")
 
     @routes.delete("/v1/responses/{id}", summary="Forget a response", openapi_extra=answers(ResponseDeleted))
     async def delete(request: Request, id: str) -> Response:
@@ -283,7 +285,6 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/responses/{id}/input_items", summary="What a response answered", openapi_extra=answers(InputItems))
     async def input_items(request: Request, id: str) -> Response:
-        items = store.get(id, owner_of(request)).items
-        return Response(json(InputItems(data=items)), media_type="application/json")
+        return Response(store.get(id, owner_of(request)).items, media_type="application/json")
 
     return routes

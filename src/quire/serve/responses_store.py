@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-
-from quire.serve.responses_schema import ResponseObject
 from quire.serve.wire import NotFoundError
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 64 << 20
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stored:
-    response: ResponseObject
-    messages: list[dict[str, Any]]  # the whole conversation, the answer included
-    items: list[dict[str, Any]]  # the input, as it was given
+    """One response, all of it JSON: as objects it would take many times the bytes that are counted."""
+
+    response: bytes
+    messages: bytes  # the whole conversation, the answer included
+    items: bytes  # the listing of the input
     owner: str
-    size: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages) + len(self.items)
 
 
 class ResponseStore:
@@ -36,11 +37,10 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._bytes = 0
 
-    def keep(self, stored: Stored) -> None:
-        stored.size = len(msgspec.json.encode([stored.messages, stored.items, stored.response]))
+    def keep(self, id: str, stored: Stored) -> None:
         if stored.size > self._max_bytes:
             return
-        self._kept[stored.response.id] = stored
+        self._kept[id] = stored
         self._bytes += stored.size
         while len(self._kept) > self._max or self._bytes > self._max_bytes:
             self._bytes -= self._kept.popitem(last=False)[1].size

@@ -112,6 +112,8 @@ def _weigh_collection(value: Any) -> tuple[int, int]:
         inside = stack.pop()
         if isinstance(inside, str):
             characters += len(inside)
+        elif isinstance(inside, int):
+            characters += inside.bit_length() // 4  # no more than its digits
         elif isinstance(inside, (list, tuple, Mapping)):
             items += len(inside)
             if items <= MAX_ITEMS:

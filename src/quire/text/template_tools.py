@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -58,22 +58,31 @@ def _metered(function: Callable[..., Any]) -> Callable[..., Any]:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
+    """The plain form is about as long as the value. Indentation and separators multiply it, so that text is weighed
+    piece by piece."""
+    if indent is None and separators is None:
+        return str(built(json.dumps(value, ensure_ascii=ensure_ascii, sort_keys=sort_keys)))
     _check_width(indent or 0)
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return str(built(text))
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return _joined(encoder.iterencode(value))
 
 
 @pass_environment
 def _join(environment: Any, value: Any, d: Any = "", attribute: Any = None) -> str:
     items = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    return _joined(map(str, items), str(d))
+
+
+def _joined(texts: Iterable[str], between: str = "") -> str:
+    """One text of many, refused as soon as it is known to be too large."""
     parts: list[str] = []
     size = 0
-    for item in rounds(items):
-        parts.append(str(item))
-        size += len(parts[-1]) + len(str(d))
+    for text in rounds(texts):
+        parts.append(text)
+        size += len(text) + len(between)
         if size > MAX_CHARACTERS:
             raise TemplateRuntimeError("the template joins texts to one that is too large")
-    return str(built(str(d).join(parts)))
+    return str(built(between.join(parts)))
 
 
 def _replace(value: Any, old: Any, new: Any, count: int | None = None) -> str:
