@@ -7,6 +7,7 @@ import jsonschema
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.generation.grammars import GrammarStore
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.request import FinishReason
@@ -144,3 +145,16 @@ def test_bad_grammars_are_refused_and_others_go_on(fast):
     with pytest.raises(InputError, match="contradicts"):
         under(GrammarSpec("json_object"), ignore_eos=True)
     assert fast.generate("x", SamplingParams(max_tokens=2))[0].outputs[0].token_ids
+
+
+def test_no_grammar_is_compiled_twice_while_its_request_waits(default_model, monkeypatch):
+    """One answer at a time, one grammar kept for its own sake: the others are there because their requests are."""
+    compiled, compile = [], GrammarStore._compile
+    monkeypatch.setattr("quire.generation.grammars.KEPT", 1)
+    monkeypatch.setattr(GrammarStore, "_compile", lambda self, spec: compiled.append(spec) or compile(self, spec))
+    words = [f"word{i}" for i in range(6)]
+    specs = [GrammarSpec("choice", json.dumps([word])) for word in words]
+    with LLM("smollm2-135m", kv_memory="64M", max_model_len=256, max_seqs=1) as small:
+        results = small.generate(["x"] * len(specs), [under(spec) for spec in specs])
+        assert [result.outputs[0].text for result in results] == words
+        assert sorted(spec.source for spec in compiled) == sorted(spec.source for spec in specs)

@@ -11,6 +11,8 @@ from quire.generation.guidance import Guidance
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
 from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.plan import Admit
+from quire.types.sampling import SamplingParams
 
 WORDS = [b"ye", b"yes", b"no", b"non", b"e", "é".encode(), b"aybe", b"\xff"]
 TOKENS = [bytes([b]) for b in range(256)] + WORDS + [b"<end>", b""]
@@ -122,15 +124,76 @@ def test_what_makes_no_sense_is_refused(backend):
         compiled(backend, [])
 
 
-def test_parts_are_compiled_with_the_whole_and_forgotten_with_the_rest(backend):
+def each(number):
+    return GrammarSpec("each", json.dumps([f"yes{number}", f"no{number}"]))
+
+
+def admit(spec, branch=0, tokens=()):
+    params = SamplingParams(grammar=spec, max_tokens=9)
+    return Admit(branch, f"r/{branch}", [1, *tokens], 1, params, seed=0, branch=branch, stop_ids=[])
+
+
+def test_the_most_recent_are_kept_and_those_that_somebody_holds(backend):
     store = GrammarStore(backend, lambda: VOCABULARY)
     try:
-        for number in range(KEPT):
-            spec = GrammarSpec("each", json.dumps([f"yes{number}", f"no{number}"]))
-            store.prepare(spec).result()
-            assert len(store._compiled) <= KEPT + 2
-        assert all(store.prepare(part).done() for part in spec.parts)
+        held = store.prepare(each(0))
+        for number in range(1, KEPT + 20):
+            store.prepare(each(number)).result()
+            assert len(store._compiled) <= KEPT + 2, "the thread may not have let go of the last"
+        assert store.prepare(each(0)) is held
     finally:
+        store.close()
+
+
+class Once:
+    """A backend that compiles what it is told to, and nothing again."""
+
+    def __init__(self, backend):
+        self.backend, self.seen = backend, set()
+
+    def compile(self, spec, vocabulary):
+        if spec in self.seen:
+            raise RuntimeError("compiled again")
+        self.seen.add(spec)
+        return self.backend.compile(spec, vocabulary)
+
+
+def test_what_was_prepared_is_never_compiled_in_a_step(backend):
+    """However many others are asked for before it is admitted, and after it was preempted."""
+    store = GrammarStore(Once(backend), lambda: VOCABULARY)
+    slots = SlotGrammars(store, vocab_size=len(TOKENS), max_len=9)
+    try:
+        held = [store.prepare(each(0)), store.prepare(GrammarSpec("choice", '["yes"]'))]
+        for number in range(1, 2 * KEPT):
+            store.prepare(each(number))
+        assert all(ready.result() for ready in held)
+        for _ in range(2):
+            slots.apply([0, 1], [admit(each(0)), admit(each(0), 1, encode("n"))])
+            assert slots.accept(0, 1, encode("ye")).tokens == [*encode("ye"), *encode("s0")]
+            assert slots.accept(1, 2, encode("o")).tokens == [*encode("o"), *encode("0")]
+            slots.apply([0], [admit(GrammarSpec("choice", '["yes"]'))])
+            assert slots.accept(0, 1, encode("yes")).done
+    finally:
+        slots.close()
+        store.close()
+
+
+def test_an_answer_without_a_compiled_grammar_ends_alone(backend):
+    store = GrammarStore(backend, lambda: VOCABULARY)
+    slots = SlotGrammars(store, vocab_size=len(TOKENS), max_len=9)
+    try:
+        wrong, good = GrammarSpec("choice", "[]"), store.prepare(each(0))
+        failed = store.prepare(wrong)
+        assert failed.exception() and good.result()
+        for lost, reason in ((each(5), "not prepared"), (wrong, "InputError")):
+            slots.apply([0, 1], [admit(lost), admit(each(0), 1)])
+            slots.begin([(0, [3, 4]), (1, [])])
+            masks = slots.masks()
+            assert masks[0].any() and np.unpackbits(masks[3], bitorder="little")[encode("no")[0]]
+            assert reason in slots.accept(0, 1, [3]).error
+            assert not slots.accept(1, 1, encode("n")).error
+    finally:
+        slots.close()
         store.close()
 
 

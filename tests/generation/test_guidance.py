@@ -1,13 +1,18 @@
 """llguidance behind its seam: kinds of grammars, the model's own vocabulary, and grammars meant to do harm."""
 
+import functools
+import itertools
 import json
+import string
 import threading
 
 import numpy as np
 import pytest
 
 from quire.engine.inputs import check_grammar
+from quire.generation.bounds import excess
 from quire.generation.guidance import Guidance, _on_a_deep_stack
+from quire.generation.trial import PROCESSES
 from quire.text import TextModel, alphabet_of, load_tokenizer, vocabulary_of
 from quire.types.errors import InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -93,7 +98,74 @@ def chain(length, link, last):
     return schema({"$ref": "#/$defs/d0", "$defs": defs | {f"d{length}": last}})
 
 
+def patterns(count, wrap=lambda schema: schema):
+    return [wrap({"type": "string", "pattern": f"a.{{{20 + i}}}b"}) for i in range(count)]
+
+
+def references(count):
+    defs = {f"d{i}": each | {"$ref": f"#/$defs/d{i + 1}"} for i, each in enumerate(patterns(count))}
+    return {"$ref": "#/$defs/d0", "$defs": defs | {f"d{count}": {}}}
+
+
+def late(count, kinds):
+    """Patterns that leave an easy way out until a text comes to where they all differ."""
+    abc = string.ascii_letters
+    ends = [[f"[a{abc[j]}{abc[j + i + 1]}]{abc[i]}{{{j}}}.*" for j in range(1, kinds)] for i in range(count)]
+    return [f"[xy]*y|x{{60}}({'|'.join(end)})" for end in ends]
+
+
+def kinds(count, letter):
+    return "|".join(f"[{letter}{chr(0x4E00 + i)}]" for i in range(count))
+
+
+CONJOINED = {
+    "allOf": schema({"allOf": patterns(24)}),
+    "references": schema(references(24)),
+    "data": schema({"default": patterns(24), "allOf": [{"$ref": f"#/default/{i}"} for i in range(24)]}),
+    "options": schema({"allOf": patterns(24, lambda each: {"anyOf": [each]})}),
+    "nested options": schema(functools.reduce(lambda inner, each: each | {"anyOf": [inner]}, patterns(24))),
+    "properties": schema({"allOf": patterns(24, lambda each: {"properties": {"x": each}})}),
+    "others": schema({"properties": {"": {}}, "allOf": patterns(24, lambda each: {"additionalProperties": each})}),
+    "items": schema({"allOf": [{"prefixItems": [a]} | {"items": b} for a, b in itertools.pairwise(patterns(24))]}),
+    "property names": schema({"patternProperties": {kinds(150, "a"): {}, kinds(150, "b"): {}}}),
+    "late": schema({"allOf": [{"type": "string", "pattern": f"^({each})$"} for each in late(4, 20)]}),
+    "in lark": GrammarSpec("lark", "start: %json " + json.dumps({"allOf": patterns(24)})),
+    "terminals": GrammarSpec("lark", "start: A\nA: " + " & ".join(f"/.*a.{{{20 + i}}}b.*/" for i in range(24))),
+    "late terminals": GrammarSpec("lark", "start: A\nA: " + " & ".join(f"/{each}/" for each in late(4, 20))),
+    "names": GrammarSpec(
+        "lark",
+        '# "\nstart: A0 // "\n'
+        + "\n".join(f'A{i}.2: ("x" A{i + 1} | A{i + 1}) & ("y" A{i + 1} | A{i + 1})' for i in range(9))
+        + "\nA9: /.*a.{20}b.*/",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", CONJOINED.values(), ids=CONJOINED)
+def test_too_many_patterns_for_one_text_are_counted(spec):
+    assert "too many patterns" in excess(spec)
+
+
+TREE = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}}}
+APART = [
+    schema({"type": "object", "properties": {f"p{i}": each for i, each in enumerate(patterns(100))}}),
+    schema({"anyOf": patterns(100, lambda each: {"type": "object", "properties": {"id": each}})}),
+    schema({"prefixItems": patterns(50), "allOf": [{"type": "array", "items": patterns(1)[0]}]}),
+    schema({"$defs": {"tree": TREE}, "prefixItems": [*patterns(20), {"allOf": [{"$ref": "#/$defs/tree"}]}]}),
+    schema({"allOf": [{"pattern": "[a-z]"}, {"pattern": "[A-Z]"}, {"pattern": "[0-9]"}, {"format": "email"}]}),
+    GrammarSpec("lark", 'start: (A | B)*\nA: /[a-z&]+/ & ~/(.|\\n)*end(.|\\n)*/\nB: "&" | "&&" | /[&|]/ // & &\n'),
+]
+
+
+@pytest.mark.parametrize("spec", APART, ids=["properties", "options", "items", "tree", "few", "text"])
+def test_patterns_for_different_texts_are_not_counted_together(spec):
+    assert not excess(spec)
+
+
 REFUSED = [
+    (schema({"allOf": [{"$ref": "#named"}, *patterns(12)], "$defs": {"x": {"$anchor": "named"}}}), "only references"),
+    (schema({"allOf": patterns(12), "$defs": {"x": {"$id": "http://x/y"}}}), "of its own"),
+    (GrammarSpec("lark", '{"grammars": [{"json_schema": {"type": "integer", "multipleOf": 999983}}]}'), "notation"),
     (GrammarSpec("regex", "a{"), "unclosed counted repetition"),
     (GrammarSpec("regex", "(?=a)b"), "look-around"),
     (GrammarSpec("regex", "(" * 100_000), "regex"),
@@ -161,10 +233,38 @@ def test_deep_grammars_do_not_run_off_the_stack(tokenizer, spec):
     Guidance().compile(spec, alphabet_of(tokenizer))
 
 
-def test_a_compiler_that_takes_too_long_is_given_up(tokenizer):
-    slow = schema({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(480)}})
-    with pytest.raises(InputError, match="longer than"):
-        Guidance(seconds=0.001).compile(slow, alphabet_of(tokenizer))
+def doubling(depth, name):
+    """What the compiler writes out in full, and nobody counts."""
+    links = [{"$ref": f"#/$defs/{name}{i + 1}"} for i in range(depth)]
+    defs = {f"{name}{i}": {"type": "object", "properties": {"a": link, "b": link}} for i, link in enumerate(links)}
+    ends = {f"{name}{depth}": {"type": "null"}}
+    return schema({"allOf": [{"$ref": f"#/$defs/{name}0"}] * 2, "$defs": defs | ends})
+
+
+def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing_behind(tokenizer, monkeypatch):
+    monkeypatch.setattr("quire.generation.trial.PATIENCE", 1e4)
+    door, alphabet = Guidance(0.1), alphabet_of(tokenizer)
+    for number in range(PROCESSES + 1):
+        with pytest.raises(InputError, match="longer than"):
+            door.compile(doubling(13, f"r{number}"), alphabet)
+        assert not any(thread.name == "quire-grammar" for thread in threading.enumerate())
+    door.compile(GrammarSpec("json_object"), alphabet)
+
+
+def test_a_process_that_ended_is_replaced(tokenizer):
+    door, alphabet = Guidance(60), alphabet_of(tokenizer)
+    for source in ("a", "b"):
+        door.compile(GrammarSpec("regex", source), alphabet)
+        ((_, process),) = door._trial._idle
+        process.kill()
+        process.wait()
+
+
+def test_what_passed_is_not_tried_again(tokenizer):
+    door, alphabet = Guidance(60), alphabet_of(tokenizer)
+    door.compile(GrammarSpec("regex", "a"), alphabet)
+    door._trial._room = threading.Semaphore(0)  # whoever has to be tried now finds no room
+    door.compile(GrammarSpec("regex", "a"), alphabet)
 
 
 def test_compilers_given_up_leave_room_for_others_when_they_end(tokenizer, monkeypatch):

@@ -1,8 +1,9 @@
-"""What is counted in a JSON schema before a compiler is asked: whatever costs more than its length.
+"""What is counted in a grammar before a compiler is asked: whatever costs more than its length.
 
 The compiler takes time with the square of an object's optional properties, with more than that of its patterns for
-names, and with the size of a divisor; and no call to it can be taken back. So these have limits of their own, far
-above what schemas in use need, and a schema beyond them is refused by counting.
+names, with the size of a divisor, and with a power of how many patterns hold at once; and no call to it can be taken
+back. So these have limits of their own, far above what grammars in use need, and one beyond them is refused by
+counting.
 
 Refuses to know: the compiler, what a schema means.
 """
@@ -16,22 +17,31 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from quire.generation.conjunctions import SchemaWays, Unbounded, lark_ways
 from quire.types.grammar import GrammarSpec
 
 OPTIONAL = 480  # optional properties of one object: about four ways to go on for each, of 2,000
 OPTIONAL_SQUARED = 500_000  # over all objects
 PATTERNS = 50  # patternProperties of one object
 DIVISOR = 20_000  # the least common multiple of all multipleOf, without its point
+WAYS = 20_000  # for patterns that must all hold to go on together
 EMBEDDED, DECODER = re.compile(r"%json\s*"), json.JSONDecoder()  # schemas in a Lark grammar
 DATA = {"const", "default", "enum", "examples"}  # what they hold is no schema
 
 
 def excess(spec: GrammarSpec) -> str:
-    """Why the schemas in a grammar are too large to be compiled; nothing if they are not, or are no schemas at all."""
+    """Why a grammar is too large to be compiled; nothing if it is not, or is no grammar at all."""
+    if spec.kind == "lark" and spec.source.lstrip().startswith("{"):
+        return "it must be in Lark's notation"  # the compiler would take its own, too
     try:
-        nodes = list(_nodes(list(_schemas(spec))))
+        schemas = list(_schemas(spec))
+        nodes = list(_nodes(schemas))
     except (ValueError, RecursionError):
         return ""  # the compiler says it better
+    return _large(nodes) or _together(spec, schemas)
+
+
+def _large(nodes: list[dict[str, Any]]) -> str:
     squares, multiple = 0, Fraction(0)
     for node in nodes:
         optional = _optional(node)
@@ -47,6 +57,16 @@ def excess(spec: GrammarSpec) -> str:
         if _digits(multiple) > DIVISOR:
             return f"its multipleOf come to a divisor above {DIVISOR}; take smaller ones"
     return ""
+
+
+def _together(spec: GrammarSpec, schemas: list[Any]) -> str:
+    try:
+        most = max((SchemaWays(schema).most(WAYS) for schema in schemas), default=1)
+        if spec.kind == "lark":
+            most = max(most, lark_ways(spec.source))
+    except Unbounded as error:
+        return str(error)
+    return "too many patterns must hold for the same text; take fewer or simpler ones" if most > WAYS else ""
 
 
 def _schemas(spec: GrammarSpec) -> Iterator[Any]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +37,8 @@ Masks = npt.NDArray[np.uint8]  # [rows, bytes]: a bit a token, lowest first
 
 
 class GrammarStore:
-    """Compiled grammars by what they were compiled from, the most recently used; compiled in a thread, one by one."""
+    """Compiled grammars by what they were compiled from, in a thread, one by one: the most recently used, and as long
+    as somebody keeps what `prepare` gave them, theirs."""
 
     def __init__(self, backend: GrammarBackend, vocabulary: Callable[[], Vocabulary]):
         self._backend = backend
@@ -43,31 +46,67 @@ class GrammarStore:
         self._vocabulary: Vocabulary | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-grammars")
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[GrammarSpec, Future[Grammar]] = OrderedDict()
+        self._compiled: WeakValueDictionary[GrammarSpec, Future[Any]] = WeakValueDictionary()
+        self._recent: OrderedDict[GrammarSpec, Future[Any]] = OrderedDict()
 
-    def prepare(self, spec: GrammarSpec) -> Future[Grammar]:
+    def prepare(self, spec: GrammarSpec) -> Future[Any]:
+        """Done when answers can begin under this grammar; they can as long as it is kept."""
         with self._lock:
             known = self._compiled.get(spec)
             if known is None or (known.done() and known.exception()):  # what failed may have lacked time only
-                self._compiled[spec] = self._thread.submit(self._compile, spec)
-            self._compiled.move_to_end(spec)
-            while len(self._compiled) > KEPT:  # one more now, and the parts of those before
-                self._compiled.popitem(last=False)
-            return self._compiled[spec]
+                known = self._compiled[spec] = self._thread.submit(self._compile, spec)
+            self._recent[spec] = known
+            self._recent.move_to_end(spec)
+            if len(self._recent) > KEPT:
+                self._recent.popitem(last=False)
+            return known
 
-    def _compile(self, spec: GrammarSpec) -> Grammar:
+    def _compile(self, spec: GrammarSpec) -> list[Grammar]:
         if self._vocabulary is None:
             self._vocabulary = self._load()
         whole = self._backend.compile(spec, self._vocabulary)
-        for part in spec.parts:
-            ready: Future[Grammar] = Future()
-            ready.set_result(self._backend.compile(part, self._vocabulary))
-            with self._lock:
-                self._compiled[part] = ready
-        return whole
+        return [self._backend.compile(part, self._vocabulary) for part in spec.parts] or [whole]
+
+    def begin(self, spec: GrammarSpec, branch: int, tokens: list[int]) -> Grammar:
+        """For one more answer, which has these tokens so far. Waits for nothing: what was not prepared, or cannot go
+        on, is a grammar with an error."""
+        with self._lock:
+            known = self._compiled.get(spec)
+        if known is None or not known.done():
+            return _Failed("it was not prepared")
+        try:
+            parts = known.result()
+            grammar: Grammar = parts[branch if spec.kind == "each" else 0].fork()
+            grammar.accept(tokens)
+        except Exception as error:  # one answer's, not the step's
+            return _Failed(f"{type(error).__name__}: {error}")
+        return grammar
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+
+
+class _Failed:
+    """What stands for a grammar that there is none of, until the draw that ends its answer."""
+
+    done = False
+
+    def __init__(self, error: str):
+        self.error = error
+
+    def fill(self, row: npt.NDArray[np.uint8]) -> None:
+        row[:] = 0
+        row[0] = 1  # something is drawn
+
+    def accept(self, tokens: Sequence[int]) -> None: ...
+
+    def forced(self) -> list[int]:
+        return []
+
+    def rollback(self, count: int) -> None: ...
+
+    def fork(self) -> _Failed:
+        return self
 
 
 @dataclass
@@ -102,9 +141,7 @@ class SlotGrammars:
         for admit in admits:
             spec = admit.params.grammar
             if spec is not None:
-                spec = spec.parts[admit.branch] if spec.kind == "each" else spec
-                grammar = self._store.prepare(spec).result().fork()
-                grammar.accept(admit.tokens[admit.prompt_len :])
+                grammar = self._store.begin(spec, admit.branch, admit.tokens[admit.prompt_len :])
                 end = min(self._max_len, admit.prompt_len + (admit.params.max_tokens or self._max_len))
                 # Where log-probabilities are wanted, every token has to come from the model.
                 self._live[admit.slot] = _Live(grammar, end, admit.params.logprobs is None)

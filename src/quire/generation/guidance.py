@@ -1,8 +1,9 @@
 """Grammars by llguidance: JSON schemas, regular expressions, choices and Lark grammars against a model's own tokens.
 
-Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick and what a grammar
-may cost is bounded by the limits below. Compiling walks the grammar recursively, so it happens on a stack deep enough
-for any grammar of the permitted size.
+Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick, and what a grammar
+may cost is bounded by what `bounds` counts and the limits below. Where anybody's grammars come in they are compiled on
+trial first, by a process that can be ended (`trial`). Compiling walks the grammar recursively, so it happens on a stack
+deep enough for any grammar of the permitted size.
 
 Knows: llguidance (imported when first used). Refuses to know: torch, slots, requests.
 """
@@ -23,14 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.generation.bounds import excess
+from quire.generation.trial import PATIENCE, Trial
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-DOOR_SECONDS = 0.5  # of computing; a grammar that takes longer is refused. An engine waits longer for one let in
+DOOR_SECONDS = 0.5  # of computing on trial; what takes longer is refused. An engine waits longer for what was let in
 ENGINE_SECONDS = 10.0
-PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
 POLL = 0.02
 COMPILERS = 4  # at once; one that was given up counts until it ends
 STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
@@ -41,23 +42,26 @@ LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 
 
 class Guidance:
-    """The GrammarBackend of llguidance."""
+    """The GrammarBackend of llguidance. With `trial`, so many seconds a grammar may take in a process of its own before
+    it is compiled in this one; vocabularies then have single bytes only."""
 
-    def __init__(self, seconds: float = ENGINE_SECONDS) -> None:
-        self._seconds = seconds
+    def __init__(self, trial: float | None = None) -> None:
+        self._trial = Trial(trial) if trial is not None else None
         self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> GuidanceGrammar:
+        if self._trial is not None:
+            self._trial.check(spec, vocabulary)
         tokenizer = self._tokenizers.get(vocabulary)
         if tokenizer is None:
             try:
-                tokenizer = self._tokenizers[vocabulary] = _tokenizer(vocabulary)
+                tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
             except ImportError as error:
                 raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
-        return _on_a_deep_stack(lambda: _compile(spec, tokenizer), self._seconds)
+        return _on_a_deep_stack(lambda: compile_grammar(spec, tokenizer), ENGINE_SECONDS)
 
 
-def _compile(spec: GrammarSpec, tokenizer: Any) -> GuidanceGrammar:
+def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> GuidanceGrammar:
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
@@ -136,7 +140,7 @@ class _Tokens:
         return self._encode(text.decode("utf-8", "replace"))
 
 
-def _tokenizer(vocabulary: Vocabulary) -> Any:
+def make_tokenizer(vocabulary: Vocabulary) -> Any:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = _Tokens(vocabulary)
