@@ -52,13 +52,14 @@ def damage(rng, file, others):
     return before, bytes(data) != before
 
 
-def test_ten_thousand_corruptions_are_all_detected(tmp_path):
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_corruptions_are_all_detected(tmp_path, count):
     store = filled(tmp_path / "kv")
     rng = random.Random(5)
     all_files = files(tmp_path / "kv")
     by_name = {store._path(key(i)): i for i in range(PAGES)}
     into = np.zeros(SIZE, np.uint8)
-    for _ in range(10_000):
+    for _ in range(count):
         file = rng.choice(all_files)
         before, changed = damage(rng, file, all_files)
         into[:] = 7

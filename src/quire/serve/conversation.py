@@ -202,7 +202,8 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
         how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **turn.variables}
         return chat_prompt(text, turn.messages, turn.blend, **how)
 
-    return await off_loop(size, work)
+    with naming(prompt=turn.messages_param):
+        return await off_loop(size, work)
 
 
 async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
