@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.generation.bounds import excess
-from quire.generation.trial import PATIENCE, Trial
+from quire.generation.trial import Trial
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 DOOR_SECONDS = 0.5  # of computing on trial; what takes longer is refused. An engine waits longer for what was let in
 ENGINE_SECONDS = 10.0
+PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
 POLL = 0.02
 COMPILERS = 4  # at once; one that was given up counts until it ends
 STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested

@@ -27,7 +27,7 @@ from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 PROCESSES = 4  # at once
-PATIENCE = 1.7  # times the seconds of computing are waited for them, on a machine that is busy otherwise
+PATIENCE = 6.0  # times the seconds of computing are waited for them, on a machine that is busy otherwise
 START = 30.0  # seconds for a process to start
 PASSED = 4096  # grammars known to be good
 _Child = tuple[Vocabulary, "subprocess.Popen[bytes]"]
