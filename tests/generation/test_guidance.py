@@ -12,7 +12,7 @@ import pytest
 from quire.engine.inputs import check_grammar
 from quire.generation.bounds import excess
 from quire.generation.guidance import Guidance, _on_a_deep_stack
-from quire.generation.trial import PROCESSES
+from quire.generation.trial import PROCESSES, Trial
 from quire.text import TextModel, alphabet_of, load_tokenizer, vocabulary_of
 from quire.types.errors import InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -243,28 +243,28 @@ def doubling(depth, name):
 
 def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing_behind(tokenizer, monkeypatch):
     monkeypatch.setattr("quire.generation.trial.PATIENCE", 1e4)
-    door, alphabet = Guidance(0.1), alphabet_of(tokenizer)
+    door, alphabet = Trial(0.1), alphabet_of(tokenizer)
     for number in range(PROCESSES + 1):
         with pytest.raises(InputError, match="longer than"):
-            door.compile(doubling(13, f"r{number}"), alphabet)
+            door.check(doubling(13, f"r{number}"), alphabet)
         assert not any(thread.name == "quire-grammar" for thread in threading.enumerate())
-    door.compile(GrammarSpec("json_object"), alphabet)
+    door.check(GrammarSpec("json_object"), alphabet)
 
 
 def test_a_process_that_ended_is_replaced(tokenizer):
-    door, alphabet = Guidance(60), alphabet_of(tokenizer)
+    door, alphabet = Trial(60), alphabet_of(tokenizer)
     for source in ("a", "b"):
-        door.compile(GrammarSpec("regex", source), alphabet)
-        ((_, process),) = door._trial._idle
+        door.check(GrammarSpec("regex", source), alphabet)
+        ((_, process),) = door._idle
         process.kill()
         process.wait()
 
 
 def test_what_passed_is_not_tried_again(tokenizer):
-    door, alphabet = Guidance(60), alphabet_of(tokenizer)
-    door.compile(GrammarSpec("regex", "a"), alphabet)
-    door._trial._room = threading.Semaphore(0)  # whoever has to be tried now finds no room
-    door.compile(GrammarSpec("regex", "a"), alphabet)
+    door, alphabet = Trial(60), alphabet_of(tokenizer)
+    door.check(GrammarSpec("regex", "a"), alphabet)
+    door._room = threading.Semaphore(0)  # whoever has to be tried now finds no room
+    door.check(GrammarSpec("regex", "a"), alphabet)
 
 
 def test_compilers_given_up_leave_room_for_others_when_they_end(tokenizer, monkeypatch):

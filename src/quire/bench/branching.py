@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 
-from quire.bench.workloads import VOCAB, fixed
+from quire.bench.workloads import fixed
 from quire.engine.llm import LLM
 from quire.types.beam import BeamParams
 from quire.types.sampling import SamplingParams
@@ -13,7 +13,7 @@ from quire.types.sampling import SamplingParams
 
 def measure(llm: LLM, *, beams: int, prompt: int, out: int, rounds: int, seed: int = 1) -> dict[str, float]:
     """Medians over `rounds`, turn by turn. The prompt is in the cache for both, so that the steps are all decoding."""
-    ((tokens, _),) = fixed(1, prompt, out, seed=seed, vocab=min(VOCAB, llm.info.vocab_size))
+    ((tokens, _),) = fixed(1, prompt, out, seed=seed, vocab=llm.info.vocab_size)
     plain = SamplingParams(temperature=0, max_tokens=out, ignore_eos=True)
     search = BeamParams(beams=beams, max_tokens=out, ignore_eos=True)
     llm.reset()

@@ -9,7 +9,7 @@ import msgspec
 
 from quire.bench.offline import run_workload
 from quire.bench.report import percentile
-from quire.bench.workloads import VOCAB, Job, fixed
+from quire.bench.workloads import Job, fixed
 from quire.engine.link import Link
 from quire.types.errors import ConfigError
 
@@ -25,7 +25,7 @@ class Interference(msgspec.Struct):
 
 
 def interference(link: Link, *, streams: int, prompt: int, n_in: int, n_out: int, seed: int = 1) -> Interference:
-    vocab = min(VOCAB, link.info.vocab_size)
+    vocab = link.info.vocab_size
     chat = fixed(streams, n_in, n_out, seed=seed, vocab=vocab)
     long = Job(fixed(1, prompt, 1, seed=seed + 1, vocab=vocab)[0].prompt, 1)
     run_workload(link, fixed(streams, n_in, 8, seed=seed + 2, vocab=vocab))

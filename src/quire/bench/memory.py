@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from quire.bench.offline import run_workload, stats_of
-from quire.bench.workloads import VOCAB, Workload, fixed, multi_turn
+from quire.bench.workloads import Workload, fixed, multi_turn
 from quire.engine.link import Link, open_link
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, from_wire
@@ -91,8 +91,8 @@ def conversations(
         for name in tiers:
             changes = _tiers(name, options, folder)
             with _engine(options, kv_pages=pages, **changes) as link:
-                work = multi_turn(clients, rounds, n_in, n_out, seed=5, vocab=min(VOCAB, link.info.vocab_size))
-                run_workload(link, fixed(2, 8, 2, seed=9, vocab=min(VOCAB, link.info.vocab_size)))
+                work = multi_turn(clients, rounds, n_in, n_out, seed=5, vocab=link.info.vocab_size)
+                run_workload(link, fixed(2, 8, 2, seed=9, vocab=link.info.vocab_size))
                 seconds, answers, stats = converse(link, work)
             first = first or answers
             found["runs"][name] = _summary(seconds, stats, answers == first)
@@ -146,7 +146,7 @@ def oversubscribed(options: EngineOptions, *, num: int, n_in: int, n_out: int, o
         room = {"kv_pages": num * each + 1} if name == "uncontended" else {"kv_pages": pages, "preempt": name}
         host = options.cache.kv_host or "4G"
         with _engine(options, kv_host=None if name == "uncontended" else host, max_seqs=num, **room) as link:
-            work = fixed(num, n_in, n_out, seed=6, vocab=min(VOCAB, link.info.vocab_size))
+            work = fixed(num, n_in, n_out, seed=6, vocab=link.info.vocab_size)
             run = run_workload(link, work)
         answers = [trace.tokens for trace in run.traces]
         first = first or answers

@@ -150,7 +150,7 @@ def batched(link: Link, batch: int, *, n_in: int, n_out: int, rounds: int, seed:
     from quire.bench import workloads
     from quire.bench.offline import run_workload
 
-    found, vocab = Figures(), min(workloads.VOCAB, link.info.vocab_size)
+    found, vocab = Figures(), link.info.vocab_size
     for number in range(rounds + 1):
         run = run_workload(link, workloads.fixed(batch, n_in, n_out, seed=seed + number, vocab=vocab))
         if number:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from quire.types.errors import ConfigError
 
-VOCAB = 128_000
+VOCAB = 128_000  # token ids that prompts are made of, at most
 _ORDINARY = 1000  # ids below this are often special; a vocabulary too small to spare them uses them all
 
 
@@ -105,8 +105,8 @@ H200: dict[str, partial[Workload]] = {
 
 
 def _tokens(rng: Random, n: int, vocab: int) -> list[int]:
-    low = _ORDINARY if vocab > 2 * _ORDINARY else 0
-    return [rng.randrange(low, vocab) for _ in range(n)]
+    low, high = _ORDINARY if vocab > 2 * _ORDINARY else 0, min(vocab, VOCAB)
+    return [rng.randrange(low, high) for _ in range(n)]
 
 
 @cache

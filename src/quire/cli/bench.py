@@ -75,7 +75,7 @@ def throughput(
 
     link = open_link(engine, process=False, progress=True)
     try:
-        vocab = min(workloads.VOCAB, link.info.vocab_size)
+        vocab = link.info.vocab_size
         if workload is Workload.CHAT:
             work = workloads.chat(num, seed=seed, vocab=vocab)
         elif workload is Workload.FIXED:
@@ -120,7 +120,7 @@ def latency(
 
     link = open_link(engine, process=False, progress=True)
     try:
-        vocab = min(workloads.VOCAB, link.info.vocab_size)
+        vocab = link.info.vocab_size
         work = workloads.fixed(1, in_, out, seed=seed, vocab=vocab)
         run_workload(link, workloads.fixed(1, in_, 4, seed=seed + 1, vocab=vocab))  # first-use costs, other tokens
         versus = None

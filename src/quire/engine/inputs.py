@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from quire.generation.guidance import DOOR_SECONDS, Guidance
+from quire.generation.trial import Trial
 from quire.text import TextModel, alphabet_of, encode_chunks
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
@@ -22,7 +22,7 @@ from quire.types.wire import EngineInfo
 
 Prompt = str | Sequence[int]
 POOLINGS = ("mean", "last")
-_door = Guidance(DOOR_SECONDS)
+_door = Trial()
 
 
 def prepare(
@@ -118,7 +118,7 @@ def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: 
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
-    _door.compile(spec, _alphabet(text.tokenizer))
+    _door.check(spec, _alphabet(text.tokenizer))
 
 
 _alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives

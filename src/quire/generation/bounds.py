@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from quire.generation.conjunctions import SchemaWays, Unbounded, lark_ways
+from quire.generation.conjunctions import SchemaWays, Unbounded, dicts, lark_ways
 from quire.types.grammar import GrammarSpec
 
 OPTIONAL = 480  # optional properties of one object: about four ways to go on for each, of 2,000
@@ -35,7 +35,7 @@ def excess(spec: GrammarSpec) -> str:
         return "it must be in Lark's notation"  # the compiler would take its own, too
     try:
         schemas = list(_schemas(spec))
-        nodes = list(_nodes(schemas))
+        nodes = list(dicts(schemas, without=DATA))
     except (ValueError, RecursionError):
         return ""  # the compiler says it better
     return _large(nodes) or _together(spec, schemas)
@@ -75,18 +75,6 @@ def _schemas(spec: GrammarSpec) -> Iterator[Any]:
     elif spec.kind == "lark":
         for found in EMBEDDED.finditer(spec.source):
             yield DECODER.raw_decode(spec.source, found.end())[0]
-
-
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """All that may be a schema in it."""
-    left = [schema]
-    while left:
-        node = left.pop()
-        if isinstance(node, dict):
-            yield node
-            left += [value for key, value in node.items() if key not in DATA]
-        elif isinstance(node, list):
-            left += node
 
 
 def _optional(node: dict[str, Any]) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -90,7 +90,7 @@ class SchemaWays:
 
     def most(self, limit: int) -> int:
         """Of the value that has the most; the search ends at the first above the limit."""
-        nodes = list(_dicts(self._root))
+        nodes = list(dicts(self._root))  # all: a reference may point anywhere
         names = sorted(weight(name) for node in nodes for name in _dict(node.get("patternProperties")))
         most = math.prod(names[-2:])  # the compiler looks which two of them may be the same name
         if math.prod(map(_weight, nodes)) <= limit:
@@ -202,14 +202,16 @@ def _weight(node: dict[str, Any]) -> int:
     return (weight(pattern) if isinstance(pattern, str) else 1) * (FORMAT if isinstance(format, str) else 1)
 
 
-def _dicts(value: Any) -> Iterator[dict[str, Any]]:
-    """All there are in it: a reference may point anywhere."""
+def dicts(value: Any, without: Container[str] = ()) -> Iterator[dict[str, Any]]:
+    """All there are in it, but for what is under some names."""
     left = [value]
     while left:
         node = left.pop()
         if isinstance(node, dict):
             yield node
-        left += node.values() if isinstance(node, dict) else node if isinstance(node, list) else []
+            left += [inside for key, inside in node.items() if key not in without]
+        elif isinstance(node, list):
+            left += node
 
 
 def _prefix(node: dict[str, Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """Grammars by llguidance: JSON schemas, regular expressions, choices and Lark grammars against a model's own tokens.
 
 Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick, and what a grammar
-may cost is bounded by what `bounds` counts and the limits below. Where anybody's grammars come in they are compiled on
-trial first, by a process that can be ended (`trial`). Compiling walks the grammar recursively, so it happens on a stack
-deep enough for any grammar of the permitted size.
+may cost is bounded by what `bounds` counts and the limits below; anybody's grammars were tried before, by a process
+that can be ended (`trial`). Compiling walks the grammar recursively, so it happens on a stack deep enough for any
+grammar of the permitted size.
 
 Knows: llguidance (imported when first used). Refuses to know: torch, slots, requests.
 """
@@ -24,14 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.generation.bounds import excess
-from quire.generation.trial import Trial
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-DOOR_SECONDS = 0.5  # of computing on trial; what takes longer is refused. An engine waits longer for what was let in
-ENGINE_SECONDS = 10.0
+SECONDS = 10.0  # of computing; what takes longer is refused
 PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
 POLL = 0.02
 COMPILERS = 4  # at once; one that was given up counts until it ends
@@ -43,23 +41,19 @@ LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 
 
 class Guidance:
-    """The GrammarBackend of llguidance. With `trial`, so many seconds a grammar may take in a process of its own before
-    it is compiled in this one; vocabularies then have single bytes only."""
+    """The GrammarBackend of llguidance."""
 
-    def __init__(self, trial: float | None = None) -> None:
-        self._trial = Trial(trial) if trial is not None else None
+    def __init__(self) -> None:
         self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> GuidanceGrammar:
-        if self._trial is not None:
-            self._trial.check(spec, vocabulary)
         tokenizer = self._tokenizers.get(vocabulary)
         if tokenizer is None:
             try:
                 tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
             except ImportError as error:
                 raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
-        return _on_a_deep_stack(lambda: compile_grammar(spec, tokenizer), ENGINE_SECONDS)
+        return _on_a_deep_stack(lambda: compile_grammar(spec, tokenizer), SECONDS)
 
 
 def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> GuidanceGrammar:

@@ -26,6 +26,7 @@ import msgspec
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
+SECONDS = 0.5  # of computing; what takes longer is refused. An engine waits longer for what was let in
 PROCESSES = 4  # at once
 PATIENCE = 6.0  # times the seconds of computing are waited for them, on a machine that is busy otherwise
 START = 30.0  # seconds for a process to start
@@ -42,7 +43,7 @@ class Alphabet(msgspec.Struct):
 
 
 class Trial:
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float = SECONDS):
         self._seconds = seconds
         self._room = threading.Semaphore(PROCESSES)
         self._lock = threading.Lock()
