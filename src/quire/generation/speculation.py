@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -31,6 +31,7 @@ from quire.types.plan import Row, Sample, StepPlan, Write
 from quire.types.sampling import SamplingParams
 from quire.types.seams import DraftContext, Proposer, Tree
 
+T = TypeVar("T")
 Verify = Callable[[Sequence[int], Sequence[int]], int]
 
 
@@ -78,6 +79,13 @@ class Expanded:
     plan: StepPlan
     drafts: list[list[int] | Tree]  # one per sample of the original plan: empty where nothing was guessed
     branches: dict[int, Branch] = field(default_factory=dict)  # by row, of those that are in trees
+    places: list[int] | None = None  # of the original rows among this plan's; None: these are the original rows
+
+    def by_original_row(self, found: dict[int, T]) -> dict[int, T]:
+        """What a step found by rows of this plan, by rows of the original one: results must know of no drafts."""
+        if self.places is None:
+            return found
+        return {row: found[place] for row, place in enumerate(self.places) if place in found}
 
     def samples(self) -> Iterator[tuple[Sample, list[int] | Tree, int]]:
         """The original samples, as places in this plan, with their drafts and how many draws those come to."""
@@ -128,7 +136,7 @@ class Speculation:
             for i, depth in enumerate(depths[s.row])
         ]
         expanded = replace(plan, rows=rows, samples=samples, writes=writes)
-        return Expanded(expanded, [drafts[s.row] for s in plan.samples], found)
+        return Expanded(expanded, [drafts[s.row] for s in plan.samples], found, places)
 
     def _follow(self, plan: StepPlan) -> None:
         for slot in plan.frees:

@@ -57,9 +57,10 @@ class PendingStep:
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
         logprobs = sampled.logprobs if sampled is not None else None
         self._logprobs = logprobs.start_copy() if logprobs is not None else None
-        self._scores = {row: [part.start_copy() for part in parts] for row, parts in computed.scores.items()}
-        self._pooled = {row: begin_copy(vector) for row, vector in computed.pooled.items()}
-        self._mass = {row: begin_copy(paid) for row, paid in computed.mass.items()}
+        scores, pooled, mass = map(asked.by_original_row, (computed.scores, computed.pooled, computed.mass))
+        self._scores = {row: [part.start_copy() for part in parts] for row, parts in scores.items()}
+        self._pooled = {row: begin_copy(vector) for row, vector in pooled.items()}
+        self._mass = {row: begin_copy(paid) for row, paid in mass.items()}
         self._probed = begin_copy(computed.probed) if computed.probed is not None else None
         self._event = None
         if device.type == "cuda":
