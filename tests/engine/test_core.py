@@ -384,3 +384,33 @@ def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
     engine.power(asleep=False)
     engine.power(asleep=False)
     engine.scheduler.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_ended_in_a_step_whose_commit_fails_is_told(depth, monkeypatch):
+    engine = core(depth)
+    for name in ("short", "long"):
+        engine.submit(ask(name, [1, 2, 3], max_tokens=1 if name == "short" else 6))
+    take = engine.scheduler._harvest.take
+
+    def failing(*step):
+        take(*step)
+        raise IndexError("no such row")
+
+    monkeypatch.setattr(engine.scheduler._harvest, "take", failing)
+    ends = {}
+    for _ in range(40):
+        for event in engine.step():
+            if event.finish is not None:
+                ends[event.request] = event.finish
+        if not engine.busy:
+            break
+    assert ends == {"short": FinishReason.LENGTH, "long": FinishReason.ERROR}
+    engine.scheduler.check()
+    assert engine.stats().pages_used == 0
+
+
+def test_nobody_waits_for_an_idle_engine():
+    engine = link()
+    with pytest.raises(EngineDeadError, match="idle"):
+        engine.receive(None)

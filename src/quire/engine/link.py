@@ -146,6 +146,8 @@ class LocalLink:
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         if not self._replies and not self.core.busy:
+            if timeout is None:
+                raise EngineDeadError("the engine is idle and nothing is under way: what is waited for was lost")
             self._woken.wait(timeout)
         self._woken.clear()
         replies, self._replies = list(self._replies), deque()

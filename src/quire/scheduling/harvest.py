@@ -27,15 +27,15 @@ class Harvest:
         self._diary = diary
         self._forgetting = forgetting
 
-    def take(self, flight: Flight, result: StepResult) -> list[TokenEvent]:
-        """Give everybody what is theirs; name the pages that are complete."""
+    def take(self, flight: Flight, result: StepResult, events: list[TokenEvent]) -> None:
+        """Give everybody what is theirs; name the pages that are complete. Adds to `events` as it goes: whoever ends
+        before something fails must still be told."""
         for i, scores in result.scores.items():
             seq, epoch = flight.rows[i]
             if seq.epoch == epoch:
                 seq.scores += scores[: seq.prompt_len - 1 - len(seq.scores)]
         if result.mass:
             self._forgetting.learn(flight, result)
-        events: list[TokenEvent] = []
         for i, (seq, epoch) in enumerate(flight.samples):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 if seq.request.beam is not None:
@@ -50,7 +50,6 @@ class Harvest:
             upto = seq.computed if row.drafts else row.start + row.count
             if upto >= seq.table.due and seq.epoch == epoch and seq.status is Status.RUNNING:
                 self._memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
-        return events
 
     def _advance(self, seq: Sequence, result: StepResult, sample: int) -> TokenEvent:
         """Append what was drawn for one sample, up to a stop."""

@@ -98,6 +98,7 @@ class Scheduler:
         )
         self._harvest = Harvest(self.roster, self.memory, self.diary, self.forgetting)
         self._flights: deque[Flight] = deque()
+        self._undelivered: list[TokenEvent] = []  # of the step that is being taken in
         self._deadlines = Deadlines()
         self._drafts = DraftPolicy(capacity) if capacity.drafts else None
         self._step = 0
@@ -269,23 +270,26 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[TokenEvent]:
         """Take in a finished step; plans commit in the order they were made."""
         self.diary.now = now or self.diary.now
-        flight = self._flights.popleft()
+        flight = self._flights[0]
         assert flight.plan is plan, "steps must commit in the order they were planned"
         self._pace.ended(self.diary.now, plan, began=flight.began)
         self.diary.stepped(plan, result, flight.rows)
         if self._drafts is not None:
             self._drafts.landed(plan, result, self.diary.now)
+        self._flights.popleft()
         self.roster.land(flight)
         self.forgetting.landed(plan.step)
         for apart in self.blending.commit(flight, result):
             self.roster.retire(apart)
         self.paging.stepped(plan, result)
         self.paging.settle(plan, flight.rows)
-        return self._harvest.take(flight, result)
+        self._harvest.take(flight, result, self._undelivered)
+        events, self._undelivered = self._undelivered, []
+        return events
 
     def fail(self, message: str) -> list[TokenEvent]:
         """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
-        events: list[TokenEvent] = []
+        events, self._undelivered = self._undelivered, []  # who ended before the step failed still gets that end
         for request_id in list(self.roster.requests):
             events += self.roster.end(request_id, FinishReason.ERROR, message)
         while self._flights:
