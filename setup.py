@@ -7,7 +7,7 @@ from runpy import run_path
 from setuptools import Extension, setup
 
 SOURCES = "src/quire/kernels/cpu/csrc"
-DIGEST = run_path("src/quire/kernels/cpu/library.py")["digest"](Path(SOURCES))
+DIGEST = run_path("src/quire/kernels/cpu/shared_object.py")["digest"](Path(SOURCES))
 
 setup(
     ext_modules=[

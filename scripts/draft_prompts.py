@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from quire.bench.spec import edit
+from quire.bench.speculation import edit
 
 ASKS = (
     "Explain {} to a child.",

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from quire.engine.llm import LLM
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 PROMPTS = [
     "What is gravity?", "Write a haiku about the sea.", "Name three primary colours.", "Explain photosynthesis simply.",

@@ -27,12 +27,16 @@ import torch
 import torch.nn.functional as F
 
 from quire.bench.workloads import chat
-from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV
-from quire.kernels.reference import ops as plain
-from quire.kernels.reference.attention import ReferenceAttention
-from quire.kernels.triton import activation, cascade, configs, gather, gemm, gemv, norm, rope, sampling, twins
-from quire.kernels.triton import attention as paged
+from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv_views import LayerKV
+from quire.kernels.reference import plain_ops as plain
+from quire.kernels.reference.plain_attention import ReferenceAttention
+from quire.kernels.triton import activation, cascade, configs, gemm, gemv, norm
+from quire.kernels.triton import embedding_gather as gather
+from quire.kernels.triton import paged_attention as paged
+from quire.kernels.triton import plain_twins as twins
+from quire.kernels.triton import rope_kernel as rope
+from quire.kernels.triton import sampling_kernels as sampling
 from quire.kernels.triton.configs import Matmul, Tile
 
 HEADS, KV, DIM, HIDDEN, FFN, VOCAB, PAGE = 32, 8, 128, 4096, 14336, 128256, 16
@@ -133,7 +137,7 @@ def rotations(tokens: int) -> Iterator[Trial]:
 
 def load_noise():
     """The noise module by path: its package imports more than this machine may have."""
-    path = Path(plain.__file__).parents[2] / "generation" / "noise.py"
+    path = Path(plain.__file__).parents[2] / "generation" / "sampling" / "noise.py"
     spec = importlib.util.spec_from_file_location("quire_noise", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

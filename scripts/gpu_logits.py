@@ -11,10 +11,10 @@ from quire.bench.verify import sequence_logits
 from quire.bench.workloads import fixed
 from quire.kernels.triton import launch
 from quire.model import load_model
+from quire.model.blocks.fused import choose_stages
+from quire.model.blocks.stages import Stages
 from quire.model.decoder import Model
-from quire.model.fp8 import Fp8Scheme
-from quire.model.fused import choose_stages
-from quire.model.stages import Stages
+from quire.model.quantization.fp8 import Fp8Scheme
 
 
 @torch.inference_mode()

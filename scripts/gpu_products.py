@@ -20,13 +20,13 @@ from statistics import median_low
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import cublas
-from quire.kernels.cublas import Algorithm
+from quire.kernels.library import cublas
+from quire.kernels.library.cublas import Algorithm
 from quire.kernels.triton import configs
 from quire.kernels.triton.activation import quantise_fp8
 from quire.kernels.triton.gemv import small_matmul
-from quire.model.fp8 import Fp8Scheme
-from quire.runtime.captured import row_buckets
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.runtime.capture import row_buckets
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CHUNKS = (2048, 4096, 8192)

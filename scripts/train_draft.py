@@ -23,14 +23,14 @@ from draft_prompts import prompts, topics
 from torch.nn.utils.rnn import pad_sequence
 
 from quire.assets import resolve
-from quire.engine.inputs import prepare
 from quire.engine.link import LocalLink, open_link
-from quire.generation.head_proposers import Recorder
-from quire.generation.heads import WINDOW, EagleDrafter, Heads, MedusaHeads, save_heads
+from quire.engine.text_input import prepare
+from quire.generation.drafting.head_proposers import Recorder
+from quire.generation.drafting.heads import WINDOW, EagleDrafter, Heads, MedusaHeads, save_heads
 from quire.text import TextModel
 from quire.types.config import EngineOptions
-from quire.types.sampling import SamplingParams
-from quire.types.wire import Events, Submit
+from quire.types.messages import Events, Submit
+from quire.types.sampling_params import SamplingParams
 
 DEPTHS = (1.0, 0.8, 0.64, 0.51, 0.41)  # what a wrong guess so far ahead weighs
 MEDUSA = 3  # heads

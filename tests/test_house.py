@@ -96,7 +96,7 @@ def imports(name: str, typing_too: bool = False) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """quire.serve.run → serve; the package's own __init__ and __main__ → ''."""
+    """quire.serve.http.server → serve; the package's own __init__ and __main__ → ''."""
     return name.removeprefix("quire").removeprefix(".").removesuffix("__main__").split(".")[0]
 
 

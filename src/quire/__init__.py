@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.types.beam import BeamParams
 from quire.types.blend import BlendParams
 from quire.types.grammar import GrammarSpec
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.engine.frontend import AsyncLLM

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from quire.assets.gguf import BLOCKS, TYPES, GGUFFile
+from quire.assets.gguf_reader import BLOCKS, TYPES, GGUFFile
 from quire.types.errors import ModelFileError
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]

@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from quire.assets.safetensors import INDEX, SafetensorsFile, SafetensorsModel
+from quire.assets.safetensors_reader import INDEX, SafetensorsFile, SafetensorsModel
 from quire.types.errors import ModelFileError
 
 

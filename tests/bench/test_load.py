@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from quire.bench.load.arrivals import at_rate, read_trace
 from quire.bench.load.http import Answer
+from quire.bench.load.load_report import SLO, parse_slo, rows, summarise
 from quire.bench.load.plot import draw
-from quire.bench.load.report import SLO, parse_slo, rows, summarise
-from quire.bench.load.run import Load, Phase, Record, Target
+from quire.bench.load.runner import Load, Phase, Record, Target
 from quire.bench.load.scrape import Scrape
 from quire.bench.workloads import Job
 from quire.cli.main import app

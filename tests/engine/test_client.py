@@ -12,9 +12,9 @@ import pytest
 from quire.engine.client import AsyncClient, Care
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.messages import Abort, EngineInfo, Events, GetStats, Stats, Submit, ToClient, ToEngine
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
-from quire.types.wire import Abort, EngineInfo, Events, GetStats, Stats, Submit, ToClient, ToEngine
+from quire.types.sampling_params import SamplingParams
 
 INFO = EngineInfo(
     model="m", max_model_len=64, vocab_size=9, pages=4, page_size=16, max_batch_tokens=64, depth=1, device="cpu",

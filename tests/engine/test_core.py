@@ -8,20 +8,20 @@ from concurrent.futures import Future
 import msgspec
 import pytest
 
-from quire.engine import cache
+from quire.engine import cache_orders as cache
 from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
-from quire.types.cache import CacheOrder
+from quire.types.cache_orders import CacheOrder
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
+from quire.types.messages import Abort, EngineInfo, Events, GetStats, Stats, Submit
 from quire.types.plan import Capacity
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
-from quire.types.wire import Abort, EngineInfo, Events, GetStats, Stats, Submit
+from quire.types.sampling_params import SamplingParams
 
 LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32")
 VOCAB = 97
@@ -121,9 +121,9 @@ def test_slots_that_a_failed_step_was_to_free_are_free():
     engine = core()
     engine.submit(ask("short", [1, 2], max_tokens=2))
     engine.submit(ask("long", [3, 4], max_tokens=20))
-    while "short" in engine.scheduler.roster.requests:
+    while "short" in engine.scheduler.sequences.requests:
         engine.step()
-    assert engine.scheduler.roster.freed
+    assert engine.scheduler.sequences.freed
     engine.executor.failing = 1
     run(engine)
     for name in "abcd":
@@ -142,7 +142,7 @@ def test_steps_beyond_the_last_answer_are_taken_in(abandoned):
         engine.receive(0)
     if abandoned:
         engine.send(Abort("a"))
-    assert not engine.core.scheduler.roster.requests
+    assert not engine.core.scheduler.sequences.requests
     assert not engine.core.busy and not engine.core.scheduler.memory.pool.used
     engine.core.power(asleep=True)
 
@@ -391,13 +391,13 @@ def test_who_ended_in_a_step_whose_commit_fails_is_told(depth, monkeypatch):
     engine = core(depth)
     for name in ("short", "long"):
         engine.submit(ask(name, [1, 2, 3], max_tokens=1 if name == "short" else 6))
-    take = engine.scheduler._harvest.take
+    take = engine.scheduler._commit.take
 
     def failing(*step):
         take(*step)
         raise IndexError("no such row")
 
-    monkeypatch.setattr(engine.scheduler._harvest, "take", failing)
+    monkeypatch.setattr(engine.scheduler._commit, "take", failing)
     ends = {}
     for _ in range(40):
         for event in engine.step():

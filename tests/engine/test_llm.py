@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine import footprint
+from quire.engine import gc_control as footprint
 from quire.types.beam import BeamParams
 from quire.types.errors import ConfigError, ContextLengthError, EngineDeadError, InputError, ModelNotFoundError
 from quire.types.grammar import GrammarSpec
+from quire.types.messages import Submit
 from quire.types.request import FinishReason
-from quire.types.wire import Submit
 
 PROMPT = "The capital of France is"
 

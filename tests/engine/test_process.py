@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.types.errors import ConfigError, EngineDeadError
-from quire.types.wire import GetStats, Stats
+from quire.types.messages import GetStats, Stats
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 

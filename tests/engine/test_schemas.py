@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM
 from quire.bench.schemas import by_hand, schemas
-from quire.bench.structured import answer
+from quire.bench.structured_output import answer
 from quire.types.request import FinishReason
 
 

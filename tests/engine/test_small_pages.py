@@ -5,9 +5,9 @@ import random
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.kernels.cpu import library
+from quire.kernels.cpu import shared_object as library
 from quire.model import read_spec
-from quire.model.fused import FusedStages
+from quire.model.blocks.fused import FusedStages
 from quire.runtime.capacity import kv_layout
 from quire.runtime.hardware import Hardware, resolve
 from quire.types.config import EngineOptions

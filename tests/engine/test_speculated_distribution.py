@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.generation.speculation import Speculation, verify
+from quire.generation.drafting.speculation import Speculation, verify
 from quire.runtime.runner import ModelRunner
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.seams import Tree
 
 VOCAB, LENGTH, SLOTS, TOP_P = 5, 4, 2500, 0.9

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.generation.grammars import GrammarStore
+from quire.generation.grammar.grammar_store import GrammarStore
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.request import FinishReason
@@ -150,7 +150,7 @@ def test_bad_grammars_are_refused_and_others_go_on(fast):
 def test_no_grammar_is_compiled_twice_while_its_request_waits(default_model, monkeypatch):
     """One answer at a time, one grammar kept for its own sake: the others are there because their requests are."""
     compiled, compile = [], GrammarStore._compile
-    monkeypatch.setattr("quire.generation.grammars.KEPT", 1)
+    monkeypatch.setattr("quire.generation.grammar.grammar_store.KEPT", 1)
     monkeypatch.setattr(GrammarStore, "_compile", lambda self, spec: compiled.append(spec) or compile(self, spec))
     words = [f"word{i}" for i in range(6)]
     specs = [GrammarSpec("choice", json.dumps([word])) for word in words]

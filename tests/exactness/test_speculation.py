@@ -13,10 +13,10 @@ import torch
 from prompts import BEGINNINGS, LONG, QUESTIONS, forty
 
 from quire import LLM, SamplingParams
-from quire.generation.head_proposers import EagleProposer, MedusaProposer, Recorder
-from quire.generation.heads import load_heads, save_heads
-from quire.generation.speculation import Speculation
-from quire.scheduling.speculation import DraftPolicy
+from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer, Recorder
+from quire.generation.drafting.heads import load_heads, save_heads
+from quire.generation.drafting.speculation import Speculation
+from quire.scheduling.features.draft_budgets import DraftPolicy
 from quire.types.grammar import GrammarSpec
 from quire.types.seams import Tree
 

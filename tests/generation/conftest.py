@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.generation.sampler import Sampler
+from quire.generation.sampling.sampler import Sampler
 from quire.types.plan import Admit
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 AdmitRow = Callable[..., None]
 

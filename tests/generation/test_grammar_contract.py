@@ -6,13 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from quire.generation.grammars import KEPT, GrammarStore, SlotGrammars
-from quire.generation.guidance import Guidance
+from quire.generation.grammar.grammar_store import KEPT, GrammarStore, SlotGrammars
+from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.plan import Admit
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 WORDS = [b"ye", b"yes", b"no", b"non", b"e", "é".encode(), b"aybe", b"\xff"]
 TOKENS = [bytes([b]) for b in range(256)] + WORDS + [b"<end>", b""]
@@ -33,7 +33,7 @@ VOCABULARY = Vocabulary(tokens=TOKENS, special=frozenset({END}), ends=[END], enc
 CHOICES = ["yes", "yellow", "no", "none", "maybe", "né", "né\n"]
 
 
-@pytest.fixture(params=[FakeGrammars, Guidance])
+@pytest.fixture(params=[FakeGrammars, LLGuidanceBackend])
 def backend(request):
     return request.param()
 

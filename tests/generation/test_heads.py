@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from quire.generation.head_proposers import EagleProposer, MedusaProposer, Recorder
-from quire.generation.heads import WINDOW, EagleDrafter, MedusaHeads, load_heads, save_heads
+from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer, Recorder
+from quire.generation.drafting.heads import WINDOW, EagleDrafter, MedusaHeads, load_heads, save_heads
 from quire.types.errors import ConfigError, ModelFileError
 from quire.types.plan import Admit
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.seams import DraftContext
 
 HIDDEN, WORDS, VOCAB, LAYERS = 16, 20, 50, (1, 2)

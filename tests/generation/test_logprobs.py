@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from quire.generation import sampler as sampler_module
-from quire.generation.logprobs import LogprobTensors, score
-from quire.generation.sampler import Sampler
+from quire.generation.sampling import sampler as sampler_module
+from quire.generation.sampling.logprobs import LogprobTensors, score
+from quire.generation.sampling.sampler import Sampler
 from quire.types.grammar import GrammarSpec
 from quire.types.plan import TokenLogprobs
 

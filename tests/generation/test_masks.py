@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.generation.sampler import Sampler
+from quire.generation.sampling.sampler import Sampler
 from quire.types.grammar import GrammarSpec
 
 VOCAB = 300

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from quire.generation.noise import gumbel, row_keys, streams, uniform
+from quire.generation.sampling.noise import gumbel, row_keys, streams, uniform
 
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from quire.generation.lookup import NGramProposer, SuffixProposer, SyntheticProposer
-from quire.generation.speculation import Branch, Speculation, verify
+from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
+from quire.generation.drafting.speculation import Branch, Speculation, verify
 from quire.types.fakes import FakeProposer
 from quire.types.grammar import GrammarSpec
 from quire.types.plan import Admit, Row, Sample, StepPlan, Write
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.seams import DraftContext, Tree
 
 VOCAB = 50

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.generation.noise import gumbel, row_keys, streams
-from quire.generation.sampler import Sampler
+from quire.generation.sampling.noise import gumbel, row_keys, streams
+from quire.generation.sampling.sampler import Sampler
 from quire.types.plan import Admit
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 VOCAB = 1500
 LENGTH = 40

@@ -17,9 +17,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from quire.generation import edits
-from quire.generation.sampler import Sampler
-from quire.generation.slots import PAD, Params
+from quire.generation.sampling import logit_processors as edits
+from quire.generation.sampling.sampler import Sampler
+from quire.generation.sampling.slot_params import PAD, Params
 
 CPU = torch.device("cpu")
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.attention import NO_TREE, PATH, AttentionBackend, AttentionSpec, Batch, GroupBatch, Paths
-from quire.kernels.dense import DenseRows
-from quire.kernels.eager.attention import TorchSdpa
-from quire.kernels.kv import LayerKV
+from quire.kernels.attention_backend import NO_TREE, PATH, AttentionBackend, AttentionSpec, Batch, GroupBatch, Paths
+from quire.kernels.eager.sdpa_attention import TorchSdpa
+from quire.kernels.kv_views import LayerKV
+from quire.kernels.library.cudnn_prefill import CudnnPrefill
 from quire.kernels.registry import backends_for, choose_backend
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -116,7 +116,7 @@ BATCHES = {
 }
 HEADS = {"MHA": (4, 4), "MQA": (6, 1), "GQA": (9, 3)}
 
-BACKENDS = [*backends_for(torch.device("cpu")), DenseRows(TorchSdpa(), long=3)]
+BACKENDS = [*backends_for(torch.device("cpu")), CudnnPrefill(TorchSdpa(), long=3)]
 backends = pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 devices = pytest.mark.parametrize("device", DEVICES)
 
@@ -235,16 +235,16 @@ def test_choice_is_explained():
 def test_only_rows_of_16_bits_are_dense():
     """In 32 torch has no kernel for them that does not hold a square of all tokens: gigabytes for a long prompt."""
     case = make_case(spec_of(), [(0, 20), (7, 1)])
+    prefill = CudnnPrefill(TorchSdpa(), long=3)
     planned = [
-        DenseRows(TorchSdpa(), long=3).plan(case.batch, case.batch.groups[0], replace(spec_of(), itemsize=size)).dense
-        for size in (2, 4)
+        prefill.plan(case.batch, case.batch.groups[0], replace(spec_of(), itemsize=size)).dense for size in (2, 4)
     ]
     assert planned == [[(0, 0, 20)], []]
 
 
 def test_prompts_are_answered_when_cudnn_fails(monkeypatch, caplog):
     """As it does where it finds no memory of its own, having said that it could."""
-    spec, backend, attend = spec_of(), DenseRows(TorchSdpa(), long=3), F.scaled_dot_product_attention
+    spec, backend, attend = spec_of(), CudnnPrefill(TorchSdpa(), long=3), F.scaled_dot_product_attention
     case = make_case(spec, [(0, 20), (7, 1)])
     expected = run(backend, spec, case)
     calls = []

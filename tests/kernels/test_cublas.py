@@ -8,8 +8,8 @@ from ctypes import c_void_p
 import pytest
 import torch
 
-from quire.kernels import cublas
-from quire.runtime.captured import row_buckets
+from quire.kernels.library import cublas
+from quire.runtime.capture import row_buckets
 
 
 def shapes():

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from quire.kernels.attention import AttentionSpec
-from quire.kernels.batch import whole_sequence
-from quire.kernels.eager import ops as eager_ops
-from quire.kernels.eager.attention import TorchSdpa
-from quire.kernels.kv import KVViews, allocate_kv, decode, encode, read_tokens, write_tokens
-from quire.kernels.reference import ops as reference_ops
-from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.attention_backend import AttentionSpec
+from quire.kernels.batch_assembly import whole_sequence
+from quire.kernels.eager import torch_ops as eager_ops
+from quire.kernels.eager.sdpa_attention import TorchSdpa
+from quire.kernels.kv_views import KVViews, allocate_kv, decode, encode, read_tokens, write_tokens
+from quire.kernels.reference import plain_ops as reference_ops
+from quire.kernels.reference.plain_attention import ReferenceAttention
 from quire.types.kv import KINDS, layout_for
 
 CPU = torch.device("cpu")

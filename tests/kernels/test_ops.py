@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from quire.kernels.eager import ops as eager
-from quire.kernels.kv import KVViews, allocate_kv
-from quire.kernels.reference import ops as reference
+from quire.kernels.eager import torch_ops as eager
+from quire.kernels.kv_views import KVViews, allocate_kv
+from quire.kernels.reference import plain_ops as reference
 from quire.types.kv import layout_for
 
 modules = pytest.mark.parametrize("ops", [reference, eager], ids=["reference", "eager"])

@@ -5,7 +5,7 @@ import pytest
 from openai import OpenAI
 
 from quire.lang import Model, gen, select, self_consistency, user
-from quire.lang.remote import PlainServer
+from quire.lang.http_backend import PlainServer
 from quire.types.errors import EngineDeadError, InputError, ModelNotFoundError, UnauthorizedError
 
 

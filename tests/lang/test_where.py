@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.generation.guidance import Guidance
+from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.lang import Contains, EndsWith, Int, Length, OneOf, Regex, StartsWith, StopsAt, Words, gen
 from quire.types.errors import InputError
 from quire.types.grammar import Vocabulary
@@ -17,7 +17,7 @@ BYTES = Vocabulary(
     ends=[256],
     encode=lambda text: list(text.encode()),
 )
-guidance = Guidance()
+guidance = LLGuidanceBackend()
 
 
 def admits(where, text):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from quire.kernels.attention import Batch, GroupBatch
-from quire.kernels.kv import KVViews, allocate_kv
-from quire.kernels.tap import Tap
+from quire.kernels.attention_backend import Batch, GroupBatch
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.model import Model
 
 
@@ -18,7 +18,7 @@ def run_model(
     prompts: Sequence[Sequence[int]],
     chunk: int | None = None,
     page_size: int = 4,
-    tap: Tap | None = None,
+    tap: HiddenStateTap | None = None,
     last: bool = False,
 ) -> list[torch.Tensor]:
     """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance

@@ -9,11 +9,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executor import LocalExecutor
+from quire.runtime.executors.local import LocalExecutor
 from quire.types.blend import Blend
 from quire.types.config import EngineOptions
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 HEAD = [11, 12, 13, 14, 15]
 CHUNKS = [[20 + 7 * c + i for i in range(11)] for c in range(4)]  # head and chunk: four pages of four tokens

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, prompts, their_logits, tiny
 from transformers import AutoModelForCausalLM
 
 from quire.assets import resolve
-from quire.kernels.tap import Tap
+from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.model import Model, load_model
 
 CPU = {"device": "cpu", "dtype": torch.float32}
@@ -50,7 +50,7 @@ def test_a_tap_shows_what_transformers_has_behind_a_layer(pair, last):
     inner = range(ours.spec.layers - 1)  # behind the last layer theirs has its final norm
     with torch.no_grad():
         states = [theirs(torch.tensor([p]), output_hidden_states=True).hidden_states for p in (first, second)]
-    tap = Tap(tuple(inner))
+    tap = HiddenStateTap(tuple(inner))
     plain, shown = (run_model(ours, [first, second], last=last, tap=t) for t in (None, tap))
     assert all(torch.equal(a, b) for a, b in zip(plain, shown, strict=True))
     assert tap.states and len(tap.states) == len(inner)

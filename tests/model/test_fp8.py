@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.model.fp8 import LARGEST, Fp8Scheme
+from quire.model.quantization.fp8 import LARGEST, Fp8Scheme
 from quire.runtime.hardware import Hardware, resolve
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.assets import resolve
 from quire.model import load_model
-from quire.model.rope import inverse_frequencies
+from quire.model.blocks.rope_scaling import inverse_frequencies
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")

@@ -13,8 +13,8 @@ from tiny_models import CONFIGS, prompts, their_logits, tiny
 
 from quire.assets import resolve
 from quire.model import load_model, parameter_count, read_spec, weight_bytes
-from quire.model import stored as stored_module
-from quire.model.stored import Stored
+from quire.model.loading import stored_tensor as stored_module
+from quire.model.loading.stored_tensor import StoredTensor
 from quire.types.errors import ConfigError, ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -207,13 +207,13 @@ def test_large_tensors_are_unpacked_in_slices(monkeypatch):
     for transposed in (False, True):
         info = TensorInfo("x", (40, 32), "F32", values.nbytes)
         out = torch.empty(32, 40) if transposed else torch.empty(40, 32)
-        Stored(info, values.view(-1).view(torch.uint8).numpy(), transposed=transposed).copy_into(out)
+        StoredTensor(info, values.view(-1).view(torch.uint8).numpy(), transposed=transposed).copy_into(out)
         assert torch.equal(out, values.t() if transposed else values)
 
 
 def test_bytes_must_fit_the_shape():
     with pytest.raises(ModelFileError, match="5 bytes do not hold"):
-        Stored(TensorInfo("x", (2,), "F32", 8), np.zeros(5, dtype=np.uint8))
+        StoredTensor(TensorInfo("x", (2,), "F32", 8), np.zeros(5, dtype=np.uint8))
 
 
 def test_loading_leaves_the_bits_alone(tmp_path):

@@ -14,11 +14,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executor import LocalExecutor
-from quire.scheduling.forgetting import Memo
+from quire.runtime.executors.local import LocalExecutor
+from quire.scheduling.features.kv_eviction import KVBudget
 from quire.types.config import EngineOptions
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 PAGE, WINDOW = 4, 8
 
@@ -163,13 +163,13 @@ def test_a_prompt_seen_whole_then_cut_to_its_budget(pair, monkeypatch, eviction)
     core.reset()
     paid = []
     core.submit(ask("a", prompt, eviction, max_tokens=50))
-    choose = Memo.choose
+    choose = KVBudget.choose
 
     def watched(memo, pages):
         paid.append(torch.tensor(memo.scores))
         return choose(memo, pages)
 
-    monkeypatch.setattr(Memo, "choose", watched)
+    monkeypatch.setattr(KVBudget, "choose", watched)
     events = []
     while core.busy:
         events += core.step()

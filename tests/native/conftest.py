@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.kernels.cpu import library
+from quire.kernels.cpu import shared_object as library
 
 
 def pytest_addoption(parser):

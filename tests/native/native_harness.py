@@ -3,10 +3,10 @@
 import numpy as np
 import torch
 
-from quire.kernels.attention import Batch, GroupBatch
+from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.cpu import PackedMatrix, Store
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights
-from quire.kernels.kv import KVViews, allocate_kv
+from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.kernels.reference.dequant import FLOATS, FORMATS
 from quire.types.kv import layout_for
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.kernels.cpu import library
+from quire.kernels.cpu import shared_object as library
 
 TEXT = Path(__file__).parent / "data" / "text.txt"
 ASK = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)

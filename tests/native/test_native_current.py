@@ -9,8 +9,8 @@ import torch
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from quire.kernels.cpu import library
-from quire.model import loading
+from quire.kernels.cpu import shared_object as library
+from quire.model.loading import load as loading
 
 BUILT = importlib.util.find_spec("quire.kernels.cpu._native")
 STALE = f"the compiled kernels were not built from the sources beside them; {library.REMEDY}"

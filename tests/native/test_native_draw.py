@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.generation.sampler import Sampler
+from quire.generation.sampling.sampler import Sampler
 from quire.kernels.cpu import CompiledDraw
-from quire.kernels.cpu.library import native
+from quire.kernels.cpu.shared_object import native
 from quire.types.plan import Admit
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 WAYS = [

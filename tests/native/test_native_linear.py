@@ -4,7 +4,7 @@ import pytest
 import torch
 from native_harness import packed
 
-from quire.kernels.cpu import twin
+from quire.kernels.cpu import plain_twin as twin
 from quire.kernels.reference.dequant import dequantize
 
 # Largest difference of a packed weight from the stored one, as a part of the matrix's largest weight: exact; fp16

@@ -5,7 +5,7 @@ import torch
 from native_harness import batch_of, kv_for, own_pages, random_decoder
 
 from quire.kernels.cpu import NativeProgram
-from quire.kernels.cpu.twin import TwinProgram
+from quire.kernels.cpu.plain_twin import TwinProgram
 from quire.types.errors import QuireError
 
 # a chunk without context, a chunk over several tiles of queries, single tokens, one of which shares its pages

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from quire.kernels.cpu import library
+from quire.kernels.cpu import shared_object as library
 
 LIMIT = 450_000_000  # bytes of all processes of a server, beside the pages
 

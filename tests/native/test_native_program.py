@@ -4,12 +4,12 @@ import pytest
 import torch
 from native_harness import batch_of, kv_for, own_pages, random_decoder
 
-from quire.generation.speculation import branches
-from quire.kernels.attention import Paths
+from quire.generation.drafting.speculation import branches
+from quire.kernels.attention_backend import Paths
 from quire.kernels.cpu import NativeProgram
-from quire.kernels.cpu.twin import TwinProgram
-from quire.kernels.kv import read_tokens
-from quire.kernels.tap import Tap
+from quire.kernels.cpu.plain_twin import TwinProgram
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kv_views import read_tokens
 from quire.types.errors import QuireError
 from quire.types.seams import Tree
 
@@ -123,7 +123,7 @@ def test_taps_show_layers_and_change_nothing(threads):
     plain.pool.zero_()
     batch = batch_of([(0, n) for n in lengths], own_pages(lengths, fast), fast)
     tokens = ids(sum(lengths))
-    ours, theirs = Tap((0, 2, 3)), Tap((0, 2, 3))
+    ours, theirs = HiddenStateTap((0, 2, 3)), HiddenStateTap((0, 2, 3))
     expected = program.forward(tokens, batch, fast)
     assert torch.equal(program.forward(tokens, batch, fast, ours), expected)
     twin.forward(tokens, batch, plain, theirs)
@@ -131,7 +131,7 @@ def test_taps_show_layers_and_change_nothing(threads):
         assert got.shape == (5, weights.hidden)
         close(got, want)
     assert torch.equal(ours.beside(expected[batch.ends])[:, -weights.hidden :], expected[batch.ends])
-    assert torch.equal(program.forward(tokens, batch, fast, Tap(())), expected)
+    assert torch.equal(program.forward(tokens, batch, fast, HiddenStateTap(())), expected)
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 64, 65])

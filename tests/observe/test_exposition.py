@@ -16,17 +16,17 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.energy import Energy
-from quire.observe.explain import explain
+from quire.observe.explanations import explain
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.observe.tracing import Tracer
+from quire.observe.spans import Tracer
 from quire.observe.window import KEPT, Window
 from quire.types.errors import DeadlineError
 from quire.types.events import EngineStats
 from quire.types.logs import JsonLines, TextLines
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.timeline import Timeline
 
 # What vLLM's own Grafana dashboard asks for, and a few more that others do.

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from quire.bench.suite import DATA
-from quire.generation.sampler import Sampler
-from quire.model.llama import LlamaFamily
+from quire.generation.sampling.sampler import Sampler
+from quire.model.families.llama import LlamaFamily
 from quire.runtime.capacity import GIB, kv_capacity, working_memory
-from quire.runtime.executor import LocalExecutor
+from quire.runtime.executors.local import LocalExecutor
 from quire.runtime.hardware import Hardware, resolve
 from quire.runtime.runner import ModelRunner
-from quire.runtime.slots import SlotState
+from quire.runtime.slot_state import SlotState
 from quire.runtime.staging import Staging
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError

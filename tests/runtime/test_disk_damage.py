@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_tier_contract import LAYOUT, SIZE, do, key, page
 
-from quire.runtime.sealed import Seal
 from quire.runtime.tiers.disk import DiskFolder, DiskTier
+from quire.runtime.tiers.signed_page import PageSigner
 from quire.types.errors import ConfigError
 
 SECRET = bytes(range(32))
@@ -19,7 +19,7 @@ PAGES = 40
 
 def open_tier(path, *, model=b"model", size=1 << 20, layout=LAYOUT):
     folder = DiskFolder(path)
-    return DiskTier(folder, Seal(SECRET, model, layout), size, threading.Event())
+    return DiskTier(folder, PageSigner(SECRET, model, layout), size, threading.Event())
 
 
 def filled(path):

@@ -5,7 +5,7 @@ import json
 import torch
 
 from quire.assets import resolve
-from quire.kernels.tap import Tap
+from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.model import load_model
 from quire.runtime.runner import ModelRunner
 from quire.types.plan import Capacity
@@ -42,7 +42,7 @@ def test_nobodys_step_changes_nothing_of_anybodys(tmp_path):
     model = model_of(tmp_path, **LLAMA)
     capacity = Capacity(pages=20, slots=6, max_model_len=256, max_batch_tokens=128, depth=1)
     runner = ModelRunner(model, model.spec.kv_layout(page_size=16, dtype="float32"), capacity, CPU, None)
-    runner._tap = Tap((1, 3))
+    runner._tap = HiddenStateTap((1, 3))
     shown = runner._tap.states
     runner._slots.tokens[:6], runner.pages[1:] = 7, 5
     captured = runner._captured

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from redis_server import needs_server, redis_server
 
-from quire.runtime.sealed import Seal
 from quire.runtime.tiers.disk import DiskFolder, DiskTier
 from quire.runtime.tiers.host import HostTier
-from quire.runtime.tiers.remote import RemoteTier, connect, shared_secret
+from quire.runtime.tiers.redis import RemoteTier, connect, shared_secret
+from quire.runtime.tiers.signed_page import PageSigner
 from quire.types.fake_tiers import FakeTier
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.transfer import TierJob
@@ -31,7 +31,7 @@ def page(i):
 @pytest.fixture(params=["fake", "host", "disk", pytest.param("remote", marks=needs_server)])
 def tier(request, tmp_path):
     signal = threading.Event()
-    seal = Seal(bytes(32), b"model", LAYOUT)
+    seal = PageSigner(bytes(32), b"model", LAYOUT)
     if request.param == "remote":
         with redis_server(tmp_path) as (url, _):
             store = RemoteTier(connect(url), seal, signal)
@@ -113,7 +113,7 @@ def test_engines_on_one_server_agree_on_a_secret(tmp_path):
     with redis_server(tmp_path) as (url, process):
         first = shared_secret(connect(url), b"a" * 32)
         assert first == shared_secret(connect(url), b"b" * 32) == b"a" * 32
-        store = RemoteTier(connect(url), Seal(first, b"m", LAYOUT), threading.Event())
+        store = RemoteTier(connect(url), PageSigner(first, b"m", LAYOUT), threading.Event())
         assert do(store, "put", [key(1)], [page(1)]) == [True]
         process.kill()
         process.wait()

@@ -3,11 +3,11 @@
 import pytest
 
 from quire.memory.manager import PageTable
+from quire.scheduling.features.draft_budgets import AcceptanceRate, DraftPolicy
 from quire.scheduling.sequence import Sequence
-from quire.scheduling.speculation import Aim, DraftPolicy
 from quire.types.plan import Capacity, Row, StepPlan, StepResult
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 MOST = 4
 
@@ -51,7 +51,7 @@ class World:
                     right = min(budget, int(self.owed))
                     self.owed -= right
                     drafts[i] = (budget, right)
-                    (seq.aim or Aim()).learn(budget, budget, right)
+                    (seq.acceptance or AcceptanceRate()).learn(budget, budget, right)
                     drawn, guessed = drawn + right, guessed + budget
             self.now += self.seconds(len(self.seqs) + sum(b for b, _ in drafts.values())) + self.asking * bool(drafts)
             self.policy.landed(plan, StepResult(step=self.step, tokens=[], drafts=drafts), self.now)
@@ -108,7 +108,7 @@ def test_where_asking_is_dear_it_rests(rows):
 def test_bad_luck_of_one_is_forgotten_while_others_guess():
     world = World(4, 0.8, lambda tokens: 4 + 0.3 * (tokens - 4))
     world.run(50)
-    unlucky = world.seqs[0].aim
+    unlucky = world.seqs[0].acceptance
     for _ in range(30):
         unlucky.learn(4, 4, 0)
     assert unlucky.rate < 0.3

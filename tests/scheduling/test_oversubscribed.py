@@ -8,7 +8,7 @@ from test_scheduler_property import FULL, VOCAB, World, alone
 from quire.types.config import SchedulerOptions
 from quire.types.fake_tiers import FakeTiers
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.transfer import TierSpec
 
 
@@ -20,13 +20,13 @@ def test_eight_times_too_much_work(mode, depth, count, monkeypatch):
     world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers)
     rng = random.Random(4)
     counts = {}
-    note = world.scheduler.pressure.preempted
+    note = world.scheduler.preemption.preempted
 
     def preempted(seq):
         counts[seq.key] = counts.get(seq.key, 0) + 1
         note(seq)
 
-    world.scheduler.pressure.preempted = preempted
+    world.scheduler.preemption.preempted = preempted
     for i in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(4, 12))]
         params = SamplingParams(max_tokens=rng.randint(10, 60), seed=i, stop_token_ids=[])

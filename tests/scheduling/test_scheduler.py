@@ -11,7 +11,7 @@ from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity
 from quire.types.request import TRANSITIONS, FinishReason, Request, Status
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32")
 
@@ -48,7 +48,7 @@ def test_a_long_prompt_is_cut_so_that_streams_go_on(target, depth, drafts):
         pages=2200, slots=4, max_model_len=8000, max_batch_tokens=4000, depth=depth, step_target=target, drafts=drafts
     )
     scheduler, executor = Scheduler(SchedulerOptions(), LAYOUT, capacity), FakeExecutor(LAYOUT, capacity)
-    flights, now, chunks = [], 1.0, []
+    in_flight, now, chunks = [], 1.0, []
     scheduler.submit(ask("stream", [1, 2, 3], max_tokens=200))
     for number in range(60):
         if number == 10:
@@ -56,9 +56,9 @@ def test_a_long_prompt_is_cut_so_that_streams_go_on(target, depth, drafts):
         if number == 20:
             scheduler.submit(ask("long", [7] * 7900))
         plan = scheduler.plan(now)
-        flights += [plan] if plan else []
-        if len(flights) == depth or not plan:
-            plan = flights.pop(0)
+        in_flight += [plan] if plan else []
+        if len(in_flight) == depth or not plan:
+            plan = in_flight.pop(0)
             work = sum(row.count for row in plan.rows if row.count > 1)
             now += 0.01 + 1e-4 * work
             chunks += [work] if work and number >= 20 else []

@@ -7,8 +7,9 @@ from collections import Counter
 import msgspec
 import pytest
 
-from quire.scheduling import Scheduler, pace
-from quire.scheduling.beams import BeamGroup
+from quire.scheduling import Scheduler
+from quire.scheduling import prefill_budget as prefill_limiter
+from quire.scheduling.features.beam_group import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_options, fake_token
@@ -16,7 +17,7 @@ from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Capacity, TokenLogprobs
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 FULL = KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1)
 WINDOW = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=11)
@@ -26,8 +27,8 @@ VOCAB = 97
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
     """Prompts here are too short to be cut."""
-    monkeypatch.setattr(pace, "LEAST", 4)
-    monkeypatch.setattr(pace, "CONTEXT", 16)
+    monkeypatch.setattr(prefill_limiter, "LEAST", 4)
+    monkeypatch.setattr(prefill_limiter, "CONTEXT", 16)
 
 
 def layout(*groups: KVGroup) -> KVLayout:
@@ -43,7 +44,7 @@ class World:
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
         target = 0.11 if seed % 2 else 0.0  # a step takes 0.1
         capacity = msgspec.structs.replace(
-            capacity, tiers=tiers.specs if tiers else (), turns=True, step_target=target
+            capacity, tiers=tiers.specs if tiers else (), rope_shifts=True, step_target=target
         )
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
@@ -123,9 +124,9 @@ class World:
                 self.take(self.scheduler.finish_at(request, branch, keep))
 
     def preempt(self):
-        running = list(self.scheduler.roster.running)
+        running = list(self.scheduler.sequences.running)
         if running:
-            self.scheduler.roster.preempt(self.rng.choice(running))
+            self.scheduler.sequences.preempt(self.rng.choice(running))
 
     def drain(self):
         for _ in range(20_000):

@@ -4,7 +4,7 @@ from test_scheduler_property import FULL, World
 
 from quire.types.fake_tiers import FakeTiers
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.transfer import TierSpec
 
 
@@ -63,4 +63,4 @@ def test_under_pressure_pages_go_down_a_tier_and_come_back():
         ask(it, f"big{i}", [40 + i] * 60)
     assert it.scheduler.sessions.view(it.now) == []
     ask(it, "b", [*first, *answer, 9, 9])
-    assert it.scheduler.paging.directory.tier("host").stats.hit_tokens > 0
+    assert it.scheduler.tiers.directory.tier("host").stats.hit_tokens > 0

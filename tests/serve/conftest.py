@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from fake_frontend import FakeFrontend
 
-from quire.serve.run import background_server
+from quire.serve.http.server import background_server
 
 
 @pytest.fixture(scope="session")

@@ -11,19 +11,19 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from quire.engine.inputs import branches_of, chunked
-from quire.text.reasoning import ReasoningReader
+from quire.engine.text_input import branches_of, chunked
+from quire.text.reasoning_reader import ReasoningReader
 from quire.text.tool_formats import HERMES
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
+from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView, LiveSequence, PrefixNode, TierPages
-from quire.types.wire import EngineInfo
 
 EOS = 256
 VOCAB = 257

@@ -19,8 +19,8 @@ import pytest
 from fake_frontend import FakeFrontend
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
-from quire.serve.auth import ADMIN, INFERENCE, Key, KeyRing, digest
-from quire.serve.run import background_server
+from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.http.server import background_server
 from quire.types.serving import ServeOptions
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from fake_frontend import FakeFrontend
 
-from quire.serve.app import create_app, create_serving
+from quire.serve.http.app import create_app, create_serving
 
 MODEL = FakeFrontend.model_name
 USER = {"role": "user", "content": "hi"}

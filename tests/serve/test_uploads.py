@@ -15,8 +15,8 @@ from fake_frontend import FakeFrontend
 from starlette.requests import ClientDisconnect, Request
 
 from quire.serve import create_app, create_serving
-from quire.serve.files import FileObject, FileStore, upload
-from quire.serve.wire import BodyTooSlowError
+from quire.serve.http.http_io import BodyTooSlowError
+from quire.serve.openai.file_store import FileObject, FileStore, upload
 from quire.types.errors import InputError, OverloadedError
 from quire.types.serving import ServeOptions
 
@@ -112,7 +112,7 @@ async def test_failed_uploads_leave_nothing(failure: str, tmp_path: Path, monkey
 
 
 def test_uploads_under_way_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.serve.files.MAX_UPLOADS", 2)
+    monkeypatch.setattr("quire.serve.openai.file_store.MAX_UPLOADS", 2)
     store = FileStore(tmp_path, max_files=2)
     with store.arriving():
         with store.arriving() as (_, take):
@@ -127,7 +127,7 @@ def test_uploads_under_way_are_bounded_in_number(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.timeout(60)
 async def test_a_stalled_upload_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.serve.files.BODY_SECONDS", 0.05)
+    monkeypatch.setattr("quire.serve.openai.file_store.BODY_SECONDS", 0.05)
     store = FileStore(tmp_path)
     with pytest.raises(BodyTooSlowError) as slow:
         await sent(store, part(form(b"x")[:40], more=True), GONE, before_last=asyncio.Event().wait)
@@ -138,8 +138,8 @@ async def test_a_stalled_upload_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
 async def test_time_grows_with_what_has_come(
     rate: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.serve.files.BODY_SECONDS", 0.0)
-    monkeypatch.setattr("quire.serve.files.MIN_RATE", rate)
+    monkeypatch.setattr("quire.serve.openai.file_store.BODY_SECONDS", 0.0)
+    monkeypatch.setattr("quire.serve.openai.file_store.MIN_RATE", rate)
     store, whole = FileStore(tmp_path), form(b"x" * 1000)
     slowly = sent(store, part(whole[:900], more=True), part(whole[900:]), before_last=turns)
     if kept:

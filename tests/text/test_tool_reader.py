@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.text.reasoning import ReasoningReader
+from quire.text.reasoning_reader import ReasoningReader
 from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
+from quire.text.tool_calls import FORCED
 from quire.text.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, choose_format
 from quire.text.tool_reader import ToolReader, python_call
-from quire.text.tools import FORCED
 from quire.types.errors import ConfigError
 
 NAMES = {"f", "g", "get_weather"}

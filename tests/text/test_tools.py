@@ -9,8 +9,8 @@ import llguidance
 import pytest
 
 from quire.text import TextModel, Tool
+from quire.text.tool_calls import forced_grammar, spell_out, strict_grammar
 from quire.text.tool_formats import HERMES, LLAMA3, MISTRAL
-from quire.text.tools import forced_grammar, spell_out, strict_grammar
 from quire.types.errors import ConfigError, InputError
 from quire.types.grammar import GrammarSpec
 

@@ -14,12 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from quire.generation.noise import row_keys, streams
-from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV
-from quire.kernels.triton import activation, batch, cascade, gather, gemm, gemv, launch, norm, rope, sampling
-from quire.kernels.triton.attention import TritonAttention
+from quire.generation.sampling.noise import row_keys, streams
+from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv_views import LayerKV
+from quire.kernels.triton import activation, cascade, gemm, gemv, launch, norm
+from quire.kernels.triton import batch_gather as batch
+from quire.kernels.triton import embedding_gather as gather
+from quire.kernels.triton import rope_kernel as rope
+from quire.kernels.triton import sampling_kernels as sampling
 from quire.kernels.triton.configs import GATED_MATMUL, INVARIANT_MATMUL, small_matmul
+from quire.kernels.triton.paged_attention import TritonAttention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 HEADS, KV, DIM, HIDDEN, FFN, PAGE = 32, 8, 128, 4096, 14336, 16

@@ -13,14 +13,19 @@ import torch
 
 from quire.assets import resolve
 from quire.bench.suite import DATA
-from quire.generation import order, sampler, slots
-from quire.kernels import attention, registry
-from quire.kernels.triton import attention as paged
-from quire.model import fused, load_model, loading
-from quire.model.fp8 import Fp8Scheme
+from quire.generation.sampling import sampler
+from quire.generation.sampling import slot_params as slots
+from quire.generation.sampling import top_k as order
+from quire.kernels import attention_backend as attention
+from quire.kernels import registry
+from quire.kernels.triton import paged_attention as paged
+from quire.model import load_model
+from quire.model.blocks import fused
+from quire.model.loading import load as loading
+from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.runner import ModelRunner
 from quire.types.plan import Admit, Capacity
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 META = torch.device("meta")

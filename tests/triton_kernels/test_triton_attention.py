@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.attention import AttentionSpec, Batch, GroupBatch
-from quire.kernels.kv import LayerKV, encode, take_pages
-from quire.kernels.reference.attention import ReferenceAttention
-from quire.kernels.triton import attention, cascade, configs
-from quire.kernels.triton.attention import (
+from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
+from quire.kernels.kv_views import LayerKV, encode, take_pages
+from quire.kernels.reference.plain_attention import ReferenceAttention
+from quire.kernels.triton import cascade, configs
+from quire.kernels.triton import paged_attention as attention
+from quire.kernels.triton.dequantise_pages import Wide, widen_pages
+from quire.kernels.triton.paged_attention import (
     Bounds,
     Plan,
     PrefixLists,
@@ -20,10 +22,9 @@ from quire.kernels.triton.attention import (
     plan_launches,
     prefix_launch,
 )
-from quire.kernels.triton.lists import list_pieces_kernel
-from quire.kernels.triton.widen import Wide, widen_pages
-from quire.runtime.captured import CapturedSteps
-from quire.runtime.captured import bounds as captured_bounds
+from quire.kernels.triton.work_lists import list_pieces_kernel
+from quire.runtime.capture import CapturedSteps
+from quire.runtime.capture import bounds as captured_bounds
 
 
 class Case:

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.kernels.triton import configs, twins
+from quire.kernels.triton import configs
+from quire.kernels.triton import plain_twins as twins
 from quire.kernels.triton.configs import Matmul
 from quire.kernels.triton.gemm import gated_matmul, matmul
 from quire.kernels.triton.gemv import row_matmul, small_matmul
-from quire.model.fp8 import Fp8Scheme
-from quire.runtime.captured import MIXED_TOKENS
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.runtime.capture import MIXED_TOKENS
 
 SHAPES = [(1, 64, 128), (5, 96, 100), (33, 50, 64)]  # rows, outputs, reduction
 

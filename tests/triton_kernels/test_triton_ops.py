@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from quire.kernels import batch as plain_batch
-from quire.kernels.kv import KVViews, LayerKV, allocate_kv, read_tokens
-from quire.kernels.reference import ops as plain
-from quire.kernels.triton import twins
+from quire.kernels import batch_assembly as plain_batch
+from quire.kernels.kv_views import KVViews, LayerKV, allocate_kv, read_tokens
+from quire.kernels.reference import plain_ops as plain
+from quire.kernels.triton import plain_twins as twins
 from quire.kernels.triton.activation import quantise_fp8, silu_and_mul
-from quire.kernels.triton.batch import assemble
-from quire.kernels.triton.gather import gather_rows
+from quire.kernels.triton.batch_gather import assemble
+from quire.kernels.triton.embedding_gather import gather_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
-from quire.kernels.triton.rope import rope_and_write, rope_tables
+from quire.kernels.triton.rope_kernel import rope_and_write, rope_tables
 from quire.types.kv import layout_for
 
 

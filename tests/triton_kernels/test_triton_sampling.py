@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.generation import noise
-from quire.kernels.triton import sampling
+from quire.generation.sampling import noise
+from quire.kernels.triton import sampling_kernels as sampling
 
 VOCAB = 300
 

@@ -8,11 +8,11 @@ import torch
 
 from quire.kernels.triton import configs
 from quire.kernels.triton.configs import Matmul
-from quire.model.fp8 import Fp8Scheme
-from quire.model.fused import FusedStages
-from quire.model.linear import DenseScheme, Linear, Plain
-from quire.model.llama import LlamaFamily
-from quire.model.stages import Stages
+from quire.model.blocks.fused import FusedStages
+from quire.model.blocks.stages import Stages
+from quire.model.families.llama import LlamaFamily
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.model.quantization.scheme import DenseScheme, Linear, Plain
 
 CPU = torch.device("cpu")
 HIDDEN, FFN = 64, 96

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.assets.gguf import GGUFFile
-from quire.assets.safetensors import SafetensorsModel
+from quire.assets.gguf_reader import GGUFFile
+from quire.assets.safetensors_reader import SafetensorsModel
 from quire.types.errors import ModelFileError, ModelNotFoundError, QuireError
 from quire.types.seams import WeightSource
 

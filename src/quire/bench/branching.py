@@ -8,7 +8,7 @@ import time
 from quire.bench.workloads import fixed
 from quire.engine.llm import LLM
 from quire.types.beam import BeamParams
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 
 def measure(llm: LLM, *, beams: int, prompt: int, out: int, rounds: int, seed: int = 1) -> dict[str, float]:

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from quire.engine.llm import LLM
-from quire.types.sampling import EVICTION, SamplingParams
+from quire.types.sampling_params import EVICTION, SamplingParams
 
 WAYS = ("full", "recompute", *EVICTION)
 NEEDLE = "\nThe pass key is {}. Remember it. {} is the pass key.\n"

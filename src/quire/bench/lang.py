@@ -24,7 +24,7 @@ from quire.lang.reasoning import Tree
 from quire.lang.state import State
 from quire.types.config import EngineOptions
 from quire.types.outputs import Delta
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 CONCURRENT = 16
 FACTS = (

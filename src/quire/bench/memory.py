@@ -18,9 +18,9 @@ from quire.engine.link import Link, open_link
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, from_wire
 from quire.types.events import EngineStats
+from quire.types.messages import Events, Reset, Submit
 from quire.types.request import FinishReason, Request
-from quire.types.sampling import SamplingParams
-from quire.types.wire import Events, Reset, Submit
+from quire.types.sampling_params import SamplingParams
 
 TIERS = ("off", "host", "host+disk", "remote")
 MODES = ("recompute", "swap", "auto")

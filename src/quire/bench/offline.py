@@ -13,9 +13,9 @@ import msgspec
 from quire.engine.link import Link, LocalLink
 from quire.types.errors import from_wire
 from quire.types.events import EngineStats
+from quire.types.messages import Events, GetStats, Reset, Stats, Submit
 from quire.types.request import FinishReason, Request, longest_first
-from quire.types.sampling import SamplingParams
-from quire.types.wire import Events, GetStats, Reset, Stats, Submit
+from quire.types.sampling_params import SamplingParams
 
 
 class Trace(msgspec.Struct):

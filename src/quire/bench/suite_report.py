@@ -14,7 +14,7 @@ from quire.bench.offline import run_workload
 from quire.bench.suite import DATA, Result, Work, anchors, run_suite
 from quire.bench.verify import Agreement, agreement
 from quire.bench.workloads import H200, fixed
-from quire.engine.footprint import settle
+from quire.engine.gc_control import settle
 from quire.engine.link import LocalLink, open_link
 from quire.types.config import EngineOptions, ModelOptions
 from quire.types.errors import ConfigError

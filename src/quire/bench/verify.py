@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from quire.kernels.batch import whole_sequence
+from quire.kernels.batch_assembly import whole_sequence
+from quire.model.blocks.stages import Stages
 from quire.model.decoder import Model
-from quire.model.stages import Stages
 from quire.types.kv import KVLayout
 
 

@@ -20,7 +20,7 @@ from quire.types.config import EngineOptions
 if TYPE_CHECKING:
     from quire.bench.peer import Comparison, Jobs
     from quire.engine.link import Link
-    from quire.types.wire import EngineInfo
+    from quire.types.messages import EngineInfo
 
 app = typer.Typer(help="Measure an engine.", no_args_is_help=True)
 
@@ -216,7 +216,7 @@ def structured(
     json_: JsonOption = None,
 ) -> None:
     """Answer under JSON schemas and freely; report what a schema costs and which steps it saves."""
-    from quire.bench.structured import measure, rows
+    from quire.bench.structured_output import measure, rows
     from quire.engine.llm import LLM
 
     with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:

@@ -61,7 +61,7 @@ def blend(
 ) -> None:
     """Ask about documents in ever other orders; report time to first token and agreement with prompts computed whole,
     for each part of the documents' tokens that is computed again."""
-    from quire.bench.blend import measure, rows
+    from quire.bench.chunk_reuse_bench import measure, rows
     from quire.engine.llm import LLM
 
     with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:

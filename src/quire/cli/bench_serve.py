@@ -16,7 +16,7 @@ from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.load.run import Load, Phase
+    from quire.bench.load.runner import Load, Phase
     from quire.bench.workloads import Job
 
 
@@ -126,8 +126,8 @@ def serve(
     plot: Annotated[Path | None, typer.Option(help="write charts here, as SVG")] = None,
 ) -> None:
     """Put load on a running server; report latencies, throughput and goodput."""
-    from quire.bench.load.report import parse_slo, rows, summarise
-    from quire.bench.load.run import Load, Target
+    from quire.bench.load.load_report import parse_slo, rows, summarise
+    from quire.bench.load.runner import Load, Target
 
     bound = parse_slo(slo)
     target = Target(

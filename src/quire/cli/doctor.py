@@ -30,8 +30,8 @@ def doctor(
 
     from quire.assets import resolve
     from quire.kernels import cpu
-    from quire.model import NativeModel, compiled_refusal, parameter_count, read_spec, weight_bytes
-    from quire.model.fused import choose_stages
+    from quire.model import CompiledModel, compiled_refusal, parameter_count, read_spec, weight_bytes
+    from quire.model.blocks.fused import choose_stages
     from quire.runtime.capacity import kv_capacity, kv_layout, working_memory
     from quire.runtime.hardware import DTYPES, probe
     from quire.runtime.hardware import resolve as decide
@@ -44,8 +44,8 @@ def doctor(
     source, device = local.open(), torch.device(decisions.device)
     refused = "dtype was chosen" if engine.model.dtype != "auto" else compiled_refusal(source, device)
     if refused is None:
-        weights, kinds = sum(t.nbytes for t in source.tensors().values()), NativeModel.kv_kinds
-        own = NativeModel.kv_dtype
+        weights, kinds = sum(t.nbytes for t in source.tensors().values()), CompiledModel.kv_kinds
+        own = CompiledModel.kv_dtype
         kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights stay quantised"]
     else:
         stages, own = choose_stages(spec, device), decisions.dtype

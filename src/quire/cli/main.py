@@ -7,7 +7,11 @@ import sys
 
 import typer
 
-from quire.cli import batch, bench, cache, chat, doctor, keys, models, serve
+from quire.cli import batch_command as batch
+from quire.cli import bench, doctor, keys, serve
+from quire.cli import cache_command as cache
+from quire.cli import model_commands as models
+from quire.cli import run as chat
 from quire.types.errors import QuireError
 
 app = typer.Typer(

@@ -19,7 +19,7 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     from quire.engine.client import AsyncClient, Care
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
-    from quire.serve.context import current
+    from quire.serve.core.context import current
     from quire.text import TextModel
     from quire.types.logs import configure
 

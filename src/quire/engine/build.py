@@ -6,12 +6,12 @@ import time
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executor import LocalExecutor
+from quire.runtime.executors.local import LocalExecutor
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
+from quire.types.messages import EngineInfo
 from quire.types.request import Request
-from quire.types.sampling import SamplingParams
-from quire.types.wire import EngineInfo
+from quire.types.sampling_params import SamplingParams
 
 
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:

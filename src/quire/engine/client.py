@@ -20,14 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.link import Link, open_link
-from quire.types.cache import CacheOrder, CacheReport
+from quire.types.cache_orders import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
-from quire.types.request import Request
-from quire.types.timeline import Timeline
-from quire.types.view import EngineView
-from quire.types.wire import (
+from quire.types.messages import (
     Abort,
     Cache,
     Cached,
@@ -46,6 +43,9 @@ from quire.types.wire import (
     ToEngine,
     View,
 )
+from quire.types.request import Request
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The step loop. It fits on one screen and stays so.
 
-    plan ──► submit ──► (device works; the next plan is made) ──► result ──► commit ──► events
+plan ──► submit ──► (device works; the next plan is made) ──► result ──► commit ──► events
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections import deque
 
 import msgspec
 
-from quire.engine.cache import carry_out
-from quire.engine.preparing import Preparing
+from quire.engine.cache_orders import carry_out
+from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import Scheduler
-from quire.types.cache import CacheOrder, CacheReport
+from quire.types.cache_orders import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.memory_use import resident_bytes
 from quire.types.plan import StepPlan
-from quire.types.process import resident_bytes
 from quire.types.request import Request
 from quire.types.seams import Executor, Ticket
 from quire.types.timeline import Timeline
@@ -42,7 +42,7 @@ class EngineCore:
             kv_policy=options.cache.kv_policy,
             session_quota=options.cache.session_quota,
         )
-        self._preparing = Preparing(options.scheduler.max_waiting)
+        self._grammar_queue = GrammarQueue(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
         self._asleep = False
@@ -69,25 +69,25 @@ class EngineCore:
             self.scheduler.submit(request)
         else:
             ready = self.executor.prepare(request.params.grammar)
-            self._preparing.add(request, ready, self.scheduler.roster.requests)
+            self._grammar_queue.add(request, ready, self.scheduler.sequences.requests)
 
     def abort(self, request_id: str) -> list[TokenEvent]:
-        return self._preparing.abort(request_id) or self.scheduler.abort(request_id)
+        return self._grammar_queue.abort(request_id) or self.scheduler.abort(request_id)
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         return self.scheduler.finish_at(request_id, branch, tokens)
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._tickets or self._preparing)
+        return self.scheduler.busy or bool(self._tickets or self._grammar_queue)
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
         now = time.monotonic()
         late = self.scheduler.expire(now)
-        if self._preparing:
+        if self._grammar_queue:
             idle = not (self.scheduler.busy or self._tickets)
-            if refused := self._preparing.release(self.scheduler.submit, idle=idle):
+            if refused := self._grammar_queue.release(self.scheduler.submit, idle=idle):
                 return late + refused
         try:
             plan = self.scheduler.plan(now)
@@ -109,7 +109,7 @@ class EngineCore:
         """Nobody waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
         when they ended could not be told later."""
         try:
-            while self._tickets and self._tickets[0][0].rows and not self.scheduler.roster.requests:
+            while self._tickets and self._tickets[0][0].rows and not self.scheduler.sequences.requests:
                 self._land()
         except Exception as error:
             self._recover(error)
@@ -144,7 +144,7 @@ class EngineCore:
     def flush(self) -> None:
         """Begin transfers that wait for the next plan now."""
         plan = StepPlan(step=0)
-        self.scheduler.paging.directory.hand_over(plan)
+        self.scheduler.tiers.directory.hand_over(plan)
         if plan.transfers or plan.drops:
             self.executor.submit(plan)
 

@@ -8,17 +8,17 @@ from typing import Any
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
+from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
-from quire.engine.inputs import Prompt, chunked, prepare, prepare_beam, prepare_embedding
-from quire.engine.outputs import RequestText, embedding_in
-from quire.engine.results import Collector
+from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_embedding
+from quire.engine.text_output import RequestText, embedding_in
 from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.seams import EngineClient
 
 
@@ -127,9 +127,7 @@ class AsyncLLM(Frontend):
         session_ttl: float = HOLD,
     ) -> RequestOutput:
         """The whole answer; `blend` and sessions as for `LLM.generate`."""
-        request = self.prepare(
-            prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl
-        )
+        request = self.prepare(prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl)
         return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
     async def chat(

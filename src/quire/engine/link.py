@@ -1,6 +1,6 @@
 """Links: how a client reaches an engine. The same four calls whether it lives in this process or its own.
 
-`LocalLink` holds the engine itself: receiving runs a step. `ProcessLink` starts `python -m quire.engine.process`
+`LocalLink` holds the engine itself: receiving runs a step. `ProcessLink` starts `python -m quire.engine.engine_process`
 and speaks msgpack over a unix socket in a directory only this user can enter, which is gone as soon as both ends hold
 the connection: whatever ends either of them later leaves no file behind.
 """
@@ -23,11 +23,10 @@ from typing import Protocol
 import msgspec
 
 from quire.engine.core import EngineCore
-from quire.engine.preparing import endings
+from quire.engine.grammar_queue import endings
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
-from quire.types.request import FinishReason
-from quire.types.wire import (
+from quire.types.messages import (
     MAX_FRAME,
     Abort,
     Cache,
@@ -52,6 +51,7 @@ from quire.types.wire import (
     ToEngine,
     View,
 )  # fmt: skip
+from quire.types.request import FinishReason
 
 START_TIMEOUT = 600.0
 CLOSE_TIMEOUT = 5.0
@@ -190,7 +190,7 @@ class ProcessLink:
         self._decoder = msgspec.msgpack.Decoder(ToClient)
         arguments = [address, str(os.getpid()), json.dumps(options.flat())]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", *arguments], stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "quire.engine.engine_process", *arguments], stdin=subprocess.DEVNULL
         )
         self.pid = self._process.pid
         self.heard = time.monotonic()

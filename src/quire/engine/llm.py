@@ -9,23 +9,20 @@ from typing import Any, TypeVar
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
+from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
-from quire.engine.footprint import calm
 from quire.engine.frontend import Frontend
-from quire.engine.inputs import Prompt, chunked, prepare, prepare_beam, prepare_embedding
+from quire.engine.gc_control import calm
 from quire.engine.link import LentLink, open_link
-from quire.engine.outputs import RequestText, embedding_in
-from quire.engine.results import Collector
+from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_embedding
+from quire.engine.text_output import RequestText, embedding_in
 from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
-from quire.types.outputs import Delta, RequestOutput
-from quire.types.request import HOLD, Request, longest_first
-from quire.types.sampling import SamplingParams
-from quire.types.wire import (
+from quire.types.messages import (
     Abort,
     Events,
     FinishAt,
@@ -38,6 +35,9 @@ from quire.types.wire import (
     ToClient,
     ToEngine,
 )
+from quire.types.outputs import Delta, RequestOutput
+from quire.types.request import HOLD, Request, longest_first
+from quire.types.sampling_params import SamplingParams
 
 Reply = TypeVar("Reply", bound=ToClient)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels.attention import AttentionBackend, AttentionSpec
-from quire.kernels.batch import Assembled, assemble
-from quire.kernels.dense import DenseRows
-from quire.kernels.eager import ops as eager_ops
-from quire.kernels.eager.attention import TorchSdpa
-from quire.kernels.ops import Ops
-from quire.kernels.reference.attention import ReferenceAttention
+from quire.kernels.attention_backend import AttentionBackend, AttentionSpec
+from quire.kernels.batch_assembly import Assembled, assemble
+from quire.kernels.eager import torch_ops as eager_ops
+from quire.kernels.eager.sdpa_attention import TorchSdpa
+from quire.kernels.library.cudnn_prefill import CudnnPrefill
+from quire.kernels.op_signatures import Ops
+from quire.kernels.reference.plain_attention import ReferenceAttention
 from quire.kernels.triton import why_not
 from quire.types.errors import ConfigError
 
@@ -22,9 +22,9 @@ def backends_for(device: torch.device, *, plain: bool = False, invariant: bool =
     row the same bits in any batch."""
     backends: list[AttentionBackend] = [] if invariant else [TorchSdpa(), ReferenceAttention()]
     if not plain and why_not(device) is None:
-        from quire.kernels.triton.attention import TritonAttention
+        from quire.kernels.triton.paged_attention import TritonAttention
 
-        backends.insert(0, TritonAttention(invariant=True) if invariant else DenseRows(TritonAttention()))
+        backends.insert(0, TritonAttention(invariant=True) if invariant else CudnnPrefill(TritonAttention()))
     return backends
 
 
@@ -48,7 +48,7 @@ def choose_assemble(device: torch.device) -> Callable[..., Assembled]:
     """What makes a step's batch out of the slots' state: `kernels.batch.assemble` or its twin."""
     if why_not(device) is not None:
         return assemble
-    from quire.kernels.triton.batch import assemble as fused
+    from quire.kernels.triton.batch_gather import assemble as fused
 
     return fused
 
@@ -61,7 +61,7 @@ def describe(spec: AttentionSpec) -> str:
 def choose_ops(device: torch.device, *, plain: bool = False) -> Ops:
     """The operations for `device`; plain torch runs on all of them."""
     if not plain and why_not(device) is None:
-        from quire.kernels.triton import ops as triton_ops
+        from quire.kernels.triton import triton_ops
 
         return triton_ops
     return eager_ops

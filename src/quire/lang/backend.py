@@ -18,7 +18,7 @@ from quire.types.errors import EngineDeadError
 from quire.types.grammar import GrammarKind, GrammarSpec
 from quire.types.outputs import CompletionOutput, Delta
 from quire.types.request import HOLD, FinishReason, Request
-from quire.types.sampling import MAX_N, SamplingParams
+from quire.types.sampling_params import MAX_N, SamplingParams
 
 
 @dataclass(frozen=True)

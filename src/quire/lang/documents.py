@@ -36,8 +36,8 @@ def map_reduce(
 
     def ask(task: str) -> Callable[[str], Prompt]:
         # The task comes first, so that all parts share its pages.
-        return lambda part: start + user(task, "\n\n", part) + gen(
-            "note", max_tokens=max_tokens, temperature=temperature
+        return lambda part: (
+            start + user(task, "\n\n", part) + gen("note", max_tokens=max_tokens, temperature=temperature)
         )
 
     note = ask(f"Write down what this part of a document says about: {question}")

@@ -140,7 +140,7 @@ async def _opened(target: str | Shareable, options: dict[str, Any]) -> AsyncIter
         async with target.shared() as frontend:
             yield InProcess(frontend)
     elif target.startswith(("http://", "https://")):
-        from quire.lang.remote import connected
+        from quire.lang.http_backend import connected
 
         async with connected(target, **options) as server:
             yield server

@@ -15,7 +15,7 @@ import msgspec
 from quire.lang.where import OneOf, Where, where_of
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.lang.prompt import Prompt

@@ -25,7 +25,7 @@ from quire.lang.pieces import Atom, Begin, End, Gen, Hole, Join, Piece, Select, 
 from quire.lang.state import State, Transcript, Usage
 from quire.types.errors import InputError
 from quire.types.request import HOLD
-from quire.types.sampling import MAX_N, SamplingParams
+from quire.types.sampling_params import MAX_N, SamplingParams
 
 T = TypeVar("T")
 
@@ -45,9 +45,7 @@ class Home(Protocol):
 class Prompt:
     """A text or a chat so far, with the holes in it. `prompt + piece` is another prompt."""
 
-    def __init__(
-        self, home: Home, base: Future[State], tail: tuple[Atom, ...] = (), path: tuple[int, ...] = ()
-    ):
+    def __init__(self, home: Home, base: Future[State], tail: tuple[Atom, ...] = (), path: tuple[int, ...] = ()):
         self.home = home
         self._base = base  # up to the last hole
         self._tail = tail  # what follows it
@@ -271,4 +269,3 @@ def _named(found: Mapping[str, T], name: str) -> T:
         known = ", ".join(found) or "none"
         raise InputError(f"this prompt has no hole {name!r}; it has: {known}", param="name")
     return found[name]
-

@@ -44,9 +44,7 @@ def chain_of_thought(
     """Let the model reason, then ask it for the answer alone: what `where` allows, or else one line."""
     answer = gen("answer", where=where, stop="" if where else "\n", max_tokens=64, temperature=temperature)
     prompt = start + user(question, STEP_BY_STEP)
-    prompt += assistant(
-        gen("reasoning", max_tokens=max_tokens, temperature=temperature, **sampling), lead, answer
-    )
+    prompt += assistant(gen("reasoning", max_tokens=max_tokens, temperature=temperature, **sampling), lead, answer)
     return Reasoned(prompt["answer"], prompt["reasoning"], prompt)
 
 

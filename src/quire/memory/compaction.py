@@ -1,6 +1,6 @@
 """A page table with some of its pages taken out: those kept move together, their keys are turned to their new places.
 
-    before   [ 7 | 3 | 9 | 4 | 8 ]   keep 0, 3, 4      turns: 4 by -2 pages, 8 by -2 pages
+    before   [ 7 | 3 | 9 | 4 | 8 ]   keep 0, 3, 4      rope_shifts: 4 by -2 pages, 8 by -2 pages
     after    [ 7 | 4 | 8 ]
 
 A page that somebody else sees, now or through the prefix index, is never changed: it is turned into a fresh one. From
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from quire.memory.manager import Change, KVManager, PageTable
-from quire.types.plan import Turn
+from quire.types.plan import RopeShift
 
 
 def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[Change, list[int], list[int]] | None:
@@ -35,14 +35,14 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
         seen = shared
     targets = dict(zip(seen, fresh, strict=True))
     change = Change()
-    turns: dict[int, Turn] = {}
+    rope_shifts: dict[int, RopeShift] = {}
     for old, new in moved:
         by = (new - old) * size
-        turn = turns.setdefault(by, Turn(0, [], [], by))
-        turn.sources += range(pages[old] * size, (pages[old] + 1) * size)
+        rope_shift = rope_shifts.setdefault(by, RopeShift(0, [], [], by))
+        rope_shift.sources += range(pages[old] * size, (pages[old] + 1) * size)
         target = targets.get(old, pages[old])
-        turn.targets += range(target * size, (target + 1) * size)
-    change.turns = list(turns.values())
+        rope_shift.targets += range(target * size, (target + 1) * size)
+    change.rope_shifts = list(rope_shifts.values())
     dropped = [pages[i] for i in sorted(set(range(len(pages))).difference(kept), reverse=True)]
     read = [pages[i] for i in reversed(seen)]
     table.pages[0] = [targets.get(i, pages[i]) for i in kept]
@@ -51,6 +51,6 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
         change.deltas.append((0, first, table.pages[0][first:]))
     memory.break_promises(table)
     table.published[0] = table.settled[0] = 0
-    table.due = sys.maxsize
-    table.room = len(kept) * size
+    table.next_publish = sys.maxsize
+    table.writable_until = len(kept) * size
     return change, dropped, read

@@ -17,7 +17,7 @@ from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
-from quire.types.plan import Turn
+from quire.types.plan import RopeShift
 
 ALL = 1 << 62
 Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
@@ -26,12 +26,14 @@ Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of
 class PageTable:
     """The pages of one sequence; `hashes` names its full pages as far as its tokens are known.
 
-    Of its first `exact` tokens, pages hold what their names say; behind them, whatever is there is not named.
-    `room` and `due` let a step that stays inside its pages skip all work: up to `room` tokens may be written as
-    things are, and before `due` tokens are computed there is nothing new to publish.
+    Of its first `named_until` tokens, pages hold what their names say; behind them, whatever is there is not named.
+    A step that stays inside its pages skips all work: up to `writable_until` tokens may be written as things are, and
+    before `next_publish` tokens are computed there is nothing new to publish.
     """
 
-    __slots__ = ("due", "exact", "hashes", "owner", "pages", "promises", "published", "room", "settled")
+    __slots__ = (
+        "hashes", "named_until", "next_publish", "owner", "pages", "promises", "published", "settled", "writable_until",
+    )  # fmt: skip
 
     def __init__(self, groups: int, owner: str = ""):
         self.owner = owner  # the request it belongs to
@@ -40,9 +42,9 @@ class PageTable:
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
         self.settled = [0] * groups  # ... and known to be computed
         self.promises: list[Key] = []
-        self.exact = ALL
-        self.room = 0
-        self.due = 0
+        self.named_until = ALL
+        self.writable_until = 0
+        self.next_publish = 0
 
 
 class Hit:
@@ -60,12 +62,12 @@ class Hit:
 class Change:
     """What `extend` did to one table."""
 
-    __slots__ = ("copies", "deltas", "turns")
+    __slots__ = ("copies", "deltas", "rope_shifts")
 
     def __init__(self) -> None:
         self.deltas: list[tuple[int, int, list[int]]] = []  # (group, index, pages)
         self.copies: list[tuple[int, int]] = []
-        self.turns: list[Turn] = []
+        self.rope_shifts: list[RopeShift] = []
 
 
 UNCHANGED = Change()
@@ -164,8 +166,8 @@ class KVManager:
 
     def publish(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """The first `upto` of `tokens` are (or will be, before anyone attends) computed: enter their full pages."""
-        upto = min(upto, table.exact)
-        if upto < table.due or not self.prefix_cache:
+        upto = min(upto, table.named_until)
+        if upto < table.next_publish or not self.prefix_cache:
             return
         self.hash_pages(table, tokens, salt)
         for group, size in enumerate(self._sizes):
@@ -176,7 +178,7 @@ class KVManager:
                     before = table.hashes[group][i - 1] if i else b""
                     self.index.publish((group, table.hashes[group][i]), page, before)
             table.published[group] = max(table.published[group], last)
-        table.due = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
+        table.next_publish = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
 
     # ---- pages ----------------------------------------------------------------------------------------------
 
@@ -198,7 +200,7 @@ class KVManager:
 
     def extend(self, table: PageTable, start: int, end: int) -> Change | None:
         """Make positions start .. end - 1 writable; None (and no change) if pages are lacking."""
-        if end <= table.room:
+        if end <= table.writable_until:
             return UNCHANGED
         need = 0
         shared: list[int] = []  # groups whose partly filled page must be copied first
@@ -226,7 +228,7 @@ class KVManager:
                 change.deltas.append((group, len(pages), added))
                 pages.extend(added)
             self._slide(table, group, start)
-        table.room = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
+        table.writable_until = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
         return change
 
     def trim(self, table: PageTable, tokens: int) -> None:
@@ -236,7 +238,9 @@ class KVManager:
             if len(pages) > kept:
                 self.pool.release(pages[kept:])
                 del pages[kept:]
-        table.room = min(table.room, *(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True)))
+        table.writable_until = min(
+            table.writable_until, *(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
+        )
 
     def _slide(self, table: PageTable, group: int, start: int) -> None:
         """Give back pages that no query from `start` on can see."""
@@ -253,14 +257,14 @@ class KVManager:
     def fork(self, table: PageTable) -> PageTable:
         """A second table over the same pages; whoever writes first copies."""
         child = PageTable(len(self._sizes), table.owner)
-        table.room = 0  # the next write of either must look whether it copies
+        table.writable_until = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
             self.pool.share(pages)
             child.pages[group] = list(pages)
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
-        child.exact = table.exact
-        child.due = table.due
+        child.named_until = table.named_until
+        child.next_publish = table.next_publish
         return child
 
     def release(self, table: PageTable, filled: int) -> None:
@@ -272,8 +276,8 @@ class KVManager:
             self.give_back(pages[: filled // size][::-1], size)
             table.pages[group] = []
             table.published[group] = table.settled[group] = 0
-        table.room = table.due = 0
-        table.exact = ALL
+        table.writable_until = table.next_publish = 0
+        table.named_until = ALL
 
     def break_promises(self, table: PageTable) -> None:
         self.index.withdraw(table.promises, table)

@@ -5,19 +5,19 @@ all through exchangeable stages. Knows: types, assets' weight sources, kernels. 
 owners, sampling.
 """
 
-from quire.kernels.kv import KVViews, allocate_kv
+from quire.kernels.kv_views import KVViews, allocate_kv
+from quire.model.compiled import CompiledModel
 from quire.model.decoder import Model
-from quire.model.families import read_spec
-from quire.model.loading import compiled_refusal, load_model
-from quire.model.native import NativeModel
-from quire.model.sizes import parameter_count, weight_bytes
-from quire.model.spec import DecoderSpec
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.families.registry import read_spec
+from quire.model.loading.load import compiled_refusal, load_model
+from quire.model.loading.memory_estimate import parameter_count, weight_bytes
 
 __all__ = [
+    "CompiledModel",
     "DecoderSpec",
     "KVViews",
     "Model",
-    "NativeModel",
     "allocate_kv",
     "compiled_refusal",
     "load_model",

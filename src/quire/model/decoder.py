@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from quire.kernels.attention import AttentionSpec, Batch
-from quire.kernels.kv import KVViews
-from quire.kernels.tap import Tap
-from quire.model.fused import choose_stages
-from quire.model.linear import DenseScheme, Linear, Plain, QuantScheme
-from quire.model.rope import inverse_frequencies
-from quire.model.spec import DecoderSpec
-from quire.model.stages import Layer, Step
+from quire.kernels.attention_backend import AttentionSpec, Batch
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kv_views import KVViews
+from quire.model.blocks.fused import choose_stages
+from quire.model.blocks.rope_scaling import inverse_frequencies
+from quire.model.blocks.stages import Layer, Step
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.quantization.scheme import DenseScheme, Linear, Plain, QuantScheme
 from quire.types.errors import ConfigError
 
 
@@ -150,7 +150,13 @@ class Model:
                 self._frequencies /= self.rope_divisors.weight.float()
 
     def forward(
-        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, *, last: bool = False, tap: Tap | None = None
+        self,
+        input_ids: torch.Tensor,
+        batch: Batch,
+        kv: KVViews,
+        *,
+        last: bool = False,
+        tap: HiddenStateTap | None = None,
     ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""

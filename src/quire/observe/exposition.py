@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from quire.types.events import EngineStats
 from quire.types.histogram import Histogram
-from quire.types.process import resident_bytes
+from quire.types.memory_use import resident_bytes
 
 if TYPE_CHECKING:
     from quire.observe.metrics import Metrics

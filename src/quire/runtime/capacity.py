@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.generation.sampler import SLICE
-from quire.model import DecoderSpec, Model, NativeModel
-from quire.runtime.drafting import Drafter, draft_limit
+from quire.generation.sampling.sampler import SLICE
+from quire.model import CompiledModel, DecoderSpec, Model
+from quire.runtime.drafters import Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
 from quire.types.config import EngineOptions, parse_size
 from quire.types.errors import ConfigError
@@ -29,9 +29,7 @@ def kv_layout(
     return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
 
 
-def working_memory(
-    options: EngineOptions, resolved: Resolved, spec: DecoderSpec, layout: KVLayout, left: int
-) -> int:
+def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec, layout: KVLayout, left: int) -> int:
     """About how many bytes of a GPU steps take at most, beside weights and pages; they and pages have what is `left`.
     Runners rehearse their largest step, so that one for whom this is too little does not start."""
     element, slots = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
@@ -63,7 +61,7 @@ def kv_capacity(
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | NativeModel, drafter: Drafter | None
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | CompiledModel, drafter: Drafter | None
 ) -> tuple[Capacity, str]:
     """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
     context the model was trained for is there for requests with a KV budget."""
@@ -101,7 +99,7 @@ def capacity_for(
         slots=resolved.max_seqs,
         max_model_len=asked if options.model.max_model_len else longest,
         context=longest,
-        turns=rope is not None,
+        rope_shifts=rope is not None,
         max_batch_tokens=resolved.max_batch_tokens,
         step_target=resolved.step_target,
         depth=resolved.depth,

@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.generation.grammars import GrammarStore, SlotGrammars
-from quire.generation.logprobs import LogprobTensors, score
-from quire.generation.order import best
-from quire.generation.sampler import Sampled, Sampler
-from quire.generation.speculation import Branch, Expanded, Speculation
-from quire.kernels.attention import NO_TREE, Batch, Paths
-from quire.kernels.tap import Tap
-from quire.model import KVViews, Model, NativeModel, allocate_kv
-from quire.runtime.captured import CapturedSteps, StepOutput
-from quire.runtime.pending import Computed, PendingStep
-from quire.runtime.probing import probe
-from quire.runtime.sharing import SharedPrefixes
-from quire.runtime.slots import SlotState
+from quire.generation.drafting.speculation import Branch, Expanded, Speculation
+from quire.generation.grammar.grammar_store import GrammarStore, SlotGrammars
+from quire.generation.sampling.logprobs import LogprobTensors, score
+from quire.generation.sampling.sampler import Sampled, Sampler
+from quire.generation.sampling.top_k import best
+from quire.kernels.attention_backend import NO_TREE, Batch, Paths
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.model import CompiledModel, KVViews, Model, allocate_kv
+from quire.runtime.capture import CapturedSteps, StepOutput
+from quire.runtime.kv_deviation import probe
+from quire.runtime.prefix_groups import SharedPrefixes
+from quire.runtime.rope_shift import begin_rope_shifts
+from quire.runtime.slot_state import SlotState
 from quire.runtime.staging import Ints, Staging
-from quire.runtime.turning import begin_turns
+from quire.runtime.step_result import Computed, PendingStep
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
 from quire.types.seams import Tree
@@ -41,7 +41,7 @@ SCORE_SLICE = 64  # rows of logits held at once for prompt log-probabilities
 class ModelRunner:
     def __init__(
         self,
-        model: Model | NativeModel,
+        model: Model | CompiledModel,
         layout: KVLayout,
         capacity: Capacity,
         device: torch.device,
@@ -60,7 +60,7 @@ class ModelRunner:
             slots=capacity.slots,
             vocab_size=model.spec.vocab_size,
             device=device,
-            draw=model.draw if isinstance(model, NativeModel) else None,
+            draw=model.draw if isinstance(model, CompiledModel) else None,
         )
         self.speculate(speculation)
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
@@ -85,7 +85,7 @@ class ModelRunner:
     def speculate(self, speculation: Speculation | None) -> None:
         self._speculation = speculation
         sees = speculation.sees if speculation is not None else None
-        self._tap = None if sees is None else Tap(sees)
+        self._tap = None if sees is None else HiddenStateTap(sees)
 
     def close(self) -> None:
         self._grammars.close()
@@ -112,7 +112,7 @@ class ModelRunner:
         for rehearsal in self._rehearsals(self.model):
             rehearsal()
 
-    def _rehearsals(self, model: Model | NativeModel) -> list[Callable[[], None]]:
+    def _rehearsals(self, model: Model | CompiledModel) -> list[Callable[[], None]]:
         """The largest step there may be, a short prompt, several of them, everybody's guesses; draws."""
         most, slots, guesses = self._capacity.max_batch_tokens, self._capacity.slots, self._capacity.drafts
         longest = min(most, self._capacity.longest)
@@ -126,7 +126,7 @@ class ModelRunner:
             steps.append([1] * min(most, slots * (1 + guesses)))
         return [*(partial(self._rehearse, model, counts) for counts in steps), self._sampler.rehearse]
 
-    def _rehearse(self, model: Model | NativeModel, counts: list[int]) -> None:
+    def _rehearse(self, model: Model | CompiledModel, counts: list[int]) -> None:
         """A step of rows with so many tokens."""
         input_ids, batch = self._nobodys(counts)
         model.logits(model.forward(input_ids, batch, self._kv, last=True))
@@ -140,7 +140,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
         began = time.perf_counter()
-        self._staging.turn()
+        self._staging.rotate()
         asked = Expanded(plan, [[]] * len(plan.samples))
         if self._speculation is not None:
             asked = self._speculation.expand(plan)
@@ -153,12 +153,14 @@ class ModelRunner:
         self._slots.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
-        end_turns = begin_turns(plan, self._kv, self.model.inverse_frequencies) if plan.turns else None
+        end_rope_shifts = None
+        if plan.rope_shifts:
+            end_rope_shifts = begin_rope_shifts(plan, self._kv, self.model.inverse_frequencies)
         if plan.copies:
             pairs = self._staging.upload(np.array(plan.copies, dtype=np.int64).T)
             self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
-        if end_turns is not None:
-            end_turns()
+        if end_rope_shifts is not None:
+            end_rope_shifts()
         probed = probe(plan.probes, self.model, self._kv, self._slots, self._staging) if plan.probes else None
         computed = self._forward(asked) if plan.rows else Computed(None)
         computed.probed = probed
@@ -278,9 +280,7 @@ class ModelRunner:
         self._slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self._slots.tokens.shape[1] - 1), chosen)
         return StepOutput(logits, chosen, tap.beside(hidden) if tap is not None else hidden)
 
-    def _attention(
-        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any
-    ) -> None:
+    def _attention(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any) -> None:
         """Only the attention of such a step."""
         assert self._sketch is not None
         _, batch = self._slots.batch(rows, tokens, counts, kv_lens, prefix)

@@ -24,7 +24,7 @@ class Staging:
         if device.type == "cuda":
             self._ring = [torch.empty(ELEMENTS, dtype=torch.int64, pin_memory=True) for _ in range(depth + 2)]
 
-    def turn(self) -> None:
+    def rotate(self) -> None:
         """A new step begins."""
         self._used = 0
         self._turn += 1

@@ -10,22 +10,53 @@ from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
 
 if TYPE_CHECKING:
-    from quire.scheduling.forgetting import Memo
-    from quire.scheduling.speculation import Aim
+    from quire.scheduling.features.draft_budgets import AcceptanceRate
+    from quire.scheduling.features.kv_eviction import KVBudget
 
 
 class Sequence:
     """Tokens it knows, tokens it will know once steps in flight end, and KV it has.
 
-        tokens    ├── prompt ──┼── outputs ──┤ · · ·  pending (drawn on the device, not yet read)
-        computed  ├──────────────────────────┼──►     caught up when computed == len(tokens) + pending
+    tokens    ├── prompt ──┼── outputs ──┤ · · ·  pending (drawn on the device, not yet read)
+    computed  ├──────────────────────────┼──►     caught up when computed == len(tokens) + pending
     """
 
     __slots__ = (
-        "aim", "arrival", "branch", "cached", "children", "computed", "drafts", "draws", "epoch", "evicted", "hit",
-        "inflight", "key", "limit", "log", "lost", "memo", "order", "peak", "pending", "pooled", "preempted",
-        "priority", "prompt_len", "reach", "request", "rows", "scores", "slot", "status", "stepwise", "table", "tokens",
-        "unsent", "waits_since",
+        "acceptance",
+        "arrival",
+        "branch",
+        "cached",
+        "children",
+        "computed",
+        "drafts",
+        "draws",
+        "epoch",
+        "evicted",
+        "hit",
+        "inflight",
+        "key",
+        "kv_budget",
+        "limit",
+        "log",
+        "lost",
+        "order",
+        "peak",
+        "pending",
+        "pooled",
+        "preempted",
+        "priority",
+        "prompt_len",
+        "reach",
+        "request",
+        "rows",
+        "scores",
+        "slot",
+        "status",
+        "stepwise",
+        "table",
+        "tokens",
+        "unsent",
+        "waits_since",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
@@ -57,11 +88,11 @@ class Sequence:
         self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
         self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
         self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
-        self.memo: Memo | None = None  # what it may hold, if that is less than all
+        self.kv_budget: KVBudget | None = None  # what it may hold, if that is less than all
         self.peak = limit  # KV entries it may have at once, and until then it forgets nothing
         self.reach = limit  # how many tokens, less one, may come from a cache
-        self.aim: Aim | None = None  # how guesses of its tokens have done
-        self.log: Timeline  # these four are the diary's
+        self.acceptance: AcceptanceRate | None = None  # how guesses of its tokens have done
+        self.log: Timeline  # these four are the timeline's
         self.rows = 0  # token rows computed for it that were not in vain
         self.lost = 0  # KV entries it had when it was preempted
         self.waits_since = 0.0
@@ -89,15 +120,15 @@ class Sequence:
         child.log = self.log
         return child
 
-    def budgeted(self, memo: Memo) -> None:
+    def budgeted(self, kv_budget: KVBudget) -> None:
         """It may hold no more than that."""
-        self.memo, self.peak, self.reach = memo, memo.peak, memo.reach
+        self.kv_budget, self.peak, self.reach = kv_budget, kv_budget.peak, kv_budget.reach
 
     def inherit(self, parent: Sequence) -> None:
         """It begins with the KV of its parent, and so without what that has forgotten."""
         self.evicted = parent.evicted
-        if self.memo is not None and parent.memo is not None:
-            self.memo.scores = list(parent.memo.scores)
+        if self.kv_budget is not None and parent.kv_budget is not None:
+            self.kv_budget.scores = list(parent.kv_budget.scores)
 
     def move(self, status: Status) -> None:
         if status is not self.status:

@@ -4,8 +4,8 @@ Knows: text (templates, tokens), the client side of the engine, metrics. Refuses
 how many engines there are.
 """
 
-from quire.serve.app import create_admin_app, create_app, create_serving
-from quire.serve.auth import load_keys
-from quire.serve.run import background_server, run_server
+from quire.serve.http.api_keys import load_keys
+from quire.serve.http.app import create_admin_app, create_app, create_serving
+from quire.serve.http.server import background_server, run_server
 
 __all__ = ["background_server", "create_admin_app", "create_app", "create_serving", "load_keys", "run_server"]

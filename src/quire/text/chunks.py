@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.text.model import TextModel
+from quire.text.text_model import TextModel
 from quire.text.tokenizer import Tokenizer
 from quire.types.blend import MAX_CHUNKS, Blend, BlendParams
 from quire.types.errors import InputError

@@ -12,8 +12,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from quire.assets import LocalModel
-from quire.assets.files import read_json
-from quire.text.pieces import BYTE_ALPHABET
+from quire.assets.json_files import read_json
+from quire.text.token_bytes import BYTE_ALPHABET
 from quire.text.tokenizer import Tokenizer, library_errors
 from quire.types.errors import ModelFileError
 

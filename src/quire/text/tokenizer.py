@@ -15,7 +15,7 @@ from functools import cached_property
 
 import tokenizers
 
-from quire.text.pieces import pieces_of
+from quire.text.token_bytes import pieces_of
 from quire.types.errors import ContextLengthError, InputError, ModelFileError, QuireError
 
 # Tokens that end a turn or a text, by the names model families give them. They count only if the model marks

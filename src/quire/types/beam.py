@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from quire.types.errors import InputError
-from quire.types.sampling import MAX_LOGPROBS
+from quire.types.sampling_params import MAX_LOGPROBS
 
 MAX_BEAMS = 32
 

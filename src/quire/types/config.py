@@ -55,7 +55,9 @@ class CacheOptions:
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
     kv_host: str | None = option(None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)")
     kv_disk: str | None = option(None, "directory of KV pages that outlive the engine: DIR or DIR:SIZE, such as kv:50G")
-    kv_remote: str | None = option(None, "Redis or Valkey server through which engines share pages: redis://host:port/0")
+    kv_remote: str | None = option(
+        None, "Redis or Valkey server through which engines share pages: redis://host:port/0"
+    )
     kv_policy: str = option("lru", "which page leaves a full tier: lru, lfu or cost (recompute seconds saved per byte)")
     session_quota: float = option(0.25, "part of the device's KV pages that one tenant's paused sessions may hold")
     kv_fsync: bool = option(False, "have the disk tier survive power loss too, not only a crash (slower writes)")

@@ -23,7 +23,7 @@ from quire.types.errors import InputError
 from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, Row, StepPlan, StepResult, TokenLogprobs, Turn
+from quire.types.plan import Admit, Capacity, RopeShift, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.seams import DraftContext, Tree
 
 _MASK = (1 << 61) - 1
@@ -79,7 +79,6 @@ class _Slot:
     def store(self, position: int, token: int) -> None:
         del self.tokens[position:], self.digests[position:]
         self.tokens.append(token)
-
 
     def cut(self, count: int) -> None:
         """Forget the last tokens."""
@@ -158,30 +157,30 @@ class FakeExecutor:
         return FakeTicket(result)
 
     def _copy(self, plan: StepPlan) -> None:
-        """Copies and turns: everything is read before anything is written."""
+        """Copies and rope_shifts: everything is read before anything is written."""
         size = max(g.tokens_per_page for g in self.layout.groups)
         moves = [((source, i), (target, i), 0) for source, target in plan.copies for i in range(size)]
-        for turn in plan.turns:
-            size = self.layout.groups[turn.group].tokens_per_page
+        for rope_shift in plan.rope_shifts:
+            size = self.layout.groups[rope_shift.group].tokens_per_page
             moves += [
-                (divmod(source, size), divmod(target, size), turn.by)
-                for source, target in zip(turn.sources, turn.targets, strict=True)
+                (divmod(source, size), divmod(target, size), rope_shift.by)
+                for source, target in zip(rope_shift.sources, rope_shift.targets, strict=True)
             ]
         found = [(self._kv.get(source), target, by) for source, target, by in moves]
         for entry, target, by in found:
             if entry is not None:
                 self._kv[target] = entry[0], entry[1] + by, entry[2]
-        if plan.turns:
-            self._blend(plan.turns, [self._slots[admit.slot] for admit in plan.admits])
+        if plan.rope_shifts:
+            self._blend(plan.rope_shifts, [self._slots[admit.slot] for admit in plan.admits])
 
-    def _blend(self, turns: list[Turn], fresh: list[_Slot]) -> None:
+    def _blend(self, rope_shifts: list[RopeShift], fresh: list[_Slot]) -> None:
         """What was turned into a fresh slot from another history stands for its tokens alone, and only in that slot."""
         size = self.layout.groups[0].tokens_per_page
         changed = {}
         for slot in fresh:
             history = {slot.digest(i) for i in range(len(slot.tokens))}
             owned = {page: index for index, page in slot.tables[0].items()}
-            for place in (divmod(target, size) for turn in turns for target in turn.targets):
+            for place in (divmod(target, size) for rope_shift in rope_shifts for target in rope_shift.targets):
                 digest, position, forgotten = self._kv[place]
                 if place[0] in owned and digest not in history:
                     changed[place] = ~self._token[digest], position, forgotten

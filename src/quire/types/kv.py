@@ -97,9 +97,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(-(-tokens // g.tokens_per_page) for g in self.groups)
 
 
-def layout_for(
-    windows: list[int | None], *, kv_heads: int, head_dim: int, page_size: int, dtype: str
-) -> KVLayout:
+def layout_for(windows: list[int | None], *, kv_heads: int, head_dim: int, page_size: int, dtype: str) -> KVLayout:
     """Group layers by window; the group with most layers gets `page_size` tokens a page, the others as many
     as fit the same bytes."""
     by_window: dict[int | None, list[int]] = {}

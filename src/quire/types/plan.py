@@ -12,16 +12,16 @@ A row may carry a draft budget: the worker then guesses up to so many tokens tha
 at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
 drawn; the rest is forgotten. What was guessed never leaves the worker.
 
-Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, turns, probes,
-forward over rows, samples (drawn tokens are stored into their slots). A plan with nothing to compute waits for a
-transfer, but not for long.
+Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, rope shifts,
+probes, forward over rows, samples (drawn tokens are stored into their slots). A plan with nothing to compute waits
+for a transfer, but not for long.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 from quire.types.transfer import Drop, TierSpec, Transfer, TransferDone
 
 
@@ -56,10 +56,10 @@ class PageDelta(msgspec.Struct):
     pages: list[int]
 
 
-class Turn(msgspec.Struct):
+class RopeShift(msgspec.Struct):
     """KV entries at another position: copied from slots `sources` to `targets` (page * tokens_per_page + offset), the
-    keys of every layer rotated by `by` positions. All sources of a plan's copies and turns are read before any target
-    is written."""
+    keys of every layer rotated by `by` positions. All sources of a plan's copies and shifts are read before any
+    target is written."""
 
     group: int
     sources: list[int]
@@ -114,7 +114,7 @@ class StepPlan(msgspec.Struct):
     writes: list[Write] = []
     deltas: list[PageDelta] = []
     copies: list[tuple[int, int]] = []  # (from page, to page): copy-on-write, before the forward pass
-    turns: list[Turn] = []
+    rope_shifts: list[RopeShift] = []
     probes: list[Probe] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
@@ -170,7 +170,7 @@ class Capacity(msgspec.Struct, frozen=True):
     adapts: bool = True  # whether fewer are guessed, or none, where that pays better
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
-    turns: bool = False  # whether cached keys can be moved to other positions
+    rope_shifts: bool = False  # whether cached keys can be moved to other positions
     step_target: float = 0.0  # seconds a step may take while answers are streamed; 0: any
     naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
 

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 HOLD = 300.0  # seconds that a session's pages are kept where the caller does not say
 MAX_HOLD = 86_400.0

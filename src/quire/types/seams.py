@@ -10,16 +10,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quire.types.cache import CacheOrder, CacheReport
+from quire.types.cache_orders import CacheOrder, CacheReport
 from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
+from quire.types.messages import EngineInfo
 from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
-from quire.types.wire import EngineInfo
 
 
 class Ticket(Protocol):

@@ -9,8 +9,8 @@ from html import escape
 from itertools import pairwise
 from math import floor, log10
 
-from quire.bench.load.report import SLO
-from quire.bench.load.run import Phase
+from quire.bench.load.load_report import SLO
+from quire.bench.load.runner import Phase
 
 COLOURS = ("#2f6fde", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285", "#e67700", "#495057")
 WIDTH, HEIGHT = 420, 230

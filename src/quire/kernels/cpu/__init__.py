@@ -4,8 +4,8 @@
 Knows: torch tensors as memory, the KV layout. Refuses to know: weight files, families, requests.
 """
 
-from quire.kernels.cpu.draw import CompiledDraw
-from quire.kernels.cpu.library import available, features
+from quire.kernels.cpu.native_draw import CompiledDraw
 from quire.kernels.cpu.program import NativeProgram, PackedMatrix, Store
+from quire.kernels.cpu.shared_object import available, features
 
 __all__ = ["CompiledDraw", "NativeProgram", "PackedMatrix", "Store", "available", "features"]

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.attention import Batch
-from quire.kernels.cpu import library as lib
-from quire.kernels.cpu.draw import CompiledDraw
-from quire.kernels.kv import KVViews
+from quire.kernels.attention_backend import Batch
+from quire.kernels.cpu import shared_object as lib
+from quire.kernels.cpu.native_draw import CompiledDraw
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import dequantize
-from quire.kernels.tap import Tap
 from quire.types.errors import QuireError
 
-# Stored kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
+# StoredTensor kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
 # least twice as fine as the 6 bits of the finest K-quant.
 DIRECT = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8), "Q4_K": (3, 4), "Q5_0": (5, 8)}
 FLOAT = (4, 8)
@@ -147,7 +147,6 @@ class DecoderWeights:
     final_norm: torch.Tensor
     layers: list[LayerWeights]
 
-
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """Queries times powers of two, [layers, kv_heads, head_dim], keys times the largest of a layer over them; the
         scale of the scores makes up for it."""
@@ -193,7 +192,13 @@ class NativeProgram:
         return CompiledDraw(self._pool, self.isa)
 
     def forward(
-        self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, tap: Tap | None = None, *, layers: int | None = None
+        self,
+        input_ids: torch.Tensor,
+        batch: Batch,
+        kv: KVViews,
+        tap: HiddenStateTap | None = None,
+        *,
+        layers: int | None = None,
     ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden] float32. With fewer `layers` than
         there are, only their K and V and those of the next are written, and what is returned says nothing."""

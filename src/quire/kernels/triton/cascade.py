@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quire.kernels.triton.attention import PrefixLists
+from quire.kernels.triton.paged_attention import PrefixLists
 
 Ints = npt.NDArray[np.int32]
 

@@ -60,9 +60,7 @@ class ChatQuire(BaseChatModel):
             llm_output={"token_usage": usage},
         )
 
-    def with_structured_output(
-        self, schema: Any, *, include_raw: bool = False, **given: Any
-    ) -> Runnable[Any, Any]:
+    def with_structured_output(self, schema: Any, *, include_raw: bool = False, **given: Any) -> Runnable[Any, Any]:
         """Answers of a shape: a JSON schema, of which they are a dictionary, or a pydantic model. The grammar sees to
         it, so there is nothing to go wrong in parsing."""
         read = getattr(schema, "model_validate_json", json.loads)

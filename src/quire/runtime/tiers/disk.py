@@ -19,8 +19,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from quire.runtime.sealed import Seal
-from quire.runtime.tiers.threaded import ThreadedTier
+from quire.runtime.tiers.signed_page import PageSigner
+from quire.runtime.tiers.worker_thread import ThreadedTier
 from quire.types.errors import ConfigError
 from quire.types.transfer import DISK, Bytes, Key
 
@@ -66,7 +66,9 @@ class DiskTier(ThreadedTier):
     name = DISK
     apart = True
 
-    def __init__(self, folder: DiskFolder, seal: Seal, size: int, signal: threading.Event, *, fsync: bool = False):
+    def __init__(
+        self, folder: DiskFolder, seal: PageSigner, size: int, signal: threading.Event, *, fsync: bool = False
+    ):
         self._folder = folder
         self._seal = seal
         self._fsync = fsync

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quire.runtime.tiers.threaded import ThreadedTier
+from quire.runtime.tiers.worker_thread import ThreadedTier
 from quire.types.transfer import HOST, Bytes, Key
 
 

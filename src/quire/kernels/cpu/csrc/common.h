@@ -73,7 +73,7 @@ struct Piece {
   Out out;
 };
 
-// How pages keep numbers; kernels/kv.py says the same in torch. 8 bits: a scale for each token and head; 4 bits: a scale
+// How pages keep numbers; kernels/kv_views.py says the same in torch. 8 bits: a scale for each token and head; 4 bits: a scale
 // and a minimum for each 32 numbers of it, numbers i and i + head_dim / 2 in one byte.
 enum KvKind { kFloat32, kFloat16, kInt8, kFp8, kInt4 };
 

@@ -1,5 +1,5 @@
 // Drawing one token of a row: argmax of logits + temperature * noise over what truncation keeps. Included once per
-// instruction set, inside its namespace, after `simd.h`. Its twin is generation/draw.py; noise is generation/noise.py's,
+// instruction set, inside its namespace, after `simd.h`. Its twin is generation/sampling/gumbel_draw.py; noise is generation/sampling/noise.py's,
 // a function of (row key, token id).
 //
 // No row is sorted. Noise -log(-log(1 - u)) lifts a token to the best score so far only if u <= exp((logit - best) / T):

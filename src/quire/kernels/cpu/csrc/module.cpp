@@ -89,7 +89,7 @@ EXPORT void quire_logits(Program* program, const float* hidden, int rows, float*
 }
 
 // One token for each row of logits. A row's slot names its parameters in `table`, eleven words a slot as
-// generation/slots.py keeps them: stream, branch, top_k, prompt_len, slot, then doubles: top_p, temperature, log_min_p.
+// generation/sampling/slot_params.py keeps them: stream, branch, top_k, prompt_len, slot, then doubles: top_p, temperature, log_min_p.
 EXPORT void quire_draw(const Kernels* kernels, Pool* pool, const float* logits, size_t stride, int vocab, int rows,
                        const int64_t* table, const int64_t* slots, const int64_t* positions, const uint8_t* greedy,
                        int64_t* out) {

@@ -1,0 +1,130 @@
+"""The engine process: `python -m quire.engine.engine_process ADDRESS PARENT-PID OPTIONS-JSON`, started by ProcessLink.
+
+One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
+ends when told to, or when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.engine.core import EngineCore
+from quire.engine.gc_control import shed, tidy
+from quire.engine.link import handle
+from quire.types.config import EngineOptions
+from quire.types.errors import QuireError
+from quire.types.events import TokenEvent
+from quire.types.logs import configure_child
+from quire.types.messages import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 250
+BEAT = 0.5  # seconds of silence before a heartbeat
+CHECK = 1.0  # seconds of idleness between looks whether all is in order
+
+
+class EngineProcess:
+    def __init__(self, address: str):
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.LINGER, 2000)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
+        self._socket.connect(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._sent = time.monotonic()
+
+    def send(self, message: ToClient) -> None:
+        self._socket.send(self._encoder.encode(message))
+        self._sent = time.monotonic()
+
+    def serve(self, core: EngineCore) -> None:
+        """Step while there is work, listen always."""
+        checked = 0.0
+        while True:
+            if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
+                core.scheduler.check()  # nobody wants anything: time to look whether all is in order
+                tidy()
+                checked = time.monotonic()
+            if time.monotonic() - self._sent > BEAT:
+                self.send(Heartbeat())
+            events: list[TokenEvent] = []
+            while self._socket.poll(0):
+                message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                if isinstance(message, Shutdown):
+                    return
+                for reply in handle(core, message):
+                    if isinstance(reply, Events):
+                        events += reply.events
+                    else:
+                        self.send(reply)
+            if core.busy:
+                events += core.step()
+            if events:
+                self.send(Events(events))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def end_with_parent(parent: int, directory: Path) -> None:
+    """A thread that ends this process, and what it would leave behind, as soon as its parent is gone: however the
+    parent ended, and whatever this process is busy with."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(BEAT)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="quire-parent", daemon=True).start()
+
+
+def main(address: str, parent: str, options: str) -> int:
+    configure_child("engine")
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
+        signal.signal(number, signal.SIG_IGN)
+    end_with_parent(int(parent), Path(address.removeprefix("ipc://")).parent)
+    process = EngineProcess(address)
+    began = time.perf_counter()
+    try:
+        from quire.engine.build import build_engine
+
+        imports = time.perf_counter() - began
+        core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
+        info.reasons[-1] += f", imports {imports:.2f} s"
+        for reason in info.reasons:
+            log.info(reason)
+        shed()  # the engine lives as long as the process
+        process.send(Ready(info))
+        process.serve(core)
+        core.close()
+        return 0
+    except QuireError as error:
+        process.send(Failed(type(error).__name__, str(error)))
+        return 1
+    except Exception as error:
+        log.exception("the engine died")
+        process.send(Failed("EngineDeadError", f"the engine died: {type(error).__name__}: {error}"))
+        return 1
+    finally:
+        process.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Speculative decoding: proposers (n-gram, suffix, draft heads) and the verification of their drafts."""

@@ -1,0 +1,1 @@
+"""Constrained decoding: the backend, compiled grammars by slot, their cost limits, and a sandbox to try them in."""

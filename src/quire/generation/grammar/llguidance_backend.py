@@ -1,0 +1,229 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, choices and Lark grammars against a model's own tokens.
+
+Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick, and what a grammar
+may cost is bounded by what `bounds` counts and the limits below; anybody's grammars were tried before, by a process
+that can be ended (`trial`). Compiling walks the grammar recursively, so it happens on a stack deep enough for any
+grammar of the permitted size.
+
+Knows: llguidance (imported when first used). Refuses to know: torch, slots, requests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.generation.grammar.cost_limits import excess
+from quire.types.errors import ConfigError, InputError, OverloadedError
+from quire.types.grammar import GrammarSpec, Vocabulary
+
+T = TypeVar("T")
+
+SECONDS = 10.0  # of computing; what takes longer is refused
+PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
+POLL = 0.02
+COMPILERS = 4  # at once; one that was given up counts until it ends
+STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
+MAX_REASON = 400  # characters of a refusal
+# A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+
+
+class LLGuidanceBackend:
+    """The GrammarBackend of llguidance."""
+
+    def __init__(self) -> None:
+        self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+        tokenizer = self._tokenizers.get(vocabulary)
+        if tokenizer is None:
+            try:
+                tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
+            except ImportError as error:
+                raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
+        return _on_a_deep_stack(lambda: compile_grammar(spec, tokenizer), SECONDS)
+
+
+def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
+    grammar = LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+    # Too many ways to begin, or to go on from the beginning, shows only when tried; an answer that need be no object
+    # may yet become one.
+    for opening in ("", "{") if spec.kind in ("json_object", "json_schema") else ("",):
+        if error := _tried(grammar.fork(), tokenizer.tokenize_str(opening)):
+            raise _refusal(spec, error)
+    return grammar
+
+
+def _tried(grammar: LLGuidanceGrammar, opening: list[int]) -> str:
+    """What goes wrong in the first masks after an opening, if it is allowed at all."""
+    row = np.empty(grammar.words * 4, np.uint8)
+    grammar.fill(row)
+    for token in opening:
+        if not row[token // 8] >> token % 8 & 1:
+            return ""
+        grammar.accept([token])
+    if forced := grammar.forced():
+        grammar.accept(forced)
+    if not grammar.done:
+        grammar.fill(row)
+    return grammar.error
+
+
+class LLGuidanceGrammar:
+    def __init__(self, matcher: Any, words: int):
+        self._matcher = matcher
+        self.words = words  # of 32 bits in a mask
+
+    @property
+    def error(self) -> str:
+        return self._matcher.get_error().removesuffix("<non-verbose/>").strip() if self._matcher.is_error() else ""
+
+    @property
+    def done(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    def fill(self, row: npt.NDArray[np.uint8]) -> None:
+        words = np.empty(self.words, np.int32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        row[:] = words.view(np.uint8)[: len(row)]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._matcher.consume_tokens(list(tokens))
+
+    def forced(self) -> list[int]:
+        return [] if self.done else self._matcher.compute_ff_tokens()
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def fork(self) -> LLGuidanceGrammar:
+        return LLGuidanceGrammar(self._matcher.deep_copy(), self.words)
+
+
+class _Tokens:
+    """A vocabulary in the form llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._encode = vocabulary.encode
+        self.tokens = list(vocabulary.tokens)
+        self.special_token_ids = sorted(vocabulary.special)
+        self.ends = list(vocabulary.ends)
+        if not self.ends:  # the library needs one: an id that the model does not have
+            self.ends = [len(self.tokens)]
+            self.special_token_ids += self.ends
+            self.tokens.append(b"<end>")
+        self.eos_token_id = self.ends[0]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._encode(text.decode("utf-8", "replace"))
+
+
+def make_tokenizer(vocabulary: Vocabulary) -> Any:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    tokens = _Tokens(vocabulary)
+    return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.ends)
+
+
+def _grammar(spec: GrammarSpec) -> str:
+    """The specification in llguidance's own words."""
+    from llguidance import LLMatcher
+
+    if reason := excess(spec):
+        raise _refusal(spec, reason)
+    if spec.kind in ("json_object", "json_schema"):
+        source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
+        try:
+            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+        except ValueError as error:
+            raise _refusal(spec, str(error)) from None
+    if spec.kind in ("choice", "each"):
+        # One lexeme, not one rule each: the lexer takes many thousands at once, the parser does not.
+        words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(spec))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {words}")
+    return (LLMatcher.grammar_from_regex if spec.kind == "regex" else LLMatcher.grammar_from_lark)(spec.source)
+
+
+def _choices(spec: GrammarSpec) -> list[str]:
+    try:
+        choices = json.loads(spec.source)
+    except (ValueError, RecursionError):
+        choices = None
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise _refusal(spec, "it must be a list of one or more strings, none of them empty")
+    return choices
+
+
+def _refusal(spec: GrammarSpec, reason: str) -> InputError:
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + " ..."
+    return InputError(f"the {spec.kind} grammar cannot be used: {reason}", param="grammar", code="invalid_grammar")
+
+
+_spawning = threading.Lock()  # the stack size of new threads is one setting for the whole process
+_compiling = threading.Semaphore(COMPILERS)
+
+
+def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
+    done: Future[T] = Future()
+    room = _compiling
+
+    def body() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+        finally:
+            room.release()
+
+    began = time.monotonic()
+    if not room.acquire(timeout=seconds):
+        raise OverloadedError("too many large grammars are being compiled; retry shortly")
+    thread = threading.Thread(target=body, name="quire-grammar", daemon=True)  # nothing waits for one given up
+    with _spawning:
+        usual = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    while True:
+        try:
+            return done.result(POLL)
+        except TimeoutError:
+            waited = time.monotonic() - began
+        if done.done():  # and may have ended with an error of that very kind
+            return done.result()
+        if _computed(thread, waited) > seconds:
+            raise InputError(
+                f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
+                param="grammar",
+                code="invalid_grammar",
+            )
+        if waited > PATIENCE * seconds:
+            raise OverloadedError(f"no grammar was compiled within {waited:.1f} s, the machine is busy; retry shortly")
+
+
+def _computed(thread: threading.Thread, waited: float) -> float:
+    """Seconds a thread has computed, where the system tells: on a busy machine, less than it was waited for."""
+    try:
+        fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return waited
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,1 @@
+"""From logits to tokens: logit processors, truncation, seeded draws, log-probabilities."""

@@ -1,0 +1,90 @@
+"""Log-probabilities under the model itself: from raw logits, before any sampling parameter.
+
+Refuses to know: slots, how a token was drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quire.generation.sampling.top_k import leading
+from quire.types.plan import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class LogprobTensors:
+    """Log-probabilities of m positions, on the device until someone asks for them."""
+
+    tokens: torch.Tensor  # int64 [m]
+    logprobs: torch.Tensor  # float32 [m]
+    ranks: torch.Tensor  # int64 [m]; 1 for the most likely, equal for equals
+    top_ids: torch.Tensor  # int64 [m, k], most likely first
+    top_logprobs: torch.Tensor  # float32 [m, k]
+    tops: Sequence[int | None]  # per row of the batch: how many of the top are wanted; None: no log-probabilities
+
+    def start_copy(self) -> LogprobTensors:
+        """Begin the copy to the host and do not wait; read the result with `to_host` after the device got there."""
+        tokens, logprobs, ranks, top_ids, top_logprobs = map(begin_copy, self._tensors())
+        return LogprobTensors(tokens, logprobs, ranks, top_ids, top_logprobs, self.tops)
+
+    def to_host(self) -> list[TokenLogprobs | None]:
+        """One entry per row of the batch."""
+        rows = zip(*(tensor.tolist() for tensor in self._tensors()), strict=True)
+        return [None if top is None else _entry(top, *next(rows)) for top in self.tops]
+
+    def _tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tokens, self.logprobs, self.ranks, self.top_ids, self.top_logprobs
+
+
+def score(logits: torch.Tensor, targets: torch.Tensor, top: int) -> LogprobTensors:
+    """Log-probabilities of given tokens and of the `top` most likely. [m, vocab], int64 [m]"""
+    return score_rows(logits, targets, [top] * len(targets))
+
+
+def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int | None]) -> LogprobTensors:
+    """As `score`, for those rows of a batch that have a top: logits and targets are of these, tops of all."""
+    width = min(max((top for top in tops if top is not None), default=0), logits.shape[-1])
+    chosen = targets.unsqueeze(-1)  # [m, 1]
+    logprobs = logits.log_softmax(-1)
+    top_ids = leading(logits, width)[1] if width else chosen[:, :0]
+    return LogprobTensors(
+        tokens=targets,
+        logprobs=logprobs.gather(-1, chosen).squeeze(-1),
+        ranks=(logits > logits.gather(-1, chosen)).sum(-1) + 1,
+        top_ids=top_ids,
+        top_logprobs=logprobs.gather(-1, top_ids),
+        tops=tops,
+    )
+
+
+def join(parts: Sequence[tuple[LogprobTensors | None, int]]) -> LogprobTensors | None:
+    """Of parts of a batch, so many rows each, as of the batch; None where no row wants any."""
+    some = [part for part, _ in parts if part is not None]
+    if not some:
+        return None
+    width = max(part.top_ids.shape[-1] for part in some)
+    return LogprobTensors(
+        tokens=torch.cat([part.tokens for part in some]),
+        logprobs=torch.cat([part.logprobs for part in some]),
+        ranks=torch.cat([part.ranks for part in some]),
+        top_ids=torch.cat([F.pad(part.top_ids, (0, width - part.top_ids.shape[-1])) for part in some]),
+        top_logprobs=torch.cat([F.pad(part.top_logprobs, (0, width - part.top_ids.shape[-1])) for part in some]),
+        tops=[top for part, count in parts for top in (part.tops if part is not None else [None] * count)],
+    )
+
+
+def _entry(
+    top: int, token: int, logprob: float, rank: int, top_ids: list[int], top_logprobs: list[float]
+) -> TokenLogprobs:
+    return TokenLogprobs(token, logprob, rank, top_ids[:top], top_logprobs[:top])
+
+
+def begin_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """To the host without waiting: pinned memory, valid once the device got there."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Kernels of libraries: cuBLAS products chosen by name, cuDNN attention for prefill."""

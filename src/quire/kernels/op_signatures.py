@@ -1,0 +1,56 @@
+"""The signatures of the element-wise and data-moving operations a decoder needs.
+
+An implementation is a module with these functions: `reference/ops.py` is the oracle, `eager/ops.py` what plain
+torch does fast on any device; later twins (Triton, C++) carry the same names. Refuses to know: layers, models.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from quire.kernels.kv_views import LayerKV
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+
+
+class Ops(Protocol):
+    def take(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Rows of a table [n, width] by index [m]: embeddings, or the tokens whose logits are wanted."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / rms(x) * weight over the last dimension."""
+        ...
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """residual += x in place; returns rms_norm(residual)."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    def rope_tables(
+        self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [tokens, 1, rotary]: both halves of the last dimension hold the same angles, and the
+        first half of sin is negated, so that rope is x * cos + swapped_halves(x) * sin."""
+        ...
+
+    def rope(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotate the first `rotary` dimensions of x [tokens, heads, dim] (half-rotation style)."""
+        ...
+
+    def act(self, x: torch.Tensor, kind: Activation) -> torch.Tensor: ...
+
+    def act_and_mul(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
+        """x [tokens, 2 n] holds gate then up: act(gate) * up, [tokens, n]."""
+        ...
+
+    def write_kv(
+        self,
+        k: torch.Tensor,  # [tokens, kv_heads, dim]
+        v: torch.Tensor,
+        kv: LayerKV,
+        kv_slots: torch.Tensor,  # [tokens] int64: page * tokens_per_page + offset
+    ) -> None: ...

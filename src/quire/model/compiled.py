@@ -1,0 +1,193 @@
+"""The compiled decoder as a model: same face as `Model`, weights packed from a quantised GGUF, one call per step.
+
+Claims the Llama family whole (RMS norms, rotary positions, gated SiLU MLP) on a CPU. Knows: which specs the program
+can run, where stored tensors go in it. Refuses to know: how the program runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quire.kernels import cpu
+from quire.kernels.attention_backend import Batch
+from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kv_views import KVViews
+from quire.kernels.reference.dequant import FORMATS
+from quire.model.blocks.rope_scaling import inverse_frequencies
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.families.architecture import Target
+from quire.model.loading.stored_tensor import StoredTensor
+from quire.types.seams import WeightSource
+
+Place = tuple[str, str, int]  # module, kind, part
+_MATRICES = {
+    "q": ("qkv", 0),
+    "k": ("qkv", 1),
+    "v": ("qkv", 2),
+    "o": ("o", 0),
+    "gate": ("up", 0),
+    "up": ("up", 1),
+    "down": ("down", 0),
+}
+
+
+def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSource, device: torch.device) -> str | None:
+    """None if the compiled decoder can run this model here, else the reason it cannot."""
+    if device.type != "cpu":
+        return f"it runs on a CPU, not on {device.type}"
+    if reason := cpu.available():
+        return reason
+    if spec.norm != "rms" or spec.rope is None or not spec.gated_mlp or spec.activation != "silu" or spec.mlp_bias:
+        return f"{spec.architecture} is not of the Llama family (RMS norms, rotary positions, gated SiLU)"
+    if spec.head_dim % 32:
+        return f"head dimension {spec.head_dim} is no multiple of 32"
+    tensors = source.tensors()
+    matrices = [name for name in targets if len(tensors[name].shape) == 2]
+    if not any(tensors[name].kind in FORMATS for name in matrices):
+        return "weights are not quantised"
+    odd = [name for name in matrices if tensors[name].shape[1] % 32 or targets[name].transposed]
+    return f"rows of {odd[0]!r} are no whole blocks of 32" if odd else None
+
+
+class CompiledModel:
+    """Made by `load_model` once names and shapes are checked; ready when made."""
+
+    kv_dtype = "float16"  # what K and V are best kept in
+    kv_kinds = KV_KINDS
+    dtype = torch.float32  # of hidden states and logits
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        targets: Mapping[str, Target],
+        source: WeightSource,
+        *,
+        threads: int,
+        length: int | None = None,
+        isa: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ):
+        self.spec = spec
+        self.device = torch.device("cpu")
+        self.length = length or spec.max_position
+        weights = _Packer(spec, targets, source, progress).decoder(self.length)
+        self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
+        self.inverse_frequencies = weights.inverse_frequencies
+        self.draw = self._program.drawer()
+        self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
+
+    def rescale_keys(self, factors: torch.Tensor) -> None:
+        """As `Model.rescale_keys`."""
+        self._program.rescale_keys(factors)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        batch: Batch,
+        kv: KVViews,
+        *,
+        last: bool = False,
+        tap: HiddenStateTap | None = None,
+    ) -> torch.Tensor:
+        """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
+        `last`: of each row's last token only, [rows, hidden]."""
+        hidden = self._program.forward(input_ids, batch, kv, tap)
+        return hidden[batch.ends] if last else hidden
+
+    def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
+        """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        self._program.forward(input_ids, batch, kv, layers=layer)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
+        return self._program.logits(hidden)
+
+
+class _Packer:
+    """Tensors one by one from the source to where they stay."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        targets: Mapping[str, Target],
+        source: WeightSource,
+        progress: Callable[[int, int], None] | None,
+    ):
+        self._spec = spec
+        self._source = source
+        self._tensors = source.tensors()
+        self._names: dict[Place, str] = {(t.module, t.kind, t.part): name for name, t in targets.items()}
+        self._targets = targets
+        self._progress = progress
+        self._total = sum(self._tensors[name].nbytes for name in targets)
+        self._done = 0
+        matrices = [self._tensors[name] for name in targets if len(self._tensors[name].shape) == 2]
+        self._store = cpu.Store(sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind) for m in matrices))
+
+    def decoder(self, length: int) -> DecoderWeights:
+        spec = self._spec
+        assert spec.rope is not None
+        frequencies, rope_scale = inverse_frequencies(spec.rope, spec.max_position, length)
+        if (divisors := self._vector("rope_divisors")) is not None:
+            frequencies = frequencies / divisors
+        embed = self._matrix("embed", 0)
+        return DecoderWeights(
+            hidden=spec.hidden,
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            intermediate=spec.intermediate,
+            eps=spec.norm_eps,
+            rope_scale=rope_scale,
+            inverse_frequencies=frequencies,
+            embed=embed,
+            layers=[self._layer(index) for index in range(spec.layers)],
+            final_norm=self._norm("final_norm"),
+            head=embed if spec.tie_embeddings else self._matrix("head", 0),
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        prefix = f"layers.{index}."
+        return LayerWeights(
+            **{name: self._matrix(prefix + module, part) for name, (module, part) in _MATRICES.items()},
+            input_norm=self._norm(prefix + "input_norm"),
+            post_norm=self._norm(prefix + "post_norm"),
+            q_norm=self._vector(prefix + "q_norm"),
+            k_norm=self._vector(prefix + "k_norm"),
+            q_bias=self._vector(prefix + "qkv", "bias", 0),
+            k_bias=self._vector(prefix + "qkv", "bias", 1),
+            v_bias=self._vector(prefix + "qkv", "bias", 2),
+            o_bias=self._vector(prefix + "o", "bias"),
+            scale=self._spec.scales[index],
+            window=self._spec.windows[index],
+        )
+
+    def _stored(self, name: str) -> StoredTensor:
+        info, target = self._tensors[name], self._targets[name]
+        self._done += info.nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return StoredTensor(info, self._source.read(name), paired_heads=target.paired_heads)
+
+    def _matrix(self, module: str, part: int) -> cpu.PackedMatrix:
+        name = self._names[module, "weight", part]
+        info = self._tensors[name]
+        packed = cpu.PackedMatrix(self._store, info.shape[0], info.shape[1], info.kind)
+        packed.fill(self._stored(name).rows())
+        return packed
+
+    def _norm(self, module: str) -> torch.Tensor:
+        vector = self._vector(module)
+        assert vector is not None
+        return vector
+
+    def _vector(self, module: str, kind: str = "weight", part: int = 0) -> torch.Tensor | None:
+        name = self._names.get((module, kind, part))
+        if name is None:
+            return None
+        out = torch.empty(self._tensors[name].shape)
+        self._stored(name).copy_into(out)
+        return out

@@ -1,0 +1,40 @@
+"""All families, and the one that a model's own description names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.families.architecture import Architecture, named_in
+from quire.model.families.gpt2 import Gpt2Family
+from quire.model.families.llama import LlamaFamily
+from quire.model.loading.gguf_config import config_from_gguf, is_gguf
+from quire.types.errors import ModelFileError
+from quire.types.seams import WeightSource
+
+FAMILIES: tuple[Architecture, ...] = (LlamaFamily(), Gpt2Family())
+
+
+def read_spec(source: WeightSource) -> DecoderSpec:
+    """What the model is, from its metadata and tensor list alone."""
+    return read_family(source)[1]
+
+
+def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
+    metadata = source.metadata()
+    if is_gguf(metadata):
+        named = metadata["general.architecture"]
+        family = _find(named, {name: f for f in FAMILIES for name in f.gguf_names})
+        return family, family.spec(config_from_gguf(metadata, source.tensors()))
+    if metadata.get("quantization_config"):
+        how = metadata["quantization_config"]
+        method = how.get("quant_method") if isinstance(how, dict) else how
+        raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
+    family = _find(named_in(metadata), {name: f for f in FAMILIES for name in f.names})
+    return family, family.spec(metadata)
+
+
+def _find(named: Any, known: dict[str, Architecture]) -> Architecture:
+    if not isinstance(named, str) or named not in known:
+        raise ModelFileError(f"architecture {named!r} is not supported; known: {', '.join(known)}")
+    return known[named]

@@ -1,0 +1,1 @@
+"""From a checkpoint (safetensors or GGUF) to tensors in memory."""

@@ -1,0 +1,172 @@
+"""From a weight source (or from nothing) to a model in memory.
+
+Names and shapes are all checked before the first byte is read; then tensors go one by one to where they stay,
+so beside the model itself only a slice of one tensor is ever in memory. Refuses to know: file formats, devices'
+capacities.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from quire.kernels import cpu
+from quire.model.compiled import CompiledModel, refusal
+from quire.model.decoder import Model
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.families.architecture import IGNORED, Architecture, Target
+from quire.model.families.registry import read_family
+from quire.model.loading.stored_tensor import SLICE, StoredTensor
+from quire.model.quantization.scheme import Linear, QuantScheme
+from quire.types.errors import ModelFileError
+from quire.types.seams import WeightSource
+
+log = logging.getLogger("quire.model")
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Place = tuple[str, str, int]  # module, kind, part
+
+
+def load_model(
+    source: WeightSource,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    length: int | None = None,
+    compiled: int | None = None,
+    scheme: QuantScheme | None = None,
+    invariant: bool = False,
+    progress: Progress | None = None,
+) -> Model | CompiledModel:
+    """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
+
+    `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
+    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `scheme`: how the
+    layers' matrices are kept; dense in `dtype` if not said. `invariant`: a row's bits may not depend on its batch (the
+    compiled decoder's never do).
+    """
+    family, spec = read_family(source)
+    why_not = None
+    if compiled is not None:
+        why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights)
+        if why_not is None:
+            targets = _targets(family, spec, source)
+            _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+            return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
+    if not random_weights:
+        targets = _targets(family, spec, source)
+        _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+    model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant)
+    if random_weights:
+        fill_random(model, seed)
+    else:
+        _fill(model, targets, source, progress)
+    model.finish()
+    if why_not is not None:
+        if why_not == cpu.available():  # it could run, were it built
+            log.warning("%s; until then steps take several times as long, on plain torch", why_not)
+        model.reasons.append(f"decoder: plain torch, not compiled: {why_not}")
+    return model
+
+
+def compiled_refusal(source: WeightSource, device: torch.device, *, random_weights: bool = False) -> str | None:
+    """None if the compiled decoder can run what `source` holds, else the reason it cannot."""
+    if random_weights:
+        return "random weights are not quantised"
+    family, spec = read_family(source)
+    return refusal(spec, _targets(family, spec, source), source, device)
+
+
+def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
+    """StoredTensor name → where it goes; names the family does not know are an error, since ignoring one (a bias, an
+    adapter) would silently run another model."""
+    found = {name: family.target(name, spec) for name in source.tensors()}
+    unknown = [name for name, target in found.items() if target is None]
+    if unknown:
+        raise ModelFileError(f"weights of {spec.architecture} have unexpected tensors: {_some(unknown)}")
+    return {name: target for name, target in found.items() if target is not None and target.module != IGNORED}
+
+
+def _check(targets: dict[str, Target], model: Model, source: WeightSource) -> None:
+    """Every place filled once, by a tensor of its shape."""
+    needs = {name: module.needs() for name, module in model.modules().items()}
+    filled: dict[Place, str] = {}
+    tensors = source.tensors()
+    for name, target in targets.items():
+        shape = tensors[name].shape[::-1] if target.transposed else tensors[name].shape
+        for place in _places(name, target, shape, needs.get(target.module, {})):
+            if place in filled:
+                raise ModelFileError(f"weights have the same tensor twice: {filled[place]!r} and {name!r}")
+            filled[place] = name
+    missing = [
+        f"{module}.{kind}" + (f" (part {part})" if part else "")
+        for module, pieces in needs.items()
+        for kind, part in pieces
+        if (module, kind, part) not in filled
+    ]
+    if missing:
+        raise ModelFileError(f"weights of {model.spec.architecture} are incomplete, nothing fills: {_some(missing)}")
+
+
+def _places(
+    name: str, target: Target, shape: tuple[int, ...], needs: dict[tuple[str, int], tuple[int, ...]]
+) -> list[Place]:
+    """The places a tensor fills: parts from target.part on, until its rows are used up."""
+    if (target.kind, target.part) not in needs:
+        raise ModelFileError(f"weights have tensor {name!r}, which the model's config has no place for")
+    places: list[Place] = []
+    first, rows = needs[target.kind, target.part], 0
+    if len(shape) != len(first):
+        raise ModelFileError(f"tensor {name!r} has shape {shape}, the model's config needs {first}")
+    for part in range(target.part, len(needs)):
+        wanted = needs.get((target.kind, part))
+        if wanted is None or rows >= shape[0]:
+            break
+        rows += wanted[0]
+        places.append((target.module, target.kind, part))
+    expected = (rows, *first[1:])
+    if shape != expected:
+        raise ModelFileError(f"tensor {name!r} has shape {shape}, the model's config needs {expected}")
+    return places
+
+
+def _fill(model: Model, targets: dict[str, Target], source: WeightSource, progress: Progress | None) -> None:
+    modules, tensors = model.modules(), source.tensors()
+    total, done = sum(tensors[name].nbytes for name in targets), 0
+    for name, target in targets.items():
+        stored = StoredTensor(
+            tensors[name], source.read(name), transposed=target.transposed, paired_heads=target.paired_heads
+        )
+        modules[target.module].load(target.kind, target.part, stored)
+        done += tensors[name].nbytes
+        if progress is not None:
+            progress(done, total)
+
+
+def fill_random(model: Model, seed: int) -> None:
+    """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    for module in model.modules().values():
+        if isinstance(module, Linear) and not module.tied:
+            rows = max(1, SLICE // module.columns)
+            for first in range(0, sum(module.parts), rows):
+                shape = (min(rows, sum(module.parts) - first), module.columns)
+                drawn = torch.empty(shape, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
+                module.scheme.put(module.state, first, drawn)
+            if module.bias is not None:
+                module.bias.zero_()
+            continue
+        for kind, tensor in module.tensors().items():
+            if tensor.dim() == 1:
+                tensor.fill_(0 if kind == "bias" else 1)
+            else:
+                tensor.normal_(0, 0.02, generator=generator)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -1,0 +1,1 @@
+"""Quantization schemes of weights and of keys: one scheme a file."""

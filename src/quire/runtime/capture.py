@@ -1,0 +1,254 @@
+"""Steps captured once and replayed: fixed sizes, so that a GPU runs the whole forward pass from one launch.
+
+A captured step is keyed by (tokens, rows). A real step takes the smallest that holds it and pads itself: spare
+rows belong to nobody's slot, and the first of them takes all spare tokens. What varies between replays is only
+the small integer table of rows, copied in before.
+
+    rows table [5, rows]:   slot | start | count | shift | slot that receives the drawn token (nobody's: draws nothing)
+
+Steps whose rows share prefixes are captured too, in a few sizes, with the lists of who shares what as a second table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from quire.kernels.triton import why_not
+from quire.kernels.triton.launch import compile_together, power_of_two
+from quire.runtime.prefix_groups import BLOCK, Lists, SharedPrefixes
+from quire.runtime.staging import Ints, Staging
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.paged_attention import PrefixLists
+
+PREFIX_ROWS = (32, 64, 128, 256, 512, 1024)  # sizes captured for rows that share prefixes
+MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are captured up to here
+
+
+@dataclass
+class StepOutput:
+    logits: torch.Tensor  # [rows, vocabulary], of each row's last token
+    best: torch.Tensor  # [rows], the greedy choice
+    shown: torch.Tensor  # [rows, hidden or more], what a proposer may see of each row's last token
+
+
+# rows table, tokens, counts, kv_lens, shared prefixes
+Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], StepOutput]
+Sketch = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], object]
+
+
+@dataclass
+class _Inputs:
+    """What is written before a replay."""
+
+    rows: torch.Tensor  # [5, rows]
+    shared: torch.Tensor | None = None  # the lists of shared prefixes, as int64
+    lists: PrefixLists | None = None  # ... as the kernels read them
+
+
+@dataclass
+class _Capture:
+    inputs: _Inputs
+    output: StepOutput
+    replay: Callable[[], Any]
+
+
+def row_buckets(most: int) -> list[int]:
+    """1, 2, 4, 8, then by 8 to 64, by 16 to 256, by 64 beyond: at most a few per cent of padding."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 1, 64)]
+    return sorted({*(s for s in sizes if s < most), most})
+
+
+class CapturedSteps:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        max_rows: int,
+        max_kv: int,
+        max_tokens: int,
+        nobody: int,
+        device: torch.device,
+        sketches: Sequence[Sketch],
+        sharing: SharedPrefixes | None = None,
+    ):
+        """`sketches` launch what `forward` does in less time: the last all of it, those before it what is long to
+        compile."""
+        self._forward = forward
+        self._sketches = sketches
+        self._sharing = sharing
+        self._nobody = nobody
+        self._device = device
+        self._max_kv = max_kv
+        self._row_sizes = row_buckets(max_rows)
+        self._token_sizes = [t for t in MIXED_TOKENS if t <= max_tokens]
+        self._captures: dict[tuple[int, int], _Capture] = {}
+        self._shared: dict[int, _Capture] = {}
+        self._pool: Any = None
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._captures)
+
+    def capture(self, *, beside: Sequence[Callable[[], None]]) -> None:
+        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
+        launched and not captured."""
+        if not self.ready and why_not(self._device) is None:
+            self._compile(beside)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._shared.clear()
+        for key in sorted(self.sizes(), reverse=True):
+            self._captures[key] = self._record(*key)
+        for rows in sorted(self._shared_sizes(), reverse=True):
+            self._shared[rows] = self._record(rows, rows, shared=True)
+        torch.cuda.synchronize()
+
+    def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
+        """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
+        side by side so. One stream has all their launches, and its order keeps what they share whole."""
+
+        def run(job: Callable[[], Any]) -> None:
+            with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
+                job()
+
+        stream = torch.cuda.current_stream(self._device)
+        tables = [(*size, self._nobodys(*size)) for size in self._kinds()]
+        tables += [(n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
+        jobs: list[Callable[[], Any]] = [partial(self._step, part, *t) for part in self._sketches for t in tables]
+        compile_together([partial(run, job) for job in [*jobs, *beside]], self._device)
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
+        torch.cuda.empty_cache()
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """(tokens, rows) of all captures; equal numbers mean that every row has one token."""
+        single = [(rows, rows) for rows in self._row_sizes]
+        mixed = [(t, r) for t in self._token_sizes for r in self._mixed_rows(t)]
+        return single + mixed
+
+    def _kinds(self) -> list[tuple[int, int]]:
+        """Those of them that together launch all kernels that any does."""
+        sizes = [size for size in self.sizes() if size[0] <= 512]
+        return list({(t == rows, t if t < 64 else power_of_two(t)): (t, rows) for t, rows in sizes}.values())
+
+    def _mixed_rows(self, tokens: int) -> list[int]:
+        return sorted({min(r, self._row_sizes[-1] + 1) for r in (8, 32, 128, self._row_sizes[-1] + 1) if r < tokens})
+
+    def fit(self, counts: list[int]) -> tuple[int, int] | None:
+        """The capture a step of these rows goes into, if any."""
+        rows, tokens = len(counts), sum(counts)
+        if tokens == rows:
+            at = bisect_left(self._row_sizes, rows)
+            return (self._row_sizes[at],) * 2 if at < len(self._row_sizes) else None
+        for size in self._token_sizes:
+            if size >= tokens:
+                for most in self._mixed_rows(size):
+                    if most > rows or (most == rows and size == tokens):
+                        return size, most
+                return None
+        return None
+
+    def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
+        """Run the capture of `size` on a table [5, rows]; the output is overwritten by the next replay."""
+        return self._run(self._captures[size], table, size, staging)
+
+    def prefix_rows(self, rows: int) -> int | None:
+        """The size at which single-token rows that share prefixes are captured."""
+        return next((size for size in PREFIX_ROWS if rows <= size <= self._row_sizes[-1]), None)
+
+    def replay_shared(self, rows: int, table: Ints, lists: Lists, staging: Staging) -> StepOutput:
+        """As `replay`, for `rows` single-token rows that share prefixes as `lists` says."""
+        capture = self._shared[rows]
+        assert capture.inputs.shared is not None
+        capture.inputs.shared.copy_(staging.stage(lists.view(np.int64)), non_blocking=True)
+        return self._run(capture, table, (rows, rows), staging)
+
+    def _run(self, capture: _Capture, table: Ints, size: tuple[int, int], staging: Staging) -> StepOutput:
+        capture.inputs.rows.copy_(staging.stage(pad_table(table, size, self._nobody)), non_blocking=True)
+        capture.replay()
+        return capture.output
+
+    def _shared_sizes(self) -> list[int]:
+        return [size for size in PREFIX_ROWS if size <= self._row_sizes[-1]] if self._sharing is not None else []
+
+    def _nobodys(self, tokens: int, rows: int, *, shared: bool = False) -> _Inputs:
+        """Tables of a step in which nobody has a row; `shared`: with lists of who shares prefixes."""
+        table = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
+        inputs = _Inputs(torch.from_numpy(table).to(self._device))
+        if shared:
+            assert self._sharing is not None
+            flat = torch.zeros(self._sharing.length(rows), dtype=torch.int32, device=self._device)
+            inputs.shared = flat.view(torch.int64)
+            inputs.lists = _views(flat, self._sharing.items(rows), rows, self._max_kv)
+            inputs.lists.items.fill_(-1)
+        return inputs
+
+    def _step(self, forward: Sketch, tokens: int, rows: int, inputs: _Inputs) -> Any:
+        return forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
+
+    def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
+        inputs = self._nobodys(tokens, rows, shared=shared)
+        self._step(self._sketches[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output: StepOutput = self._step(self._forward, tokens, rows, inputs)
+        output = StepOutput(*(_lent(tensor) for tensor in (output.logits, output.best, output.shown)))
+        return _Capture(inputs, output, graph.replay)
+
+
+class _Lent:
+    """A tensor's memory as libraries hand arrays to each other, without keeping it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        kind = f"<i{tensor.element_size()}"  # whatever it is: not all kinds of numbers have a name there
+        self.__cuda_array_interface__ = {
+            "version": 3, "shape": tuple(tensor.shape), "typestr": kind, "data": (tensor.data_ptr(), False)
+        }  # fmt: skip
+
+
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, free for the next capture to use: only one of them has an output that somebody still reads."""
+    assert tensor.is_contiguous()
+    return torch.as_tensor(_Lent(tensor), device=tensor.device).view(tensor.dtype)
+
+
+def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLists:
+    from quire.kernels.triton.paged_attention import PrefixLists
+
+    at = 4 * items
+    return PrefixLists(
+        items=flat[:at].view(items, 4),
+        members=flat[at : at + 2 * rows].view(rows, 2),
+        row_begin=flat[at + 2 * rows : at + 3 * rows],
+        block_m=BLOCK,
+        longest=longest,
+    )
+
+
+def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
+    """Counts and KV lengths that hold for every step of this size (no row looks as if it had no context). One row may
+    have all tokens: spare rows have none."""
+    counts = [1] * rows if tokens == rows else [tokens, *[1] * (rows - 1)]
+    return counts, [max(max_kv, tokens + 1)] * rows
+
+
+def pad_table(table: Ints, size: tuple[int, int], nobody: int) -> Ints:
+    """A table of `size`: spare rows are nobody's, the first of them holds all spare tokens."""
+    tokens, rows = size
+    padded = np.zeros((5, rows), dtype=np.int64)
+    used = table.shape[1]
+    padded[:, :used] = table
+    padded[0, used:] = padded[4, used:] = nobody
+    spare = tokens - int(table[2].sum())
+    if tokens == rows:
+        padded[2, used:] = 1
+    elif spare:
+        padded[2, used] = spare
+    return padded

@@ -1,0 +1,125 @@
+"""Who guesses ahead: the option's words → a proposer, ready.
+
+Knows: which kinds there are, and what each needs. Refuses to know: how any of them guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from quire.assets import resolve as find_model
+from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer
+from quire.generation.drafting.heads import MedusaHeads, load_heads
+from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
+from quire.generation.drafting.speculation import Speculation
+from quire.generation.grammar.grammar_store import GrammarStore
+from quire.kernels.cpu.int8_linear import pack_linears
+from quire.model import CompiledModel, Model, load_model
+from quire.runtime.draft_model import DraftModelProposer
+from quire.runtime.hardware import Resolved
+from quire.runtime.runner import ModelRunner
+from quire.types.config import EngineOptions, SpeculationOptions
+from quire.types.errors import ConfigError
+from quire.types.kv import KVLayout
+from quire.types.plan import Capacity
+
+# Kind → most tokens guessed at once unless said otherwise, and what stands behind the colon.
+KINDS = {
+    "ngram": (8, ""),
+    "suffix": (8, ""),
+    "draft": (4, "MODEL"),
+    "medusa": (3, "PATH"),
+    "eagle": (8, "PATH"),
+    "synthetic": (4, "RATE"),
+}
+MOST = 16
+BRANCHES = 4  # that an EAGLE-type drafter follows at every depth
+
+
+def draft_limit(options: SpeculationOptions) -> int:
+    """Most tokens guessed at once; 0 where nobody guesses."""
+    kind, _, argument = options.speculation.partition(":")
+    if kind == "off":
+        return 0
+    if kind not in KINDS or bool(argument) != bool(KINDS[kind][1]):
+        known = ", ".join(kind + (f":{what}" if what else "") for kind, (_, what) in KINDS.items())
+        raise ConfigError(f"unknown speculation {options.speculation!r}; known: off, {known}")
+    limit = KINDS[kind][0] if options.draft_tokens is None else options.draft_tokens
+    if not 1 <= limit <= MOST:
+        raise ConfigError(f"draft_tokens must be from 1 to {MOST}, got {limit}; to draft nothing, say speculation off")
+    return limit
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A draft model in memory, and the pages it will need."""
+
+    model: Model | CompiledModel
+    layout: KVLayout
+
+
+def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | CompiledModel) -> Drafter | None:
+    """The model that drafts, if one shall: before memory is shared out, since it takes some."""
+    kind, _, name = options.speculation.speculation.partition(":")
+    if draft_limit(options.speculation) == 0 or kind != "draft":
+        return None
+    model = load_model(
+        find_model(name).open(),
+        device=target.device,
+        dtype=target.dtype,
+        length=options.model.max_model_len or target.length,
+        compiled=resolved.threads if isinstance(target, CompiledModel) else None,
+        invariant=options.device.invariant,
+    )
+    if model.spec.vocab_size != target.spec.vocab_size:
+        raise ConfigError(
+            f"draft model {name!r} has a vocabulary of {model.spec.vocab_size}, the model it drafts for one of "
+            f"{target.spec.vocab_size}; take one with the same tokenizer"
+        )
+    return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
+
+
+def make_speculation(
+    options: SpeculationOptions,
+    target: Model | CompiledModel,
+    drafter: Drafter | None,
+    capacity: Capacity,
+    grammars: GrammarStore,
+) -> Speculation | None:
+    kind, _, argument = options.speculation.partition(":")
+    if kind == "off":
+        return None
+    if kind == "synthetic":
+        made = SyntheticProposer(_rate(argument), target.spec.vocab_size)
+        return Speculation(made, made.verify)
+    if drafter is not None:
+        model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
+        runner = ModelRunner(model, layout, own, model.device, grammars)
+        if model.device.type == "cuda":
+            runner.capture()
+        return Speculation(DraftModelProposer(runner, layout, own))
+    if kind in ("medusa", "eagle"):
+        spec = target.spec
+        heads = load_heads(
+            kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
+        )
+        if isinstance(target, CompiledModel):
+            pack_linears(heads)
+        if isinstance(heads, MedusaHeads):
+            return Speculation(MedusaProposer(heads), sees=())
+        # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
+        width = BRANCHES if target.device.type == "cpu" else 1
+        return Speculation(EagleProposer(heads, width), sees=heads.layers)
+    return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise ConfigError(f"synthetic speculation takes a rate from 0 to 1, not {text!r}")
+    return rate

@@ -1,0 +1,1 @@
+"""Executors: how a plan reaches the devices that run it."""

@@ -1,0 +1,249 @@
+"""The local executor: one device in this process.
+
+A GPU works asynchronously by itself: `submit` launches and returns. A CPU computes inside `submit` when one
+step is in flight, and in a thread of its own when several are.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+
+from quire.generation.drafting.speculation import Speculation
+from quire.generation.grammar.grammar_store import GrammarStore
+from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
+from quire.model import CompiledModel, load_model
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.model.quantization.key_channel_scales import key_factors
+from quire.runtime.capacity import capacity_for, kv_layout
+from quire.runtime.drafters import load_drafter, make_speculation
+from quire.runtime.hardware import DTYPES, probe, resolve
+from quire.runtime.runner import ModelRunner
+from quire.runtime.step_result import PendingStep
+from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
+from quire.runtime.transfers import Transfers
+from quire.types.config import CacheOptions, EngineOptions
+from quire.types.errors import ConfigError
+from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.kv import KVLayout
+from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.seams import Grammar, Proposer, Ticket, WeightSource
+
+PATIENCE = 0.02  # seconds a plan without rows waits for a transfer
+
+
+class LocalExecutor:
+    def __init__(
+        self,
+        options: EngineOptions,
+        source: WeightSource,
+        *,
+        vocabulary: Callable[[int], Vocabulary],  # given how many ids the model knows; called when a grammar needs it
+        progress: bool = False,
+    ):
+        hardware = probe(options.device.device)
+        resolved = resolve(options, hardware)
+        if hardware.device == "cpu":
+            torch.set_num_threads(resolved.threads)
+        self.device = torch.device(resolved.device)
+        self.dtype = DTYPES[resolved.dtype]
+        self.took: dict[str, float] = {}  # seconds of each stage of starting
+        self._saved: tuple[list[int], torch.Tensor | None] = ([], None)  # pages, while asleep
+        began = time.perf_counter()
+        with load_bar(progress) as report:
+            self.model = load_model(
+                source,
+                device=self.device,
+                dtype=self.dtype,
+                random_weights=options.model.random_weights,
+                length=options.model.max_model_len,
+                compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
+                scheme=Fp8Scheme() if resolved.fp8 else None,
+                invariant=options.device.invariant,
+                progress=report,
+            )
+        self.took["weights"] = time.perf_counter() - began
+        if isinstance(self.model, CompiledModel):
+            torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
+        spec = self.model.spec
+        self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
+        kivi = [self._rescale_keys()] if resolved.kivi else []
+        drafter = load_drafter(options, resolved, self.model)
+        self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
+        self.reasons = [*resolved.reasons, *self.model.reasons, why]
+        self._speculation, self._drafter = options.speculation, drafter
+        self.vocab_size = spec.vocab_size
+        self._graphs = self.device.type == "cuda" and options.device.graphs
+        self._threaded = self.device.type == "cpu" and resolved.depth > 1
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
+        self._runner: ModelRunner | None = None
+        self._transfers: Transfers | None = None
+        model, device = options.model, options.device
+        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
+        self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
+        self._tiers = self._open_tiers(options.cache)
+        self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
+        self.reasons += self._tiers.reasons
+        self._grammars = GrammarStore(LLGuidanceBackend(), lambda: vocabulary(spec.vocab_size))  # not self: a cycle
+
+    def _rescale_keys(self) -> str:
+        """Scale keys by channel; what tells pages with these scales from others."""
+        factors = key_factors(self.model)
+        self.model.rescale_keys(factors)
+        large = (factors > 1).float().mean().item()
+        self.model.reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
+        return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
+
+    def start(self) -> Capacity:
+        self._runner = self._awaken()
+        return self._capacity
+
+    def _awaken(self) -> ModelRunner:
+        runner = None
+        with suppress(torch.OutOfMemoryError):
+            runner = self._make_runner()
+        if runner is None:  # what was made is garbage by now, with the error that held it
+            gc.collect()
+            torch.cuda.empty_cache()
+            size = self._capacity
+            raise ConfigError(
+                f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens of prompts "
+                f"and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
+            )
+        if self._tiers.stores:
+            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers.use(runner.pages)
+        return runner
+
+    def _make_runner(self) -> ModelRunner:
+        """And all that a GPU does only once, the largest step too, before anybody waits for it."""
+        began = time.perf_counter()
+        speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
+        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
+        self.took["KV pages"] = time.perf_counter() - began
+        if self._graphs:
+            began = time.perf_counter()
+            runner.capture()
+            self.took["captured steps"] = time.perf_counter() - began
+        if self.device.type == "cuda":
+            began = time.perf_counter()
+            runner.rehearse()
+            torch.cuda.synchronize(self.device)
+            self.took["largest step"] = time.perf_counter() - began
+        return runner
+
+    def sleep(self, pages: list[int]) -> None:
+        if self.device.type == "cpu" or isinstance(self.model, CompiledModel):
+            raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
+        assert self._runner is not None
+        if self._transfers is not None:
+            self._transfers.drain()
+        self._saved = (pages, self._runner.read_pages(pages))
+        self._runner.close()
+        self._runner = None
+        gc.collect()  # as in close()
+        self.model.to(torch.device("cpu"))
+        torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        assert not isinstance(self.model, CompiledModel)
+        self.model.to(self.device)
+        self._runner = self._awaken()
+        self._runner.write_pages(*self._saved)
+        self._saved = ([], None)
+
+    def _open_tiers(self, cache: CacheOptions) -> Tiers:
+        if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
+            return Tiers()
+        return open_tiers(cache, self.layout, bytes.fromhex(self.kind), pinned=self.device.type == "cuda")
+
+    def read_pages(self, pages: list[int]) -> list[bytes]:
+        content = self._in_order(lambda runner: runner.read_pages(pages))
+        return [page.numpy().tobytes() for page in content]
+
+    def write_pages(self, pages: list[int], content: list[bytes]) -> None:
+        stacked = torch.frombuffer(bytearray(b"".join(content)), dtype=torch.uint8).view(len(pages), -1)
+        self._in_order(lambda runner: runner.write_pages(pages, stacked))
+
+    def _in_order(self, work: Callable[[ModelRunner], Any]) -> Any:
+        """Between the steps submitted so far and those that follow."""
+        assert self._runner is not None, "start() comes first"
+        return work(self._runner) if self._thread is None else self._thread.submit(work, self._runner).result()
+
+    def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
+        return self._grammars.prepare(grammar)
+
+    def watch(self, proposer: Proposer, layers: tuple[int, ...] = ()) -> None:
+        """Show a proposer all that is drawn from now on, hidden states too (the last, and those behind `layers`); it is
+        not asked for drafts unless plans have budgets."""
+        assert self._runner is not None, "start() comes first"
+        self._runner.speculate(Speculation(proposer, sees=layers))
+        if self._graphs:
+            self._runner.capture()  # those there are show nothing of these layers
+
+    def submit(self, plan: StepPlan) -> Ticket:
+        if self._thread is None:
+            return _Ticket(plan, self._run(plan), self._transfers)
+        return _Ticket(plan, self._thread.submit(self._run, plan), self._transfers)
+
+    def _run(self, plan: StepPlan) -> PendingStep:
+        assert self._runner is not None, "start() comes first"
+        if self._transfers is not None:
+            self._transfers.start(plan)
+        return self._runner.run(plan)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        if self._transfers is not None:
+            self._transfers.close()
+            self._transfers = None
+        if self._runner is not None:
+            self._runner.close()
+        self._runner = None
+        self._grammars.close()
+        if self.device.type == "cuda":
+            gc.collect()  # whatever cycle holds device memory must not wait for a later round
+            torch.cuda.empty_cache()
+
+
+class _Ticket:
+    """A step, and whichever transfers have ended by the time its result is asked for."""
+
+    def __init__(self, plan: StepPlan, step: PendingStep | Future[PendingStep], transfers: Transfers | None):
+        self._plan = plan
+        self._step = step
+        self._transfers = transfers
+
+    def result(self) -> StepResult:
+        step = self._step.result() if isinstance(self._step, Future) else self._step
+        result = step.result()
+        if self._transfers is not None:
+            began = time.perf_counter()
+            result.transfers = self._transfers.poll(0.0 if self._plan.computes else PATIENCE)
+            if not self._plan.computes:
+                result.seconds = time.perf_counter() - began
+        return result
+
+
+@contextmanager
+def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on standard error while weights load, gone when they are in."""
+    if not show:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("load", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,36 @@
+"""How far cached KV is from what its context makes of it: the first layers computed anew, and compared.
+
+The first layer's KV depends on a token and its position alone; the next is the first that shows what came before. Where
+that changes much, so do the layers behind it. Refuses to know: where the KV came from, what is made of the answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.kernels.kv_views import KVViews, read_tokens
+from quire.model import CompiledModel, Model
+from quire.runtime.slot_state import SlotState
+from quire.runtime.staging import Staging
+from quire.types.plan import Probe
+
+LAYER = 1  # compared; all before it are computed whole
+
+
+def probe(
+    probes: list[Probe], model: Model | CompiledModel, kv: KVViews, slots: SlotState, staging: Staging
+) -> torch.Tensor:
+    """Square of the distance between new and old values (keys add nothing: measured), for all tokens of the probes
+    [tokens]. The KV of the first layers is then the new."""
+    table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
+    counts = [p.count for p in probes]
+    input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
+    layer = min(LAYER, model.spec.layers - 1)
+    (group,) = kv.layout.groups
+    place = slice(group.layers.index(layer), group.layers.index(layer) + 1)
+    where = batch.groups[0].kv_slots
+    _, before = read_tokens(kv, 0, where, place)
+    model.shallow(input_ids, batch, kv, layer)
+    _, after = read_tokens(kv, 0, where, place)
+    return (after - before).square().sum((1, 2, 3))

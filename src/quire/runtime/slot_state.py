@@ -1,0 +1,107 @@
+"""Slot state on the device: every sequence's tokens and page tables, changed by deltas only.
+
+    tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device drew but the host has not read
+    tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
+
+A step's batch is assembled on the device from these and five small integers a row. The last slot is nobody's:
+rows that pad a step to a captured size read and write there, and its pages are all the null page.
+"""
+
+from __future__ import annotations
+
+import struct
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.kernels.attention_backend import Batch, GroupBatch
+from quire.kernels.registry import choose_assemble
+from quire.runtime.staging import Ints, Staging
+from quire.types.kv import KVLayout
+from quire.types.plan import Admit, Capacity, StepPlan
+
+
+class SlotState:
+    def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device, staging: Staging):
+        self._layout = layout
+        self._device = device
+        self._staging = staging
+        self._assemble = choose_assemble(device)
+        self.nobody = capacity.slots
+        self.tokens = torch.zeros(capacity.slots + 1, capacity.max_model_len, dtype=torch.int32, device=device)
+        self._tables = [
+            torch.zeros(capacity.slots + 1, -(-capacity.longest // g.tokens_per_page), dtype=torch.int32, device=device)
+            for g in layout.groups
+        ]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
+        if plan.admits:
+            self._fill(plan.admits)
+        if plan.writes:
+            flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
+            lengths = [len(w.tokens) for w in plan.writes]
+            self._put(self.tokens, [w.slot for w in plan.writes], [w.start for w in plan.writes], lengths, flat)
+        for group, table in enumerate(self._tables):
+            deltas = [d for d in plan.deltas if d.group == group]
+            if deltas:
+                pages = np.concatenate([np.asarray(d.pages, dtype=np.int64) for d in deltas])
+                lengths = [len(d.pages) for d in deltas]
+                self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
+
+    def _fill(self, admits: list[Admit]) -> None:
+        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
+        count = sum(len(admit.tokens) for admit in admits)
+        packed = struct.pack(f"{count}i", *chain.from_iterable(admit.tokens for admit in admits))
+        flat = np.frombuffer(packed, dtype=np.int32)
+        staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
+        end = 0
+        for admit in admits:
+            begin, end = end, end + len(admit.tokens)
+            self.tokens[admit.slot, : end - begin].copy_(staged[begin:end], non_blocking=True)
+
+    def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
+        """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
+        counts = np.asarray(lengths)
+        columns = np.arange(len(flat)) + np.repeat(np.asarray(starts) + counts - counts.cumsum(), counts)
+        sent = self._staging.upload(np.stack([np.repeat(np.asarray(rows), counts), columns, flat]))
+        target[sent[0], sent[1]] = sent[2].int()
+
+    def batch(
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any = None
+    ) -> tuple[torch.Tensor, Batch]:
+        """Input token ids [tokens] and the batch of `rows` [4 or more, rows]: slot, start, count, shift.
+
+        `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
+        `prefix`: which rows share pages, for the attention backend.
+        """
+        found = []
+        for spec, table in zip(self._layout.groups, self._tables, strict=True):
+            width = -(-max(kv_lens) // spec.tokens_per_page)
+            found.append(self._assemble(rows, self.tokens, table, spec.tokens_per_page, tokens, width))
+        batch = Batch(
+            positions=found[0].positions,
+            query_start=found[0].query_start,
+            kv_len=found[0].kv_len,
+            counts=counts,
+            kv_lens=kv_lens,
+            groups=tuple(
+                GroupBatch(spec.tokens_per_page, part.page_table, part.kv_slots, prefix)
+                for spec, part in zip(self._layout.groups, found, strict=True)
+            ),
+        )
+        return found[0].input_ids, batch
+
+    def kv_slots(self, slot: int, places: torch.Tensor) -> list[torch.Tensor]:
+        """Where a slot's K and V at these places are, by group: page * tokens_per_page + offset."""
+        sizes = [group.tokens_per_page for group in self._layout.groups]
+        return [
+            table[slot, places // size].long() * size + places % size
+            for table, size in zip(self._tables, sizes, strict=True)
+        ]
+
+    def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Drawn tokens take their place in their slots, unread by the host."""
+        self.tokens[slots, positions] = token_ids.int()

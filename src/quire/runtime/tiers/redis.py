@@ -1,0 +1,103 @@
+"""The remote tier: sealed pages on a Redis or Valkey server that several engines share.
+
+How long pages stay is the server's own business (`maxmemory-policy allkeys-lru`). A server that does not answer is left
+alone for a while: every job ends at once with nothing done, and what was wanted is computed. Refuses to know: who else
+is there.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from quire.runtime.tiers.signed_page import PageSigner
+from quire.runtime.tiers.worker_thread import ThreadedTier
+from quire.types.errors import ConfigError
+from quire.types.transfer import REMOTE, Bytes, Key
+
+PATIENCE = 2.0  # seconds a server may take to answer
+PAUSE = 5.0  # seconds it is left alone when it did not
+BATCH = 16 << 20  # bytes asked for, or sent, at a time
+SECRET = "quire:secret"
+
+
+def connect(url: str) -> Any:
+    """A client of the server; ConfigError if the address makes no sense or the package is missing."""
+    try:
+        import redis
+    except ImportError:
+        raise ConfigError("--kv-remote needs the redis package; install it with: pip install 'quire[redis]'") from None
+    if urlsplit(url).scheme not in ("redis", "rediss", "unix"):
+        raise ConfigError(f"cannot use {url!r} as --kv-remote; write it like redis://host:6379/0")
+    return redis.Redis.from_url(url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE)
+
+
+def shared_secret(client: Any, offered: bytes = b"") -> bytes:
+    """The secret that all engines on a server key their names with: the first one offered."""
+    client.set(SECRET, offered or secrets.token_bytes(32), nx=True)
+    return bytes(client.get(SECRET))
+
+
+class RemoteTier(ThreadedTier):
+    name = REMOTE
+    apart = True
+
+    def __init__(self, client: Any, seal: PageSigner, signal: threading.Event):
+        self._client = client
+        self._seal = seal
+        self._batch = max(1, BATCH // seal.page_bytes)
+        self._down_until = 0.0
+        super().__init__(signal)
+
+    def _do(self, job: Any) -> list[bool]:
+        if time.monotonic() < self._down_until:
+            return [False] * len(job.keys)
+        try:
+            return super()._do(job)
+        except Exception:
+            self._down_until = time.monotonic() + PAUSE
+            raise
+
+    def _name(self, key: Key) -> str:
+        group, name = key
+        return f"quire:{self._seal.namespace}:{group}:{name.hex()}"
+
+    def _put(self, keys: list[Key], pages: Sequence[Bytes]) -> list[bool]:
+        done: list[bool] = []
+        for start in range(0, len(keys), self._batch):
+            pipe = self._client.pipeline(transaction=False)
+            for key, page in zip(keys[start : start + self._batch], pages[start : start + self._batch], strict=True):
+                pipe.set(self._name(key), self._seal.close(key, page))
+            done += [answer is True for answer in pipe.execute(raise_on_error=False)]
+        return done
+
+    def _get(self, keys: list[Key], into: Sequence[Bytes]) -> list[bool]:
+        done: list[bool] = []
+        for start in range(0, len(keys), self._batch):
+            part = keys[start : start + self._batch]
+            found = self._client.mget([self._name(key) for key in part])
+            done += [
+                data is not None and self._seal.open(key, data, buffer)
+                for key, data, buffer in zip(part, found, into[start : start + self._batch], strict=True)
+            ]
+        return done
+
+    def _find(self, keys: list[Key]) -> list[bool]:
+        pipe = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipe.exists(self._name(key))
+        return [answer == 1 for answer in pipe.execute()]
+
+    def _drop(self, keys: list[Key]) -> list[bool]:
+        pipe = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipe.delete(self._name(key))
+        return [answer == 1 for answer in pipe.execute()]
+
+    def close(self) -> None:
+        super().close()
+        self._client.close()

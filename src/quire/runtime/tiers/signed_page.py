@@ -1,0 +1,82 @@
+"""A page as it lies outside the engine: sealed, so that nothing but this page of this model is taken for it.
+
+    "QKVP" | header length, 2 bytes | header (msgpack) | page | checksum, 16 bytes
+
+The checksum is keyed BLAKE2b over all before it; the key comes from the store's secret and the model's fingerprint.
+Refuses to know: where it lies.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+
+import msgspec
+import numpy as np
+
+from quire.types.kv import KVLayout
+from quire.types.transfer import Bytes, Key
+
+MAGIC = b"QKVP"
+VERSION = 1
+CHECKSUM = 16
+_START = struct.Struct("<4sH")
+
+
+class Header(msgspec.Struct, array_like=True):
+    version: int
+    fingerprint: bytes  # of the model and of how it is computed
+    dtype: str
+    layout: list[tuple[int, int, int, int]]  # per group: layers, tokens a page, KV heads, head dimension
+    group: int
+    name: bytes
+    size: int  # bytes of the page
+
+
+class PageSigner:
+    """Seals pages of one engine's kind, and opens what such an engine sealed."""
+
+    def __init__(self, secret: bytes, fingerprint: bytes, layout: KVLayout):
+        self.fingerprint = fingerprint
+        self.page_bytes = layout.page_bytes
+        self._dtype = layout.dtype
+        self._layout = [(len(g.layers), g.tokens_per_page, g.kv_heads, g.head_dim) for g in layout.groups]
+        kind = msgspec.msgpack.encode((VERSION, fingerprint, self._dtype, self._layout))
+        # Where the secret, the model or the layout differ, so do all names and checksums.
+        self.naming = _derive(secret, kind, b"quire-naming")
+        self.namespace = _derive(secret, kind, b"quire-space")[:16].hex()
+        self._key = _derive(secret, kind, b"quire-seal")
+
+    @property
+    def overhead(self) -> int:
+        """Bytes a sealed page has beside the page."""
+        return len(self._header((0, bytes(16)))) + CHECKSUM
+
+    def close(self, key: Key, page: Bytes) -> bytes:
+        body = self._header(key) + page.tobytes()
+        return body + self._checksum(body)
+
+    def open(self, key: Key, data: bytes, into: Bytes) -> bool:
+        """Put the page where it belongs; False, and nothing is changed, if this is not that page, whole."""
+        header = self._header(key)  # equal pages have equal headers: nothing foreign is ever decoded
+        if len(data) != len(header) + self.page_bytes + CHECKSUM or not data.startswith(header):
+            return False
+        view = memoryview(data)
+        if not hmac.compare_digest(self._checksum(view[:-CHECKSUM]), bytes(view[-CHECKSUM:])):
+            return False
+        np.copyto(into, np.frombuffer(view[len(header) : -CHECKSUM], dtype=np.uint8))
+        return True
+
+    def _header(self, key: Key) -> bytes:
+        group, name = key
+        fields = Header(VERSION, self.fingerprint, self._dtype, self._layout, group, name, self.page_bytes)
+        packed = msgspec.msgpack.encode(fields)
+        return _START.pack(MAGIC, len(packed)) + packed
+
+    def _checksum(self, body: bytes | memoryview) -> bytes:
+        return hashlib.blake2b(body, digest_size=CHECKSUM, key=self._key).digest()
+
+
+def _derive(secret: bytes, kind: bytes, purpose: bytes) -> bytes:
+    return hashlib.blake2b(kind, digest_size=32, key=secret, person=purpose).digest()

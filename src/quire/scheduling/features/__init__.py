@@ -1,0 +1,1 @@
+"""What sequences may have beyond tokens and pages: one feature a file, each keeping its own state."""

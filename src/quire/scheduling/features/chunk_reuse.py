@@ -1,0 +1,276 @@
+"""Chunks of a prompt (documents) reused at other places than they were computed for: the idea of CacheBlend.
+
+    prompt     │ head │ chunk A │ chunk B │ chunk C │ question │
+    cached     │ head │ chunk A │     │ head │ chunk B │     │ head │ chunk C │
+
+A chunk is computed once, right after the head, as a prompt of its own: ordinary pages under their true names, which
+whoever has the same prompt may share, and which eviction, tiers and pins treat like any others. A request then gets
+pages of its own for the whole prompt and
+
+    rope_shifts    what is cached of chunks to its places, keys rotated by the distance;
+    probes   the first layers of all these tokens, which shows whose KV their new neighbours change most;
+    rows     for that part of them, and for all that no chunk covers, as usual.
+
+From the first turned token on, its pages are not what their names would say, and are never named.
+
+Knows: sequences, pages, plans. Refuses to know: models, text, who runs when.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.memory.manager import KVManager, PageTable
+from quire.scheduling.features.tier_prefetch import reusable
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.prefill_budget import Budget
+from quire.scheduling.sequence import Sequence
+from quire.types.blend import MAX_CHUNKS, Blend
+from quire.types.errors import InputError
+from quire.types.events import EngineStats
+from quire.types.plan import Capacity, RopeShift, StepResult
+from quire.types.request import Request, Status
+from quire.types.sampling_params import SamplingParams
+
+Span = tuple[int, int]  # positions [start, end)
+Enter = Callable[[Request], Sequence]  # lets a prompt of which nothing is drawn wait for its turn, before others
+AddRow = Callable[[PlanBuilder, Sequence, int], None]  # computes tokens from where a sequence is, and draws at its end
+
+
+def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
+    """Refuse what cannot be blended, here or at all."""
+    if not memory.prefix_cache:
+        raise InputError("blend reuses cached chunks, and this engine's prefix cache is off", param="blend")
+    if len(memory.layout.groups) > 1 or memory.layout.groups[0].window is not None:
+        raise InputError("blend needs full attention in every layer; this model has sliding windows", param="blend")
+    if not capacity.rope_shifts:
+        problem = "blend moves cached keys to other positions; this model learned its positions one by one"
+        raise InputError(problem, param="blend")
+    if request.beam or request.pooling or request.params.prompt_logprobs is not None or request.params.kv_budget:
+        problem = "blend goes with neither beam search nor embeddings nor prompt_logprobs nor kv_budget"
+        raise InputError(problem, param="blend")
+    bounds = [0, *(position for chunk in blend.chunks for position in chunk), len(request.prompt)]
+    if len(blend.chunks) > MAX_CHUNKS or bounds != sorted(bounds):
+        raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")
+
+
+@dataclass
+class Part:
+    """A chunk that may be reused: where it stands, and the names of the pages that head and chunk fill."""
+
+    start: int
+    end: int
+    table: PageTable
+    apart: Sequence | None = None  # computes it for this request, or did
+
+    @property
+    def names(self) -> list[bytes]:
+        return self.table.hashes[0]
+
+
+@dataclass
+class ChunkedPrompt:
+    """A request between its start and its first token."""
+
+    seq: Sequence
+    covered: list[Span]  # what was turned
+    exact: int  # where computing begins: all before it was found as it is
+    probed: int  # positions before this are probed, or about to be
+    end: int  # probed up to here
+    awaited: int = 0  # probes in flight
+    deviations: dict[int, list[float]] = field(default_factory=dict)  # by first position
+    runs: list[Span] | None = None  # to compute; None: not known yet
+
+    def choose(self, recompute: float) -> int:
+        """What to compute: of the tokens turned, those that deviate most, and all others. Returns how many of those."""
+        changed = np.array([change for at in sorted(self.deviations) for change in self.deviations[at]])
+        turned = np.concatenate([np.arange(*span) for span in self.covered])
+        count = math.ceil(recompute * len(turned))
+        chosen = np.zeros(0, np.int64)
+        if count:
+            chosen = turned[np.argsort(-changed[turned - self.exact], kind="stable")[:count]]
+        wanted = np.ones(self.seq.known - self.exact, bool)
+        wanted[turned - self.exact] = False
+        wanted[chosen - self.exact] = True
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])))) + self.exact
+        self.runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+        return count
+
+
+class ChunkReuse:
+    def __init__(self, memory: KVManager, capacity: Capacity, stats: EngineStats):
+        self.stats = stats
+        self._memory = memory
+        self._most = capacity.max_batch_tokens
+        self._parts: dict[Sequence, list[Part]] = {}
+        self._apart: dict[Sequence, None] = {}  # chunks being computed
+        self._courses: dict[Sequence, ChunkedPrompt] = {}
+        self._held: dict[Sequence, tuple[int, PageTable]] = {}  # pages that a step (its number) reads for a sequence
+
+    def tables(self) -> list[PageTable]:
+        return [table for _, table in self._held.values()]
+
+    # ---- before it starts -----------------------------------------------------------------------------------
+
+    def waits(self, builder: PlanBuilder, seq: Sequence, blend: Blend, enter: Enter) -> bool:
+        """Whether chunks of a waiting sequence are being computed; looks, once, which have to be."""
+        if seq not in self._parts:
+            self._parts[seq] = self._look(seq, blend, enter)
+        parts = self._parts[seq]
+        if any(part.apart and part.apart.status is not Status.FINISHED for part in parts):
+            return True
+        run, written = self._memory.index.run, self._written(builder)  # rope shifts come before rows
+        return any(page in written for part in parts for page in run(0, part.names))
+
+    def _written(self, builder: PlanBuilder) -> set[int]:
+        """Pages that rows of this very step fill."""
+        size, rows = self._memory.layout.alignment, zip(builder.rows, builder.plan.rows, strict=True)
+        return {
+            page
+            for (seq, _), row in rows
+            for page in seq.table.pages[0][row.start // size : (row.start + row.count - 1) // size + 1]
+        }
+
+    def _look(self, seq: Sequence, blend: Blend, enter: Enter) -> list[Part]:
+        memory, request = self._memory, seq.request
+        memory.hash_pages(seq.table, seq.tokens, request.salt)
+        exact = memory.lookup(seq.table, reusable(seq)).tokens
+        if seq.cached < 0:  # what is computed for it now was not found
+            seq.cached = exact
+            self.stats.cached_tokens += exact
+        size = memory.layout.alignment
+        head = blend.chunks[0][0] if blend.chunks else 0
+        parts = []
+        for start, end in blend.chunks:
+            if end <= exact or start == head:
+                continue  # as it stands here it is, or becomes, an ordinary prefix
+            tokens = request.prompt[:head] + request.prompt[start:end]
+            part = Part(start, end, PageTable(1))
+            memory.hash_pages(part.table, tokens, request.salt)
+            if len(memory.index.run(0, part.names)) < len(part.names):
+                # With one token more, which must be computed, all pages may come from a tier.
+                part.apart = enter(_alone(request, tokens[: len(part.names) * size + 1]))
+                self._apart[part.apart] = None
+            parts.append(part)
+        return parts
+
+    def gone(self, seq: Sequence) -> list[Sequence]:
+        """A sequence is over; returns what need not be computed for it any more."""
+        self._apart.pop(seq, None)
+        parts = self._parts.pop(seq, ())
+        return [part.apart for part in parts if part.apart and part.apart.status is not Status.FINISHED]
+
+    # ---- from its start to its first token ------------------------------------------------------------------
+
+    def begin(
+        self, builder: PlanBuilder, seq: Sequence, blend: Blend, exact: int, budget: int, add_row: AddRow
+    ) -> bool:
+        """A sequence has pages for all its tokens, of which the first `exact` are there: turn what is cached of its
+        chunks. False: nothing is, and it is computed like any other."""
+        head, size = blend.chunks[0][0] if blend.chunks else 0, self._memory.layout.alignment
+        own, held, covered = seq.table.pages[0], PageTable(1), []
+        for part in self._parts.get(seq, ()):
+            pages, by = self._memory.index.run(0, part.names), part.start - head
+            first, last = max(part.start, exact), min(len(pages) * size + by, part.end)
+            if first >= last:
+                continue
+            positions = range(first, last)
+            sources = [pages[(p - by) // size] * size + (p - by) % size for p in positions]
+            targets = [own[p // size] * size + p % size for p in positions]
+            builder.plan.rope_shifts.append(RopeShift(0, sources, targets, by))
+            held.pages[0] += pages[(first - by) // size :]
+            covered.append((first, last))
+            if part.apart is None:
+                seq.log.blended += last - first
+        if not covered:
+            return False
+        self._memory.pool.share(held.pages[0])
+        self._held[seq] = builder.plan.step, held
+        seq.table.named_until = covered[0][0]
+        course = self._courses[seq] = ChunkedPrompt(seq, covered, exact, exact, covered[-1][1])
+        seq.computed = seq.known  # its rows are planned here, not with those of others
+        self.stats.blended_tokens += seq.log.blended
+        if blend.recompute == 0:
+            course.choose(0)
+        self._go_on(builder, course, Budget(max(1, budget)), add_row)
+        return True
+
+    def plan(self, builder: PlanBuilder, budget: Budget, add_row: AddRow) -> Budget:
+        """Let all that are under way go on; returns what is left of the budget."""
+        for seq, course in list(self._courses.items()):
+            if seq.status is Status.RUNNING:  # else its pages are about to go
+                budget = self._go_on(builder, course, budget, add_row)
+        return budget
+
+    def _go_on(self, builder: PlanBuilder, course: ChunkedPrompt, budget: Budget, add_row: AddRow) -> Budget:
+        """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it. Returns
+        what is left of the budget."""
+        seq = course.seq
+        if course.runs is None:
+            room = max(1, self._most - sum(probe.count for probe in builder.plan.probes))
+            count = min(course.end - course.probed, room)
+            if count:
+                builder.probe(seq, course.probed, count)
+                course.probed += count
+                course.awaited += 1
+            return budget
+        while course.runs and (room := budget.fit(course.runs[0][0])):
+            start, end = course.runs[0]
+            count = min(end - start, room)
+            seq.computed = start
+            add_row(builder, seq, count)
+            course.runs[:1] = [(start + count, end)] if start + count < end else []
+            budget = budget.less(start, count)
+        if course.runs:
+            seq.computed = seq.known
+        else:
+            del self._courses[seq]
+        return budget
+
+    def commit(self, builder: PlanBuilder, result: StepResult) -> list[Sequence]:
+        """A step has ended: take in what its probes found, and let go of the pages that its shifts read. Returns chunks
+        that are computed now."""
+        for at, (seq, epoch) in enumerate(builder.probes):
+            course = self._courses.get(seq)
+            if course is None or seq.epoch != epoch:
+                continue
+            course.awaited -= 1
+            course.deviations[builder.plan.probes[at].start] = result.deviations[at]
+            blend = seq.request.blend
+            if blend is not None and not course.awaited and course.probed == course.end:
+                again = course.choose(blend.recompute)
+                seq.log.recomputed += again
+                self.stats.recomputed_tokens += again
+        for seq in [seq for seq, (step, _) in self._held.items() if step <= builder.plan.step]:
+            self._let_go(seq)
+        running = (seq for seq in self._apart if seq.status is Status.RUNNING and not seq.inflight)
+        return [seq for seq in running if seq.computed == seq.known]
+
+    def released(self, seq: Sequence) -> None:
+        """A sequence lost its pages; if it starts again, it is all to do again."""
+        self._courses.pop(seq, None)
+        if seq.status is not Status.FINISHED:
+            self._parts.pop(seq, None)
+        self._let_go(seq)
+
+    def _let_go(self, seq: Sequence) -> None:
+        if seq in self._held:
+            _, table = self._held.pop(seq)
+            self._memory.pool.release(table.pages[0][::-1])
+
+
+def _alone(request: Request, tokens: list[int]) -> Request:
+    """A chunk as a prompt of its own."""
+    return Request(
+        id=secrets.token_hex(12),
+        prompt=tokens,
+        params=SamplingParams(temperature=0.0, max_tokens=1),
+        arrival=request.arrival,
+        priority=request.priority,
+        salt=request.salt,
+    )

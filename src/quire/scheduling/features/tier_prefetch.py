@@ -1,0 +1,293 @@
+"""Pages that come from below: what waiting sequences are sent from the tiers, and what happens to pages meanwhile.
+
+    waiting ──► part of its prefix is in a tier ──► landing: device pages held, filled while others run ──► starts
+
+A landing holds its pages (and those before them that were on the device) until its sequence starts, or is gone and
+the transfers have ended. Under preemption landings that nobody has started from yet let go: their content stays cached.
+Refuses to know: who runs next, how bytes move.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
+
+from quire.memory.manager import KVManager, PageTable
+from quire.memory.tiers import ELSEWHERE, Directory
+from quire.scheduling.sequence import Sequence
+from quire.types.errors import ConfigError
+from quire.types.events import EngineStats, TierStats
+from quire.types.kv import NULL_PAGE
+from quire.types.plan import StepPlan, StepResult
+from quire.types.transfer import DEVICE, Key, TransferDone
+
+AHEAD = 64  # waiting sequences whose pages are sent for before their turn
+ASKED = 1024  # keys asked of a shared tier at a time
+MODES = ("auto", "recompute", "swap")
+
+
+def reusable(seq: Sequence) -> int:
+    """How many tokens of a sequence, less one, may come from a cache: none if every position must be computed."""
+    request = seq.request
+    return 1 if request.params.prompt_logprobs is not None or request.pooling == "mean" else min(seq.known, seq.reach)
+
+
+class Landing:
+    """Device pages that are being filled for one sequence."""
+
+    def __init__(self, owner: Sequence, table: PageTable):
+        self.owner: Sequence | None = owner
+        self.table = table
+        self.moving: set[int] = set()
+        self.promises: list[Key] = []
+        self.places: dict[Key, tuple[int, bytes]] = {}  # key → (page, name of the page before it)
+        self.tokens: dict[str, int] = {}  # delivered so far, by tier
+        self.seconds = 0.0
+
+
+class TierPrefetch:
+    def __init__(self, memory: KVManager, directory: Directory, stats: EngineStats, preempt: str = "auto"):
+        if preempt not in MODES:
+            raise ConfigError(f"unknown preempt {preempt!r}; use {', '.join(MODES)}")
+        self.directory = directory
+        self.stats = stats
+        self._memory = memory
+        self._mode = preempt
+        self._on = bool(directory.tiers) and memory.prefix_cache
+        self._sizes = [group.tokens_per_page for group in memory.layout.groups]
+        self._landings: dict[Landing, None] = {}
+        self._of: dict[Sequence, Landing] = {}
+        self._transfers: dict[int, Landing] = {}
+        self._asking: dict[int, Sequence] = {}
+        self._asked: set[Sequence] = set()  # that a shared tier has answered, or is being asked for
+        self._looked: set[Sequence] = set()
+        if self._on:
+            memory.pool.leaving = directory.evict
+
+    @property
+    def moving(self) -> bool:
+        """Whether somebody waits for a transfer."""
+        return bool(self._transfers or self._asking)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work left even if no request is."""
+        return self.directory.queued or any(landing.owner is None for landing in self._landings)
+
+    def tables(self) -> list[PageTable]:
+        return [landing.table for landing in self._landings]
+
+    # ---- towards the device ---------------------------------------------------------------------------------
+
+    def prefetch(self, waiting: Iterable[Sequence], spare: int) -> None:
+        """Send for pages of those who wait, before it is their turn; together at most a quarter of the device."""
+        if not self._on:
+            return
+        pool = self._memory.pool
+        for seq in islice(waiting, AHEAD):
+            if seq in self._looked or seq.inflight:
+                continue
+            held = sum(len(landing.places) for landing in self._landings)
+            room = min(pool.available - spare, pool.total // 4 - held)
+            if room <= 0:
+                return
+            self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
+            if not self._memory.lookup(seq.table, reusable(seq)).waits:
+                self._looked.add(seq)
+                self.fetch(seq, room)
+
+    def fetch(self, seq: Sequence, room: int | None = None) -> bool:
+        """Whether pages of the sequence, or news of them, are on their way: begins to send for them if that pays."""
+        if not self._on:
+            return False
+        landing = self._of.get(seq)
+        if seq in self._asking.values() or (landing is not None and landing.moving):
+            return True
+        tokens, pages = self._memory.longest(seq.table, reusable(seq), self.directory.run)
+        if self._ask(seq, tokens):
+            return True
+        missing = [(g, i) for g, run in enumerate(pages) for i, page in enumerate(run) if page == ELSEWHERE]
+        if not missing or (room is not None and len(missing) > room) or not self._pays(seq, tokens, missing):
+            return False
+        return self._land(seq, pages, missing)
+
+    def _ask(self, seq: Sequence, tokens: int) -> bool:
+        """Ask a tier that others fill too what it has beyond the `tokens` that are known to be somewhere, once."""
+        shared = [tier for tier in self.directory.tiers if not tier.spec.pages]
+        if not shared or seq in self._asked:
+            return False
+        self._asked.add(seq)
+        end = reusable(seq) - 1
+        keys = [(g, n) for g, size in enumerate(self._sizes) for n in seq.table.hashes[g][tokens // size : end // size]]
+        if not keys:
+            return False
+        self._asking[self.directory.find(shared[0], keys[:ASKED])] = seq
+        return True
+
+    def _pays(self, seq: Sequence, tokens: int, missing: list[tuple[int, int]]) -> bool:
+        """Whether loading is quicker than computing, as far as either was measured."""
+        costs = self.directory.costs
+        compute = costs.compute(tokens - min(i * self._sizes[g] for g, i in missing))
+        ways = Counter(tier.name for g, i in missing if (tier := self.directory.locate((g, seq.table.hashes[g][i]))))
+        load = sum(costs.move(name, DEVICE, count) or 0.0 for name, count in ways.items())
+        if compute is None or load <= compute:
+            return True
+        for name in ways:
+            costs.forget(name, DEVICE)
+        return False
+
+    def _land(self, seq: Sequence, pages: list[list[int]], missing: list[tuple[int, int]]) -> bool:
+        """Take device pages and begin to fill them."""
+        pool, names = self._memory.pool, seq.table.hashes
+        landing = Landing(seq, PageTable(len(self._sizes)))
+        keys = [(g, names[g][i]) for g, i in missing]
+        sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
+        here = [page for run in pages for page in run if page != ELSEWHERE]
+        pool.share(here)
+        fresh = pool.take(len(missing), seq.request.id)
+        if fresh is None:
+            pool.release(here[::-1])
+            return False
+        for (group, i), page, key in zip(missing, fresh, keys, strict=True):
+            pages[group][i] = page
+            landing.places[key] = page, names[group][i - 1] if i else b""
+        landing.table.pages = pages
+        landing.promises = self._memory.index.promise(keys, landing)
+        landing.moving = set(self.directory.load(keys, fresh, sources))
+        self._transfers.update(dict.fromkeys(landing.moving, landing))
+        self._landings[landing] = None
+        self._let_go(self._of.pop(seq, None))
+        self._of[seq] = landing
+        return True
+
+    def finish(self, done: TransferDone) -> None:
+        """A transfer has ended."""
+        way = self.directory.finish(done)
+        if done.id in self._asking:
+            self._looked.discard(self._asking.pop(done.id))  # there may be something to send for now
+        landing = self._transfers.pop(done.id, None)
+        if landing is None:
+            return
+        for key, ok in zip(way.keys, done.moved, strict=True):
+            page, parent = landing.places[key]
+            if ok:
+                self._memory.index.publish(key, page, parent)
+                if key[0] == 0:
+                    landing.tokens[way.source] = landing.tokens.get(way.source, 0) + self._sizes[0]
+        landing.seconds = max(landing.seconds, done.seconds)
+        landing.moving.discard(done.id)
+        if not landing.moving:
+            self._memory.index.withdraw(landing.promises, landing)
+            if landing.owner is None:
+                self._let_go(landing)
+
+    def started(self, seq: Sequence) -> None:
+        """The sequence has its pages: what was held for it, it now holds itself."""
+        self._looked.discard(seq)
+        self._asked.discard(seq)
+        landing = self._of.pop(seq, None)
+        if landing is None:
+            return
+        self._let_go(landing)
+        compute = self.directory.costs.compute(sum(landing.tokens.values()))
+        saved = 0.0 if compute is None else compute - landing.seconds
+        self.stats.tier_saved += saved
+        seq.log.saved += saved
+        for name, tokens in landing.tokens.items():
+            self.directory.tier(name).stats.hit_tokens += tokens
+            seq.log.tiers[name] = seq.log.tiers.get(name, 0) + tokens
+            seq.log.moved += tokens // self._sizes[0] * self._memory.layout.page_bytes
+
+    def gone(self, seq: Sequence) -> None:
+        """The sequence will not start any more."""
+        self._looked.discard(seq)
+        self._asked.discard(seq)
+        landing = self._of.pop(seq, None)
+        if landing is not None:
+            landing.owner = None
+            if not landing.moving:
+                self._let_go(landing)
+
+    def let_go(self) -> bool:
+        """Memory is short: give up what is held for those who have not started. Whether there was any."""
+        idle = [landing for landing in self._landings if not landing.moving]
+        for landing in idle:
+            if landing.owner is not None:
+                self._looked.discard(landing.owner)
+                del self._of[landing.owner]
+            self._let_go(landing)
+        return bool(idle)
+
+    def _let_go(self, landing: Landing | None) -> None:
+        if landing is not None:
+            del self._landings[landing]
+            for pages in landing.table.pages:
+                self._memory.pool.release(pages[::-1])
+
+    # ---- away from the device -------------------------------------------------------------------------------
+
+    def settle(self, plan: StepPlan, rows: list[tuple[Sequence, int]]) -> None:
+        """A step's rows (whose they are, in which epoch) are computed: their pages go to the tiers that are kept."""
+        if self._on and self.directory.kept:
+            for row, (seq, epoch) in zip(plan.rows, rows, strict=True):
+                if seq.epoch == epoch:
+                    self._settle(seq.table, row.start + row.count)
+
+    def _settle(self, table: PageTable, upto: int) -> None:
+        for group, size in enumerate(self._sizes):
+            last = min(upto // size, table.published[group])
+            for i in range(table.settled[group], last):
+                key, page = (group, table.hashes[group][i]), table.pages[group][i]
+                if page != NULL_PAGE and self._memory.index.key_of(page) == key:
+                    self.directory.settle(key, page)
+            table.settled[group] = max(table.settled[group], last)
+
+    def preempted(self, seq: Sequence) -> None:
+        """Choose whether the pages a sequence is about to lose are worth saving, or are computed again."""
+        if not self._on:
+            return
+        pool, table = self._memory.pool, seq.table
+        keys = [
+            (group, table.hashes[group][i])
+            for group in range(len(self._sizes))
+            for i, page in enumerate(table.pages[group][: table.published[group]])
+            if page != NULL_PAGE and pool.refs(page) == 1
+        ]
+        if self._swaps(seq, len(keys)):
+            self.stats.swaps += 1
+            self.directory.wanted(keys)
+        else:
+            self.directory.unwanted(keys)
+
+    def _swaps(self, seq: Sequence, pages: int) -> bool:
+        if self._mode != "auto":
+            return self._mode == "swap"
+        costs, first = self.directory.costs, self.directory.tiers[0].name
+        out, back = costs.move(DEVICE, first, pages), costs.move(first, DEVICE, pages)
+        compute = costs.compute(seq.computed)
+        if out is None or compute is None:
+            return True  # to be measured, it must be tried
+        if out + (out if back is None else back) <= compute:
+            return True
+        costs.forget(first, DEVICE)
+        return False
+
+    # ---- with the step --------------------------------------------------------------------------------------
+
+    def stepped(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is done; some transfers may have ended by then."""
+        if plan.rows and not plan.probes:
+            self.directory.costs.step(plan.tokens, result.seconds)
+        elif self.moving and not plan.computes:
+            self.stats.tier_waits += result.seconds
+        for done in result.transfers:
+            self.finish(done)
+
+    def reset(self, stats: EngineStats) -> None:
+        """Forget what the tiers hold that do not outlive the engine, and count anew."""
+        self.stats = stats
+        self.directory.forget()
+        self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
+        for tier in self.directory.tiers:
+            tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)

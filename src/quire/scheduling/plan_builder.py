@@ -1,0 +1,81 @@
+"""A plan in the making and in the air: beside its rows and samples, whose they are and in which epoch.
+
+Knows how a sequence is told to the worker. Refuses to know: who is chosen, where pages come from.
+"""
+
+from __future__ import annotations
+
+from quire.memory.manager import UNCHANGED, Change
+from quire.scheduling.sequence import Sequence
+from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Write
+
+
+class PlanBuilder:
+    __slots__ = ("began", "plan", "probes", "rows", "samples")
+
+    def __init__(self, step: int):
+        self.plan = StepPlan(step=step)
+        self.rows: list[tuple[Sequence, int]] = []
+        self.samples: list[tuple[Sequence, int]] = []
+        self.probes: list[tuple[Sequence, int]] = []
+        self.began: float | None = None  # when it was planned, if nothing else was in flight then
+
+    def members(self) -> dict[Sequence, None]:
+        """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
+        return {seq: None for seq, _ in (*self.rows, *self.samples, *self.probes)}
+
+    def admit(self, seq: Sequence) -> None:
+        """Fill the sequence's slot."""
+        params, request = seq.request.params, seq.request
+        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
+        seq.unsent = 0
+        self.plan.admits.append(
+            Admit(
+                slot=seq.slot,
+                key=seq.key,
+                tokens=list(seq.tokens),
+                prompt_len=seq.prompt_len,
+                params=params,
+                seed=params.seed or 0,
+                branch=seq.branch,
+                stop_ids=stops,
+                salt=request.salt,
+            )
+        )
+
+    def change(self, seq: Sequence, change: Change) -> None:
+        """Tell what became of the sequence's page tables."""
+        if change is not UNCHANGED:
+            self.plan.deltas += [PageDelta(seq.slot, group, index, pages) for group, index, pages in change.deltas]
+            self.plan.copies += change.copies
+            self.plan.rope_shifts += change.rope_shifts
+
+    def tables(self, seq: Sequence) -> None:
+        """Tell the sequence's page tables whole."""
+        self.plan.deltas += [PageDelta(seq.slot, g, 0, list(pages)) for g, pages in enumerate(seq.table.pages)]
+
+    def row(self, seq: Sequence, count: int, drafts: int = 0) -> None:
+        """Let the sequence catch up by `count` tokens, and by as many of `drafts` more as are guessed right."""
+        request, start = seq.request, seq.computed
+        if seq.unsent:
+            at = len(seq.tokens) - seq.unsent
+            self.plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
+            seq.unsent = 0
+        seq.computed = start + count
+        seq.drafts = drafts
+        score = request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
+        pool = request.pooling if request.pooling != "last" or seq.computed == seq.prompt_len else ""
+        mass = seq.kv_budget is not None and seq.kv_budget.asks(start, seq.evicted)
+        self.plan.rows.append(Row(seq.slot, start, count, score, pool, drafts, seq.evicted, mass))
+        self.rows.append((seq, seq.epoch))
+
+    def probe(self, seq: Sequence, start: int, count: int) -> None:
+        """Find out how far the sequence's KV is from what it would be here."""
+        self.plan.probes.append(Probe(seq.slot, start, count))
+        self.probes.append((seq, seq.epoch))
+
+    def sample(self, seq: Sequence) -> None:
+        """Draw the sequence's next token from the latest row."""
+        self.plan.samples.append(Sample(len(self.plan.rows) - 1, seq.slot, seq.known))
+        self.samples.append((seq, seq.epoch))
+        seq.pending += 1

@@ -1,0 +1,73 @@
+"""How many prompt tokens a step may take on while answers are being streamed, so that it ends in time.
+
+A step takes about `base + rate * work`, learned from how long steps took lately. A prompt token is one unit of work
+and more the further back it attends. Refuses to know: sequences, pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from quire.types.plan import StepPlan
+
+CONTEXT = 16384  # tokens behind a token that double its work
+LEAST = 64  # prompt tokens of a step, however slow: prompts must get on too
+MEMORY = 0.2  # weight of the latest step
+
+
+def _work(start: int, count: int) -> float:
+    """Of so many tokens from position `start` on."""
+    return count * (1 + start / CONTEXT)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is left for prompts in a step: so many tokens, and so much work."""
+
+    tokens: int
+    work: float = inf
+    begun: bool = False
+
+    def fit(self, start: int) -> int:
+        """Tokens from position `start` on that are within it; of a whole budget one at least."""
+        return max(int(min(self.tokens, self.work / _work(start, 1))), 0 if self.begun else 1)
+
+    def less(self, start: int, count: int) -> Budget:
+        return Budget(self.tokens - count, self.work - _work(start, count), begun=self.begun or count > 0)
+
+
+class PrefillLimiter:
+    def __init__(self, target: float, most: int):
+        """`target`: seconds; 0: a step takes `most` prompt tokens whatever that lasts."""
+        self._target = target
+        self._most = most
+        self._base = 0.0  # seconds of a step without prompt tokens
+        self._seconds = 0.0  # beyond that, of the latest steps with some, and their work
+        self._work = 0.0
+        self._last = 0.0  # when the step before ended
+
+    def budget(self, *, flowing: bool) -> Budget:
+        """For the next step; `flowing`: somebody is waiting for the token after the last."""
+        if not self._target or not flowing or not self._work:
+            return Budget(self._most)
+        return Budget(self._most, max(LEAST, self._fitting))
+
+    @property
+    def _fitting(self) -> float:
+        """Work that ends in time."""
+        return (self._target - self._base) * self._work / self._seconds
+
+    def ended(self, now: float, plan: StepPlan, *, began: float | None) -> None:
+        """A step is over; `began`: when it was planned, if none was in flight. Others begin when the last ends."""
+        took, self._last = now - (self._last if began is None else began), now
+        if not self._target or not plan.rows or plan.probes or took <= 0:
+            return
+        work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
+        if work <= LEAST:  # as little as there may be: the base is what keeps it so
+            self._base += MEMORY * (took - self._base)
+            if work and self._work and 0 < self._fitting <= LEAST:  # or the rate, of which nothing is learned here:
+                self._seconds *= 1 - MEMORY  # better by and by, until more is tried
+        else:  # those with much work tell more
+            self._seconds += max(took - self._base, 0.1 * took) - MEMORY * self._seconds
+            self._work += work - MEMORY * self._work

@@ -1,0 +1,1 @@
+"""What every API family shares: turns, generations, constraints, rate limits. Speaks no family's dialect."""

@@ -1,0 +1,50 @@
+"""Who asks, and under which name: what is known of a request before its body is read.
+
+It travels in a context variable rather than through every signature: each API family ends in the same
+`Generation`, which applies salt, deadline and price for all of them, so that no family can forget to.
+Refuses to know: bodies, engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.serve.http.api_keys import OPEN_KEY, Key
+
+if TYPE_CHECKING:
+    from quire.serve.core.rate_limits import Permit
+
+
+@dataclass
+class Context:
+    """One request on its way in. `permit` is there where the route does work that limits apply to."""
+
+    request_id: str
+    key: Key
+    salt: str = ""  # of the key; prefixes are shared within it
+    permit: Permit | None = None
+    session: str = ""  # whose pages stay for a while after the answer
+    hold: float = 0.0  # ... so many seconds
+    traceparent: str = ""  # of the caller's trace, as W3C writes it
+
+    def salted(self, given: str) -> str:
+        """The salt of an engine request: the key's own, and within it the caller's."""
+        if not self.salt:
+            return given
+        return hashlib.blake2b(f"{self.salt}\0{given}".encode(), digest_size=16).hexdigest()
+
+
+_CURRENT: ContextVar[Context] = ContextVar("quire_context")
+
+
+def enter(context: Context) -> None:
+    """Make `context` that of the running task and of tasks it starts."""
+    _CURRENT.set(context)
+
+
+def current() -> Context:
+    """The context of the request being handled; an open one where none was set (work the server starts itself)."""
+    return _CURRENT.get(None) or Context("", OPEN_KEY)

@@ -1,0 +1,247 @@
+"""One assistant's turn, whichever API asked for it: messages and tools in; words, thoughts and calls out.
+
+Every chat-like API turns its body into a `Turn` and reads the answer from `Talk`. Refuses to know: JSON, HTTP, any
+API's names for things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from quire.serve.core.generation import Generation, Serving, naming, off_loop, preparing
+from quire.text import TextModel, Tool, ToolFormat, ToolReader, chat_prompt
+from quire.text.reasoning_reader import ReasoningReader
+from quire.text.segments import CallBegun, Said, Segment, Thought
+from quire.text.tool_calls import FORCED, forced_grammar, strict_grammar
+from quire.types.blend import Blend, BlendParams
+from quire.types.errors import InputError
+from quire.types.outputs import Delta
+from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason
+from quire.types.request import Request as EngineRequest
+from quire.types.sampling_params import SamplingParams
+
+RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt", "documents"})
+
+
+@dataclass
+class ToolChoice:
+    """`only` narrows the tools offered; `required` makes the model call one of them."""
+
+    required: bool = False
+    none: bool = False
+    only: Sequence[str] | None = None
+    parallel: bool = True
+
+
+@dataclass
+class Turn:
+    """What the model is to continue, and how."""
+
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    tools: list[Tool] = field(default_factory=list)
+    choice: ToolChoice = field(default_factory=ToolChoice)
+    variables: dict[str, Any] = field(default_factory=dict)  # for the chat template
+    begin: bool = True  # the assistant's turn is opened; otherwise its last message is continued
+    priority: int = 0
+    salt: str = ""
+    blend: BlendParams | None = None
+    deadline_ms: int | None = None
+    prefix: str = ""  # the beginning of the answer, which the model goes on from
+    raw: bool = False  # the last message is the prompt, as it is
+    messages_param: str = "messages"  # what the API calls them
+    constraint: str = ""  # what it calls the field that holds the grammar
+
+    def offered(self) -> list[Tool]:
+        """The tools the model may call."""
+        names = [tool.name for tool in self.tools]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"two tools are called {twice!r}; names must differ", param="tools")
+        choice = self.choice
+        for name in choice.only or ():
+            if name not in names:
+                raise InputError(f"tool_choice names {name!r}, which is not among the tools", param="tool_choice")
+        if choice.required and not names:
+            raise InputError("tool_choice requires a call but there are no tools", param="tool_choice")
+        if choice.none:
+            return []
+        return [tool for tool in self.tools if choice.only is None or tool.name in choice.only]
+
+
+def continued(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """(the conversation, the beginning of its answer): a last message of the assistant's is one to go on from."""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        return messages[:-1], messages[-1]["content"]
+    return messages, ""
+
+
+class Call(NamedTuple):
+    id: str
+    name: str
+    arguments: list[str]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.arguments)
+
+
+class Reply:
+    """One answer: read as it comes, and kept."""
+
+    def __init__(self, thoughts: ReasoningReader | None, tools: ToolReader | None, format: ToolFormat):
+        self._thoughts = thoughts
+        self._tools = tools
+        self._format = format
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self.calls: list[Call] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.tokens = 0
+        self.thought_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._said)
+
+    @property
+    def thought(self) -> str:
+        return "".join(self._thought)
+
+    def push(self, delta: Delta) -> list[Segment]:
+        """What a delta says; keeps the rest of it too."""
+        segments = self._read(delta.text, delta.finish_reason is not None)
+        self.tokens += len(delta.token_ids)
+        for segment in segments:
+            if isinstance(segment, Said):
+                self._said.append(segment.text)
+            elif isinstance(segment, Thought):
+                self._thought.append(segment.text)
+            elif isinstance(segment, CallBegun):
+                self.calls.append(Call(self._format.call_id(), segment.name, []))
+            else:
+                self.calls[segment.index].arguments.append(segment.text)
+        if self._thought and not self._said and not self.calls:
+            self.thought_tokens += len(delta.token_ids)
+        self.logprobs += delta.logprobs or ()
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason or self.stop_reason
+        return segments
+
+    def _read(self, text: str, last: bool) -> list[Segment]:
+        segments: list[Segment] = [Said(text)] if text else []
+        if self._thoughts is not None:
+            segments = self._thoughts.push(text) + (self._thoughts.end() if last else [])
+        if self._tools is not None:
+            read: list[Segment] = []
+            for segment in segments:
+                read += self._tools.push(segment.text) if isinstance(segment, Said) else [segment]
+            segments = read + (self._tools.end() if last else [])
+        return segments
+
+
+class Spoken(NamedTuple):
+    """A step of one choice: the delta as the engine gave it and what it says."""
+
+    delta: Delta
+    segments: list[Segment]
+    reply: Reply
+
+
+class Talk:
+    """A turn under way."""
+
+    def __init__(self, generation: Generation, replies: list[Reply]):
+        self.generation = generation
+        self.replies = replies
+
+    @property
+    def request(self) -> EngineRequest:
+        return self.generation.requests[0]
+
+    async def steps(self) -> AsyncGenerator[list[Spoken], None]:
+        """What is new, as it comes. Closing it aborts the work."""
+        async with aclosing(self.generation.deltas()) as batches:
+            async for deltas in batches:
+                steps = []
+                for delta in deltas:
+                    reply = self.replies[delta.branch]
+                    steps.append(Spoken(delta, reply.push(delta), reply))
+                yield steps
+
+    async def whole(self) -> list[Reply]:
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+        return self.replies
+
+    def thought_tokens(self) -> int:
+        return sum(reply.thought_tokens for reply in self.replies)
+
+
+async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]:
+    """The conversation as token ids, and where its chunks are, in a thread if it is long."""
+    if reserved := RESERVED & set(turn.variables):
+        raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
+    tools = [tool.described() for tool in turn.offered()]
+    size = len(msgspec.json.encode((turn.messages, tools, turn.variables)))
+
+    def work() -> tuple[list[int], Blend | None]:
+        text = serving.frontend.text
+        if turn.raw:
+            return text.tokenizer.encode(turn.messages[-1]["content"]), None
+        how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **turn.variables}
+        return chat_prompt(text, turn.messages, turn.blend, **how)
+
+    with naming(prompt=turn.messages_param):
+        return await off_loop(size, work)
+
+
+async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
+    """Render the conversation, tokenise it, check it; the work itself begins when the answer is read."""
+    frontend = serving.frontend
+    tools = turn.offered()
+    with naming(constraint="tools"):
+        params, format = _bound(turn, tools, frontend.text)
+    tokens, blend = await render(serving, turn)
+    constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
+
+    def work() -> EngineRequest:
+        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt, blend=blend)
+
+    with naming(prompt=turn.messages_param, constraint=constraint):
+        request = await off_loop(preparing(len(tokens), params), work)
+    names = {tool.name for tool in tools}
+
+    def reply() -> Reply:
+        # A grammar describes the whole answer: there is no room for thoughts before it.
+        thoughts = None if params.grammar else frontend.text.reasoning_reader(request.prompt)
+        reader = ToolReader(format, names, turn.choice.parallel) if tools else None
+        return Reply(thoughts, reader, frontend.text.tool_format)
+
+    return Talk(Generation(serving, [request], arrived, turn.deadline_ms), [reply() for _ in range(params.n)])
+
+
+def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:
+    """Parameters with the grammar that the choice of tools asks for, and the format the answer will have."""
+    params, format = turn.params, text.tool_format
+    if not tools:
+        return params, format
+    if turn.choice.required:  # a constraint on words has nothing to hold on to then
+        parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
+        return msgspec.structs.replace(params, grammar=forced_grammar(tools, format, parallel=parallel)), FORCED
+    marker = text.special_id(format.marker)
+    if params.grammar is not None or any(tool.strict for tool in tools):
+        params = msgspec.structs.replace(params, grammar=strict_grammar(tools, format, marker, params.grammar))
+    if marker is not None:  # text leaves special tokens out, and with them what begins a call
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return params, format

@@ -1,0 +1,1 @@
+"""The gRPC API: the same engine, keys and limits as over HTTP."""

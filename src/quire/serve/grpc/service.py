@@ -1,0 +1,228 @@
+"""The gRPC service: generate, embed and health over the same engine, keys and limits as HTTP.
+
+grpcio is an extra and imported only when a server is started. Refuses to know: HTTP, how tokens are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any
+
+from quire.serve.core import prepare_pool as prepare_pool
+from quire.serve.core.context import Context, enter
+from quire.serve.core.generation import Generation, Serving, hold_session, off_loop
+from quire.serve.grpc.proto import SERVICE, load_messages
+from quire.serve.http.api_keys import INFERENCE
+from quire.serve.http.auth import context_of, presented
+from quire.serve.http.error_bodies import describe, request_id_of
+from quire.serve.openai.embeddings import embed
+from quire.types.errors import ConfigError, ForbiddenError, InputError
+from quire.types.outputs import Delta
+from quire.types.request import MAX_HOLD, Request
+from quire.types.sampling_params import SamplingParams
+
+HEALTH_INTERVAL = 0.5  # seconds between looks at the engine
+MAX_INPUTS = 1024  # of one Embed call
+# HTTP status of an error → gRPC's name for it
+CODES = {
+    400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED", 413: "RESOURCE_EXHAUSTED", 429: "RESOURCE_EXHAUSTED", 503: "UNAVAILABLE",
+}  # fmt: skip
+
+
+class RpcServer:
+    """A gRPC server beside the HTTP ones; `start` it on their loop."""
+
+    def __init__(self, serving: Serving):
+        try:
+            import grpc.aio
+            from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+        except ImportError as error:
+            raise ConfigError(f"gRPC needs {error.name}, which is not installed; pip install 'quire[grpc]'") from None
+        self._serving = serving
+        self._statuses = health_pb2.HealthCheckResponse
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", serving.max_body),
+                ("grpc.max_metadata_size", serving.options.header_bytes),
+                ("grpc.so_reuseport", 0),
+            ],
+            maximum_concurrent_rpcs=serving.options.max_connections,
+        )
+        calls = Calls(serving)
+        messages = calls.messages
+        handlers = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                calls.generate, messages["GenerateRequest"].FromString, messages["GenerateResponse"].SerializeToString
+            ),
+            "Embed": grpc.unary_unary_rpc_method_handler(
+                calls.embed, messages["EmbedRequest"].FromString, messages["EmbedResponse"].SerializeToString
+            ),
+        }
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; returns the port."""
+        try:
+            taken: int = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        except RuntimeError as error:
+            raise ConfigError(f"cannot serve gRPC on {host} port {port}: {error}; choose another --grpc-port") from None
+        await self._server.start()
+        self._watch = asyncio.create_task(self._report())
+        return taken
+
+    async def stop(self, grace: float) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+    async def _report(self) -> None:
+        """Keep the health service truthful."""
+        while True:
+            well = self._serving.frontend.client.trouble() is None and not self._serving.admission.draining
+            for service in ("", SERVICE):
+                await self._health.set(service, self._statuses.SERVING if well else self._statuses.NOT_SERVING)
+            await asyncio.sleep(HEALTH_INTERVAL)
+
+
+class Calls:
+    """What a call does."""
+
+    def __init__(self, serving: Serving):
+        self.serving = serving
+        self.messages = load_messages()
+
+    async def generate(self, body: Any, call: Any) -> AsyncGenerator[Any, None]:
+        arrived = time.perf_counter()
+        async with self._inside(call):
+            self._check_model(body.model)
+            id = f"rpc-{uuid.uuid4().hex}"
+            request = await self._prepare(body, id)
+            hold_session(body.session_id, _ttl(body.session_ttl))
+            generation = Generation(self.serving, [request], arrived, deadline_ms=_deadline(body, call))
+            response = self.messages["GenerateResponse"]
+            async with aclosing(generation.deltas()) as batches:
+                async for deltas in batches:
+                    for delta in deltas:
+                        yield response(id=id, chunk=self._chunk(delta))
+            usage = generation.usage()
+            yield response(id=id, usage=self._usage(usage.prompt_tokens, usage.completion_tokens, generation.cached))
+
+    async def embed(self, body: Any, call: Any) -> Any:
+        async with self._inside(call):
+            self._check_model(body.model)
+            inputs = list(body.inputs)
+            if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
+                raise InputError(f"inputs takes 1 to {MAX_INPUTS} texts, none of them empty", param="inputs")
+            vectors, tokens = await embed(self.serving, inputs, pooling=body.pooling or "mean")
+            embedding = self.messages["Embedding"]
+            answers = [embedding(values=vector) for vector in vectors]
+            return self.messages["EmbedResponse"](embeddings=answers, usage=self._usage(tokens, 0, {}))
+
+    @asynccontextmanager
+    async def _inside(self, call: Any) -> AsyncIterator[None]:
+        """Behind the gate: key, place in the queue, request id; errors as gRPC states them."""
+        import grpc
+
+        context: Context | None = None
+        try:
+            context = self._let_in(call)
+            enter(context)
+            prepare_pool.enter(self.serving.prepare_pool)
+            yield
+        except Exception as error:  # what it says is decided by describe, not by grpc
+            failure = describe(error)
+            trailing = tuple((name.lower(), value) for name, value in failure.headers.items())
+            code = grpc.StatusCode[CODES.get(failure.status, "INTERNAL")]
+            await call.abort(code, failure.body.error.message, trailing)
+        finally:
+            if context is not None and context.permit is not None:
+                self.serving.admission.leave(context.permit)
+
+    def _let_in(self, call: Any) -> Context:
+        headers = {name.encode(): _bytes(value) for name, value in call.invocation_metadata()}
+        key = self.serving.keys.find(presented(headers))
+        if INFERENCE not in key.scopes:
+            raise ForbiddenError(f"key {key.name!r} lacks the scope {INFERENCE!r}")
+        return context_of(self.serving, key, request_id_of(headers), headers, works=True)
+
+    def _check_model(self, name: str) -> None:
+        if name:
+            self.serving.check_model(name)
+
+    async def _prepare(self, body: Any, id: str) -> Request:
+        frontend, params = self.serving.frontend, _params(body.sampling)
+        kind = body.WhichOneof("input")
+        if kind is None:
+            raise InputError("give one of prompt, tokens and chat", param="input")
+        messages = [{"role": m.role, "content": m.content} for m in body.chat.messages]
+        if unknown := [m["role"] for m in messages if m["role"] not in ("system", "user", "assistant")]:
+            raise InputError(f"role must be system, user or assistant, got {unknown[0][:64]!r}", param="chat")
+
+        def work() -> Request:
+            if kind == "chat":
+                prompt: str | list[int] = frontend.text.encode_chat(messages)
+            else:
+                prompt = body.prompt if kind == "prompt" else list(body.tokens.ids)
+            return frontend.prepare(prompt, params, request_id=id, priority=body.priority, salt=body.cache_salt)
+
+        return await off_loop(body.ByteSize(), work)
+
+    def _chunk(self, delta: Delta) -> Any:
+        token = self.messages["TokenLogprob"]
+        logprobs = [
+            self.messages["Logprobs"](
+                drawn=token(token=entry.token, logprob=entry.logprob),
+                top=[token(token=t, logprob=p) for t, p in zip(entry.top_ids, entry.top_logprobs, strict=True)],
+            )
+            for entry in delta.logprobs or ()
+        ]
+        return self.messages["Chunk"](
+            index=delta.branch,
+            text=delta.text,
+            token_ids=delta.token_ids,
+            logprobs=logprobs,
+            finish_reason=delta.finish_reason.value if delta.finish_reason else "",
+        )
+
+    def _usage(self, prompt: int, completion: int, cached: dict[int, int]) -> Any:
+        return self.messages["Usage"](
+            prompt_tokens=prompt, completion_tokens=completion, cached_tokens=sum(cached.values())
+        )
+
+
+def _params(sampling: Any) -> SamplingParams:
+    """Fields that were set, under the names both sides use."""
+    given = {field.name: value for field, value in sampling.ListFields()}
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = list(given[name])
+    return SamplingParams(**given)
+
+
+def _ttl(seconds: float) -> float | None:
+    if not 0 <= seconds <= MAX_HOLD:
+        raise InputError(f"session_ttl must be above 0 and at most {MAX_HOLD:.0f} seconds", param="session_ttl")
+    return seconds or None
+
+
+def _deadline(body: Any, call: Any) -> int | None:
+    """The sooner of the body's own and the call's; None: the server's."""
+    left = call.time_remaining()
+    bounds = [body.deadline_ms] if body.deadline_ms else []
+    with suppress(OverflowError):  # a call without a deadline has an infinite one
+        if left is not None:
+            bounds.append(max(1, int(left * 1000)))
+    return min(bounds, default=None)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode("latin-1", "replace")

@@ -1,0 +1,1 @@
+"""The HTTP server: ports, bounds, keys, errors, the OpenAPI document."""

@@ -1,0 +1,144 @@
+"""The applications: a public one with every API family, an admin one beside it, over one frontend.
+
+Routers are functions `router(serving) -> APIRouter`; adding one to a list below is all it takes, and it is behind the
+gate like all others. Routes find the key, salt and request id of their request with `serve.context.current()`.
+Refuses to know: sockets, signals, where the engine runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from quire.observe.energy import Energy
+from quire.observe.ledger import Ledger
+from quire.observe.metrics import Metrics
+from quire.serve.anthropic import messages as anthropic
+from quire.serve.core.generation import Serving
+from quire.serve.core.prepare_pool import PreparePool
+from quire.serve.core.rate_limits import Admission
+from quire.serve.http.api_keys import ADMIN, INFERENCE, KeyRing
+from quire.serve.http.auth import Gate
+from quire.serve.http.error_bodies import Guard, on_error
+from quire.serve.http.openapi import install_schemas
+from quire.serve.ollama import generate as ollama
+from quire.serve.ollama import model_info as ollama_models
+from quire.serve.openai import batches, completions, embeddings, responses
+from quire.serve.openai import chat_completions as chat
+from quire.serve.openai import model_list as models
+from quire.serve.openai import tokenize as tokens
+from quire.serve.ops import cache_admin as cache
+from quire.serve.ops import dashboard, health
+from quire.serve.ops import explain_request as explain
+from quire.serve.ops import live_view as live
+from quire.serve.ops import sleep as power
+from quire.serve.ops.loop_lag import LagMonitor
+from quire.serve.ops.request_spans import traced
+from quire.types.errors import QuireError
+from quire.types.serving import ServeOptions
+
+if TYPE_CHECKING:
+    from quire.engine.frontend import Frontend
+
+logger = logging.getLogger("quire.serve")
+
+QUEUE = 512  # requests that may wait beyond those that run at once: a burst that fits is not refused
+
+Router = Callable[[Serving], APIRouter]
+
+PUBLIC: list[Router] = [
+    chat.router,
+    completions.router,
+    responses.router,
+    embeddings.router,
+    models.router,
+    batches.router,
+    anthropic.router,
+    ollama.router,
+    ollama_models.router,
+    tokens.router,
+    health.router,
+    health.metrics_router,
+    explain.router,
+    live.router,
+    dashboard.router,
+]
+ADMIN_ONLY: list[Router] = [
+    health.router,
+    health.metrics_router,
+    explain.router,
+    live.router,
+    power.router,
+    cache.router,
+]
+
+
+def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys: KeyRing | None = None) -> Serving:
+    """What the routes of both applications share. Without keys, everything is open."""
+    options = options or ServeOptions()
+    info = frontend.client.info
+    frontend.text.tokenizer = frontend.text.tokenizer.up_to(max(info.max_model_len, info.stream_len))
+    energy = Energy()
+    if not energy.available:
+        logger.info("no energy metrics: %s", "; ".join(energy.reasons))
+    metrics = Metrics(frontend.model_name, energy)
+    return Serving(
+        frontend=frontend,
+        metrics=metrics,
+        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
+        options=options,
+        keys=keys or KeyRing(),
+        admission=Admission(
+            max_queue=options.max_queue or info.slots + QUEUE,
+            max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
+            max_queue_wait=options.max_queue_wait,
+            key_concurrency=options.key_concurrency,
+            key_tokens_per_minute=options.key_tokens_per_minute,
+            slots=info.slots,
+        ),
+        prepare_pool=PreparePool(options.prepare_workers, options.prepare_seconds),
+        lag=LagMonitor(),
+        fingerprint=fingerprint(frontend),
+        created=int(time.time()),
+    )
+
+
+def create_app(serving: Serving) -> FastAPI:
+    """The public API, for keys with the inference scope."""
+    return _app(
+        serving, INFERENCE, PUBLIC, "Quire", "LLM inference server that speaks OpenAI's, Anthropic's and Ollama's APIs."
+    )
+
+
+def create_admin_app(serving: Serving) -> FastAPI:
+    """What operators need and users must not reach, for keys with the admin scope."""
+    return _app(serving, ADMIN, ADMIN_ONLY, "Quire admin", "Operating a Quire server.")
+
+
+def _app(serving: Serving, scope: str, routers: list[Router], title: str, description: str) -> FastAPI:
+    app = FastAPI(
+        title=title,
+        description=description,
+        redirect_slashes=False,
+        exception_handlers={QuireError: on_error, HTTPException: on_error, RequestValidationError: on_error},
+    )
+    app.add_middleware(Gate, serving=serving, scope=scope)
+    app.add_middleware(Guard)  # added last, so outermost
+    for router in routers:
+        app.include_router(router(serving))
+    install_schemas(app)
+    return app
+
+
+def fingerprint(frontend: Frontend) -> str:
+    """Equal as long as what computes the answers is equal: the model, its precision and its device."""
+    info = frontend.client.info
+    facts = f"{frontend.model_name}|{info.model}|{info.dtype}|{info.device}|{info.vocab_size}"
+    return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

@@ -1,0 +1,69 @@
+"""What becomes of every request field, as tables for docs/api.md, from the declarations that parse them.
+
+    python -m quire.serve.http.field_tables docs/api.md     writes them between the page's two marks
+
+Refuses to know: anything the declarations do not say.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from quire.serve.anthropic.message_bodies import CountTokensRequest, MessagesRequest
+from quire.serve.core.fields import fields_of
+from quire.serve.ollama.ollama_bodies import (
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaShowRequest,
+)
+from quire.serve.openai.batches import BatchRequest
+from quire.serve.openai.embeddings import EmbeddingRequest
+from quire.serve.openai.request_bodies import ChatRequest, CompletionRequest
+from quire.serve.openai.responses_bodies import ResponseRequest
+from quire.serve.openai.tokenize import DetokenizeRequest, TokenizeRequest
+
+BEGIN, END = "<!-- fields: begin (python -m quire.serve.http.field_tables docs/api.md) -->", "<!-- fields: end -->"
+
+BODIES: dict[str, type[msgspec.Struct]] = {
+    "POST /v1/chat/completions": ChatRequest,
+    "POST /v1/completions": CompletionRequest,
+    "POST /v1/responses": ResponseRequest,
+    "POST /v1/embeddings": EmbeddingRequest,
+    "POST /v1/batches": BatchRequest,
+    "POST /v1/messages": MessagesRequest,
+    "POST /v1/messages/count_tokens": CountTokensRequest,
+    "POST /api/chat": OllamaChatRequest,
+    "POST /api/generate": OllamaGenerateRequest,
+    "options of /api/chat and /api/generate": OllamaOptions,
+    "POST /api/embed": OllamaEmbedRequest,
+    "POST /api/embeddings": OllamaEmbeddingsRequest,
+    "POST /api/show": OllamaShowRequest,
+    "POST /tokenize": TokenizeRequest,
+    "POST /detokenize": DetokenizeRequest,
+}
+
+
+def tables() -> str:
+    parts = []
+    for title, body in BODIES.items():
+        rows = [f"| `{field.name}` | {field.kind} | {field.note} |" for field in fields_of(body)]
+        parts.append("\n".join([f"#### {title}", "", "| field | | |", "| --- | --- | --- |", *rows]))
+    return "\n\n".join(parts)
+
+
+def rewritten(page: str) -> str:
+    """The page with its tables as the code has them now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(rewritten(path.read_text(encoding="utf-8")), encoding="utf-8")

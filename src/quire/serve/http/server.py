@@ -1,0 +1,312 @@
+"""Running the server: take the ports, build the engine, say where it listens, serve, leave in good order.
+
+    SIGTERM ──► draining: new work is refused, /ready says no ──► all answered, or grace is over ──► closed
+
+Refuses to know: routes, engines (it is handed a function that builds the frontend).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+import inspect
+import ipaddress
+import json
+import logging
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+
+import uvicorn
+from fastapi import FastAPI
+
+from quire.serve.grpc.service import RpcServer
+from quire.serve.http.api_keys import ADMIN, INFERENCE, KeyRing
+from quire.serve.http.app import create_admin_app, create_app, create_serving
+from quire.serve.http.bounded_protocol import bounded_protocol
+from quire.types.errors import ConfigError
+from quire.types.serving import ServeOptions
+
+if TYPE_CHECKING:
+    from quire.engine.frontend import Frontend
+    from quire.serve.core.generation import Serving
+
+FrontendFactory = Callable[[], "Frontend | Awaitable[Frontend]"]
+
+logger = logging.getLogger("quire.serve")
+
+BACKLOG = 2048  # connections that may wait to be accepted
+KEEP_ALIVE = 75  # seconds an idle connection stays open
+LAST_WORDS = 2  # seconds for the last bytes of answers to leave
+SWITCH_INTERVAL = 0.001  # seconds a thread may keep the interpreter: templates must not hold up streams
+
+
+class ServerUrl(str):
+    """Where the API listens; `admin` is where the admin API does."""
+
+    admin: str
+    grpc_port: int | None = None  # where gRPC is served, if it is
+
+    @classmethod
+    def of(cls, public: socket.socket, admin: socket.socket) -> ServerUrl:
+        url = cls(url_of(public))
+        url.admin = url_of(admin)
+        return url
+
+
+def run_server(
+    frontend_factory: FrontendFactory,
+    options: ServeOptions | None = None,
+    *,
+    keys: KeyRing | None = None,
+    announce: Callable[[ServerUrl, str, bool], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; open requests then have `options.grace` seconds to finish. Raises what ended
+    the engine if it could not be brought back.
+
+    Ports are taken before the factory runs, so a taken port is known before a model is loaded. `announce` is called
+    once, with the URL, the model's name and whether a key is needed, when requests are welcome.
+    """
+    options, keys = options or ServeOptions(), keys or KeyRing()
+    with listening(options, keys) as (listeners, url):
+        welcome = announce or print_welcome
+
+        def ready(life: Life) -> None:
+            gc.collect()
+            gc.freeze()  # what lives now stays: no stream waits while it is searched for garbage
+            url.grpc_port = life.grpc_port
+            welcome(url, life.serving.frontend.model_name, not keys.open)
+
+        _run(frontend_factory, options, keys, listeners, ready)
+
+
+@contextmanager
+def background_server(
+    frontend_factory: FrontendFactory, options: ServeOptions | None = None, *, keys: KeyRing | None = None
+) -> Iterator[ServerUrl]:
+    """A server in a thread of this process for as long as the block lasts; gives its URL."""
+    started: Future[Life] = Future()
+    options, keys = options or ServeOptions(port=0, grace=1), keys or KeyRing()
+
+    def work() -> None:
+        try:
+            _run(frontend_factory, options, keys, listeners, started.set_result)
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    with listening(options, keys) as (listeners, url):
+        thread = threading.Thread(target=work, name="quire-server", daemon=True)
+        thread.start()
+        life = started.result()
+        url.grpc_port = life.grpc_port
+        try:
+            yield url
+        finally:
+            with suppress(RuntimeError):  # it may have ended by itself, and its loop with it
+                life.loop.call_soon_threadsafe(life.stop)
+            thread.join()
+
+
+def _run(
+    frontend_factory: FrontendFactory,
+    options: ServeOptions,
+    keys: KeyRing,
+    listeners: list[socket.socket],
+    ready: Callable[[Life], None],
+) -> None:
+    async def serve() -> None:
+        built = frontend_factory()
+        frontend = await built if inspect.isawaitable(built) else built
+        await Life(create_serving(frontend, options, keys)).run(listeners, ready)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve())
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class Life:
+    """From the first request to the last: two servers on one loop, how they stop, and what they leave behind."""
+
+    def __init__(self, serving: Serving):
+        self.serving = serving
+        self.loop = asyncio.get_running_loop()
+        self.servers = [Server(app, serving.options) for app in (create_app(serving), create_admin_app(serving))]
+        self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
+        self.grpc_port: int | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
+        """Serve until stopped; raises the engine's error if it is lost for good."""
+        client = self.serving.frontend.client
+        lag = asyncio.ensure_future(self.serving.lag.run())
+        lost = asyncio.ensure_future(client.lost())
+        lost.add_done_callback(lambda _: self.stop())
+        try:
+            with self._signals():
+                pairs = zip(self.servers, listeners, strict=True)
+                serving = asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
+                for server in self.servers:
+                    await server.up.wait()
+                if self._rpc is not None:
+                    options = self.serving.options
+                    self.grpc_port = await self._rpc.start(options.host, options.grpc_port or 0)
+                ready(self)
+                await serving
+            if lost.done():
+                raise lost.result()
+        finally:
+            lost.cancel()
+            lag.cancel()
+            if self._rpc is not None:
+                await self._rpc.stop(LAST_WORDS)
+            self.serving.prepare_pool.close()
+            await client.close()
+
+    def stop(self) -> None:
+        """Begin to drain; a second time, stop at once."""
+        if self._drain is None:
+            self._drain = asyncio.ensure_future(self._drained())
+        else:
+            self._exit(force=True)
+
+    async def _drained(self) -> None:
+        admission, options, client = self.serving.admission, self.serving.options, self.serving.frontend.client
+        admission.draining = True
+        try:
+            await asyncio.wait_for(admission.idle(), options.grace if client.trouble() is None else LAST_WORDS)
+        except TimeoutError:
+            logger.warning("%d requests had not finished within the grace period", admission.inflight)
+            await client.close()  # ends them, each with an error its client can read
+            with suppress(TimeoutError):
+                await asyncio.wait_for(admission.idle(), LAST_WORDS)
+        self._exit()
+
+    def _exit(self, force: bool = False) -> None:
+        for server in self.servers:
+            server.should_exit = True
+            server.force_exit = force
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may; a server elsewhere ends by stop()
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            self.loop.add_signal_handler(number, self.stop)
+        try:
+            yield
+        finally:
+            for number in signals:
+                self.loop.remove_signal_handler(number)
+
+
+class Server(uvicorn.Server):
+    """uvicorn within bounds, saying when it is up, and leaving signals to Life."""
+
+    def __init__(self, app: FastAPI, options: ServeOptions):
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=bounded_protocol(options.header_bytes, options.max_connections),
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=LAST_WORDS,
+            )
+        )
+        self.up = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextmanager
+def listening(options: ServeOptions, keys: KeyRing) -> Iterator[tuple[list[socket.socket], ServerUrl]]:
+    """Both listeners, checked against who could reach them."""
+    with listen(options.host, options.port) as public:
+        check_exposure(public, options, keys, INFERENCE)
+        with listen(options.admin_host, options.admin_port_wanted, "--admin-port") as admin:
+            check_exposure(admin, options, keys, ADMIN)
+            yield [public, admin], ServerUrl.of(public, admin)
+
+
+def check_exposure(listener: socket.socket, options: ServeOptions, keys: KeyRing, scope: str) -> None:
+    """Refuse to stand open to others by accident."""
+    host = listener.getsockname()[0]
+    if keys.open and not options.allow_open and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"{host} can be reached from other machines and no API keys are set; give keys (--api-keys FILE, made by "
+            f"`quire keys new NAME --scope {scope}`), listen on 127.0.0.1, or say --allow-open"
+        )
+
+
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """A socket that listens on the address (port 0: any free one), or an error that says what to do."""
+    if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
+        raise ConfigError(f"cannot listen on port {port}: ports go from 0 (any free one) to 65535")
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # At once: two sockets may be bound to one port as long as neither listens.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error}; free the port or choose another ({flag} N, 0 for any)"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a client on this machine reaches the listener."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def print_welcome(url: ServerUrl, model: str, locked: bool) -> None:
+    question = {"role": "user", "content": "What is gravity?"}
+    body = {"model": model, "messages": [question], "max_tokens": 64, "temperature": 0}
+    rpc = f"; gRPC: port {url.grpc_port}" if url.grpc_port is not None else ""
+    key = '-H "Authorization: Bearer $QUIRE_API_KEY" ' if locked else ""
+    print(f"Quire serves {model} at {url}  (API pages: {url}/docs; admin: {url.admin}{rpc}; stop: Ctrl-C)\n")
+    print("Open it in a browser, or try:\n")
+    data = shlex.quote(json.dumps(body))
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' {key}-d {data}\n", flush=True)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    if importlib.util.find_spec("uvloop"):
+        import uvloop
+
+        return uvloop.new_event_loop
+    return asyncio.new_event_loop

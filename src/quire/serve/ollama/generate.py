@@ -1,0 +1,255 @@
+"""Ollama's API under /api: chat, generate, embed, and what it tells of models.
+
+Refuses to know: how a template is written, how tokens are made, how calls are read; and other models than the one
+that is served.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serve.anthropic.messages import input_of
+from quire.serve.core.constraints import ANY_JSON, json_schema
+from quire.serve.core.fields import refuse_unsupported
+from quire.serve.core.generation import Serving, hold_session
+from quire.serve.core.turns import Call, Talk, Turn, continued, start
+from quire.serve.http.http_io import JsonLines, decode, read_body, until_gone
+from quire.serve.http.openapi import OllamaError, answers
+from quire.serve.ollama.ollama_bodies import (
+    OllamaAnswerRequest,
+    OllamaCall,
+    OllamaChatAnswer,
+    OllamaChatRequest,
+    OllamaFunction,
+    OllamaGenerateAnswer,
+    OllamaGenerateRequest,
+    OllamaOptions,
+    OllamaReply,
+    OllamaRequest,
+)
+from quire.serve.openai.logprob_shapes import chat_logprobs
+from quire.serve.openai.sse import json
+from quire.text.segments import Said, Thought
+from quire.types.errors import InputError, ModelNotFoundError
+from quire.types.grammar import GrammarSpec
+from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason
+from quire.types.sampling_params import SamplingParams
+
+_CHAT = msgspec.json.Decoder(OllamaChatRequest)
+_GENERATE = msgspec.json.Decoder(OllamaGenerateRequest)
+
+Answer = OllamaChatAnswer | OllamaGenerateAnswer
+
+
+def check(serving: Serving, body: OllamaRequest) -> None:
+    check_model(serving, body.model)
+    refuse_unsupported(body)
+    if body.options is not None:
+        refuse_unsupported(body.options)
+    if isinstance(body, OllamaAnswerRequest):
+        hold_session(body.session_id, body.session_ttl)
+
+
+def check_model(serving: Serving, name: str) -> None:
+    if name.removesuffix(":latest") != serving.frontend.model_name.removesuffix(":latest"):
+        raise ModelNotFoundError(f"model {name!r} not found; this server has {serving.frontend.model_name!r}")
+
+
+def params_of(body: OllamaAnswerRequest) -> SamplingParams:
+    """Ollama's defaults where the body says nothing."""
+    options = body.options or OllamaOptions()
+    limit = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return SamplingParams(
+        max_tokens=1 if options.num_predict == 0 else limit,
+        seed=options.seed,
+        temperature=_or(options.temperature, 0.8),
+        top_k=_or(options.top_k, 40),
+        top_p=_or(options.top_p, 0.9),
+        min_p=_or(options.min_p, 0.0),
+        repetition_penalty=_or(options.repeat_penalty, 1.0),
+        presence_penalty=_or(options.presence_penalty, 0.0),
+        frequency_penalty=_or(options.frequency_penalty, 0.0),
+        stop=[options.stop] if isinstance(options.stop, str) else options.stop or [],
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=_grammar(body.format),
+    )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _grammar(format: Any) -> GrammarSpec | None:
+    if not format:
+        return None
+    return ANY_JSON if format == "json" else json_schema(format, "format")
+
+
+def variables_of(body: OllamaAnswerRequest) -> dict[str, Any]:
+    if body.think is None:
+        return {}
+    effort = {"reasoning_effort": body.think} if isinstance(body.think, str) else {}
+    return {"enable_thinking": body.think is not False, **effort}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+@dataclass
+class Writer:
+    """Lines of one answer, in the shape of /api/chat or /api/generate."""
+
+    serving: Serving
+    body: OllamaAnswerRequest
+    arrived: float
+    first: float = 0.0  # when the first token came
+
+    def line(self, said: str, thought: str, calls: list[Call], logprobs: list[TokenLogprobs] | None = None) -> Answer:
+        thinking = thought if thought and self.body.think is not False else UNSET
+        name, created = self.serving.frontend.model_name, now()
+        answer: Answer
+        if isinstance(self.body, OllamaChatRequest):
+            message = OllamaReply(content=said, thinking=thinking)
+            if calls:
+                message.tool_calls = [
+                    OllamaCall(id=call.id, function=OllamaFunction(name=call.name, arguments=input_of(call.text)))
+                    for call in calls
+                ]
+            answer = OllamaChatAnswer(model=name, created_at=created, message=message)
+        else:
+            answer = OllamaGenerateAnswer(model=name, created_at=created, response=said, thinking=thinking)
+        if self.body.logprobs and logprobs:
+            answer.logprobs = chat_logprobs(self.serving.frontend.text.tokenizer, logprobs).content
+        return answer
+
+    def finish(self, answer: Answer, talk: Talk) -> Answer:
+        """The last line tells why it ended and what it took."""
+        end = time.perf_counter()
+        first = self.first or end
+        answer.done = True
+        answer.done_reason = "length" if talk.replies[0].finish_reason is FinishReason.LENGTH else "stop"
+        answer.total_duration = _nanoseconds(end - self.arrived)
+        answer.load_duration = 0
+        answer.prompt_eval_count = talk.generation.prompt_tokens
+        answer.prompt_eval_duration = _nanoseconds(first - self.arrived)
+        answer.eval_count = talk.replies[0].tokens
+        answer.eval_duration = _nanoseconds(end - first)
+        return answer
+
+    def loaded(self) -> Answer:
+        """Nothing was asked: to Ollama, a wish that the model be loaded."""
+        answer = self.line("", "", [])
+        answer.done, answer.done_reason = True, "load"
+        return answer
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+async def stream(writer: Writer, talk: Talk) -> AsyncGenerator[bytes, None]:
+    """Calls are sent whole: when the next begins, or the answer ends."""
+    [reply] = talk.replies
+    sent = 0
+    async with aclosing(talk.steps()) as batches:
+        async for steps in batches:
+            writer.first = writer.first or time.perf_counter()
+            for step in steps:
+                said = "".join(segment.text for segment in step.segments if isinstance(segment, Said))
+                thought = "".join(segment.text for segment in step.segments if isinstance(segment, Thought))
+                ready = reply.calls[sent : len(reply.calls) - (step.delta.finish_reason is None)]
+                sent += len(ready)
+                if said or thought or ready or step.delta.logprobs:
+                    yield json(writer.line(said, thought, ready, step.delta.logprobs)) + b"\n"
+    yield json(writer.finish(writer.line("", "", []), talk)) + b"\n"
+
+
+async def whole(writer: Writer, talk: Talk) -> bytes:
+    async with aclosing(talk.steps()) as batches:
+        async for _ in batches:
+            writer.first = writer.first or time.perf_counter()
+    [reply] = talk.replies
+    return json(writer.finish(writer.line(reply.text, reply.thought, reply.calls, reply.logprobs), talk))
+
+
+def chat_turn(body: OllamaChatRequest) -> Turn:
+    messages, prefix = continued([message.plain() for message in body.messages or ()])
+    return Turn(
+        messages=messages,
+        prefix=prefix,
+        params=params_of(body),
+        tools=[tool.tool() for tool in body.tools or ()],
+        variables=variables_of(body),
+        constraint="format",
+    )
+
+
+def generate_turn(body: OllamaGenerateRequest) -> Turn:
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    messages.append({"role": "user", "content": body.prompt or ""})
+    return Turn(
+        messages=messages,
+        params=params_of(body),
+        variables=variables_of(body),
+        constraint="format",
+        messages_param="prompt",
+        raw=body.raw is True,
+    )
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["Ollama"])
+
+    async def reply(
+        request: Request, body: OllamaAnswerRequest, turn: Callable[[], Turn] | None, arrived: float
+    ) -> Response:
+        check(serving, body)
+        writer = Writer(serving, body, arrived)
+        if turn is None:
+            return Response(json(writer.loaded()), media_type="application/json")
+        talk = await start(serving, turn(), f"ollama-{uuid.uuid4().hex}", arrived)
+        if body.stream is not False:
+            return JsonLines(stream(writer, talk))
+        return Response(await until_gone(request.receive, whole(writer, talk)), media_type="application/json")
+
+    @routes.post(
+        "/api/chat",
+        summary="Chat",
+        openapi_extra=answers(
+            OllamaChatAnswer, takes=OllamaChatRequest, error=OllamaError, media="application/x-ndjson"
+        ),
+    )
+    async def chat(request: Request) -> Response:
+        arrived = time.perf_counter()
+        body = decode(_CHAT, await read_body(request, serving.max_body))
+        return await reply(request, body, (lambda: chat_turn(body)) if body.messages else None, arrived)
+
+    @routes.post(
+        "/api/generate",
+        summary="Continue a prompt",
+        openapi_extra=answers(
+            OllamaGenerateAnswer, takes=OllamaGenerateRequest, error=OllamaError, media="application/x-ndjson"
+        ),
+    )
+    async def generate(request: Request) -> Response:
+        arrived = time.perf_counter()
+        body = decode(_GENERATE, await read_body(request, serving.max_body))
+        return await reply(request, body, (lambda: generate_turn(body)) if body.prompt else None, arrived)
+
+    return routes

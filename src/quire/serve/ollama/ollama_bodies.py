@@ -1,0 +1,264 @@
+"""Bodies of Ollama's API, as strict structs. Refuses to know: how a request is carried out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from quire.serve.core.fields import Int, Name, noted, refused, unused
+from quire.serve.openai.request_bodies import (
+    MAX_TOOLS,
+    JsonSchema,
+    Penalty,
+    SessionId,
+    SessionTtl,
+    Temperature,
+    ToolName,
+    TopP,
+    plain_call,
+)
+from quire.serve.openai.response_bodies import ChatTokenLogprob
+from quire.text import Tool
+from quire.types.sampling_params import MAX_LOGPROBS
+
+LOADED = "the model is loaded already"
+NoList = Annotated[list[Any], Meta(max_length=0)]
+KeepAlive = Annotated[str | float, unused(LOADED)]
+Think = Annotated[bool | Literal["low", "medium", "high"], noted("where the model thinks; levels go to its template")]
+Format = Annotated[Literal["", "json"] | JsonSchema, noted("json, or a JSON schema")]
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`options` of a request."""
+
+    seed: Int | None = None
+    num_predict: Annotated[int, noted("-1 and -2: to the end of the context", ge=-2, le=1 << 30)] | None = None
+    temperature: Temperature | None = None
+    top_k: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    top_p: TopP | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    stop: str | list[str] | None = None
+
+    num_ctx: Annotated[Int, unused(LOADED)] | None = None
+    num_batch: Annotated[Int, unused(LOADED)] | None = None
+    num_gpu: Annotated[Int, unused(LOADED)] | None = None
+    main_gpu: Annotated[Int, unused(LOADED)] | None = None
+    num_thread: Annotated[Int, unused(LOADED)] | None = None
+    num_keep: Annotated[Int, unused("contexts are never shifted")] | None = None
+    numa: Annotated[bool, unused(LOADED)] | None = None
+    low_vram: Annotated[bool, unused(LOADED)] | None = None
+    f16_kv: Annotated[bool, unused(LOADED)] | None = None
+    logits_all: Annotated[bool, unused(LOADED)] | None = None
+    vocab_only: Annotated[bool, unused(LOADED)] | None = None
+    use_mmap: Annotated[bool, unused(LOADED)] | None = None
+    use_mlock: Annotated[bool, unused(LOADED)] | None = None
+    embedding_only: Annotated[bool, unused(LOADED)] | None = None
+
+    repeat_last_n: Annotated[Any, refused(-1, why="penalties see the whole context")] = None
+    tfs_z: Annotated[Any, refused(1, 1.0)] = None
+    typical_p: Annotated[Any, refused(1, 1.0)] = None
+    mirostat: Annotated[Any, refused(0)] = None
+    mirostat_tau: Annotated[float, unused("mirostat is off")] | None = None
+    mirostat_eta: Annotated[float, unused("mirostat is off")] | None = None
+    penalize_newline: Annotated[Any, refused(True)] = None
+
+
+class OllamaFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: dict[str, Any]
+    index: Int | None = None
+
+
+class OllamaCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    function: OllamaFunction
+    id: str = ""
+    type: Literal["function"] | None = None
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: NoList | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        if self.role == "tool":
+            message |= {"name": self.tool_name or "", "tool_call_id": self.tool_call_id or ""}
+        if self.thinking:
+            message["reasoning_content"] = self.thinking
+        if self.tool_calls:
+            message["tool_calls"] = [
+                plain_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
+            ]
+        return message
+
+
+class OllamaFunctionSpec(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    parameters: JsonSchema | None = None
+
+
+class OllamaTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    function: OllamaFunctionSpec
+    type: Literal["function"] | None = None
+
+    def tool(self) -> Tool:
+        spec = self.function
+        return Tool(name=spec.name, description=spec.description or "", parameters=spec.parameters or {})
+
+
+class OllamaRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: Name
+    options: Annotated[OllamaOptions, noted("see the table of options")] | None = None
+    keep_alive: KeepAlive | None = None
+
+
+class OllamaAnswerRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
+    stream: Annotated[bool, noted("true by default")] | None = None
+    format: Format | None = None
+    think: Think | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    session_id: SessionId | None = None
+    session_ttl: SessionTtl | None = None
+
+
+class OllamaChatRequest(OllamaAnswerRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/chat."""
+
+    messages: list[OllamaMessage] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
+
+
+class OllamaGenerateRequest(OllamaAnswerRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/generate."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: Annotated[bool, noted("the prompt is taken as it is, without the chat template")] | None = None
+    suffix: Annotated[Any, refused("")] = None
+    template: Annotated[Any, refused("", why="the model's own is used")] = None
+    context: Annotated[Any, refused([], why="use /api/chat")] = None
+    images: Annotated[Any, refused([])] = None
+    width: Annotated[Any, refused()] = None
+    height: Annotated[Any, refused()] = None
+    steps: Annotated[Any, refused()] = None
+
+
+class OllamaEmbedRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/embed."""
+
+    input: str | list[str]
+    truncate: Annotated[bool, noted("cut inputs to the context (default)")] | None = None
+    dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
+
+
+class OllamaEmbeddingsRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/embeddings."""
+
+    prompt: str
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/show."""
+
+    model: Name
+    verbose: Annotated[bool, unused("there is no more to say")] | None = None
+
+
+# ---- answers ------------------------------------------------------------------------------------------------
+
+
+class OllamaReply(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class _Answer(msgspec.Struct, kw_only=True):
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class OllamaChatAnswer(_Answer, kw_only=True):
+    """An answer, or a line of one."""
+
+    message: OllamaReply
+
+
+class OllamaGenerateAnswer(_Answer, kw_only=True):
+    """An answer, or a line of one."""
+
+    response: str
+    thinking: str | UnsetType = UNSET
+
+
+class OllamaEmbedAnswer(msgspec.Struct, kw_only=True):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+
+
+class OllamaEmbeddingsAnswer(msgspec.Struct):
+    embedding: list[float]
+
+
+class OllamaDetails(msgspec.Struct, kw_only=True):
+    parent_model: str = ""
+    format: str = ""
+    family: str
+    families: list[str]
+    parameter_size: str = ""
+    quantization_level: str
+
+
+class OllamaModel(msgspec.Struct, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int = 0
+    digest: str
+    details: OllamaDetails
+    expires_at: str | UnsetType = UNSET
+    size_vram: int | UnsetType = UNSET
+    context_length: int | UnsetType = UNSET
+
+
+class OllamaModels(msgspec.Struct):
+    models: list[OllamaModel]
+
+
+class OllamaShowAnswer(msgspec.Struct, kw_only=True):
+    modelfile: str = ""
+    parameters: str = ""
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaVersion(msgspec.Struct):
+    version: str

@@ -1,0 +1,128 @@
+"""Requests in a file, one a line: each is parsed and answered as if it had come over HTTP.
+
+Used by /v1/batches and by `quire batch`. Refuses to know: where lines come from and where answers go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from quire.serve.core.generation import Serving
+from quire.serve.http.auth import own_place
+from quire.serve.http.error_bodies import describe
+from quire.serve.http.http_io import decode
+from quire.serve.openai import chat_completions as chat
+from quire.serve.openai import completions, embeddings, responses
+from quire.serve.openai.sse import json
+from quire.types.errors import EngineDeadError, InputError, OverloadedError
+
+AT_ONCE = 64  # lines in the engine together
+MAX_DEATHS = 10  # engines a line may lose before it is given up
+
+ENDPOINTS: dict[str, Callable[[Serving, bytes], Awaitable[bytes]]] = {
+    "/v1/chat/completions": chat.whole,
+    "/v1/completions": completions.whole,
+    "/v1/embeddings": embeddings.whole,
+    "/v1/responses": responses.whole,
+}
+
+
+class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
+    """One line of a batch."""
+
+    custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
+    method: str
+    url: str
+    body: msgspec.Raw
+
+
+class Answered(NamedTuple):
+    custom_id: str
+    ok: bool
+    line: bytes  # without its end
+
+
+_LINE = msgspec.json.Decoder(BatchLine)
+
+
+def read_line(raw: bytes, endpoint: str | None) -> BatchLine:
+    """A line, checked as far as that goes without a model."""
+    line = decode(_LINE, raw)
+    if line.method != "POST":
+        raise InputError(f"method must be POST, got {line.method[:16]!r}", param="method")
+    wanted = [endpoint] if endpoint else [*ENDPOINTS]
+    if line.url not in wanted:
+        raise InputError(f"url must be {' or '.join(wanted)}, got {line.url[:64]!r}", param="url")
+    return line
+
+
+async def answer_line(serving: Serving, raw: bytes, endpoint: str | None = None) -> Answered:
+    """The record OpenAI's batches write for a line, whatever became of it."""
+    custom_id = ""
+    try:
+        line = read_line(raw, endpoint)
+        custom_id = line.custom_id
+        status, body = 200, await _answer(serving, line)
+    except Exception as error:
+        failure = describe(error)
+        status, body = failure.status, failure.encode("")
+    response = b'{"status_code":%d,"request_id":"req_%b","body":%b}' % (status, uuid.uuid4().hex.encode(), body)
+    record = b'{"id":"batch_req_%b","custom_id":%b,"response":%b,"error":null}'
+    name = json(custom_id or None)
+    return Answered(custom_id, status == 200, record % (uuid.uuid4().hex.encode(), name, response))
+
+
+async def _answer(serving: Serving, line: BatchLine) -> bytes:
+    raw = bytes(line.body)
+    if decode(_STREAMS, raw).stream:
+        raise InputError("a batch is not streamed; leave stream out", param="stream")
+    deaths = 0
+    while True:  # a batch waits for its turn as long as it may; what bounds it is its window
+        try:
+            with own_place(serving):
+                return await ENDPOINTS[line.url](serving, raw)
+        except OverloadedError as error:
+            await asyncio.sleep(error.retry_after)
+        except EngineDeadError as error:
+            deaths += 1
+            if deaths > MAX_DEATHS:
+                raise
+            await asyncio.sleep(error.retry_after)
+
+
+class _Streams(msgspec.Struct):
+    stream: bool | None = None
+
+
+_STREAMS = msgspec.json.Decoder(_Streams)
+
+
+async def answer_lines(
+    serving: Serving, lines: AsyncIterator[bytes], endpoint: str | None = None
+) -> AsyncGenerator[Answered, None]:
+    """Answers in the order they are ready, a bounded number under way. Closing it ends them all."""
+    pending: set[asyncio.Task[Answered]] = set()
+    more = True
+    try:
+        while more or pending:
+            while more and len(pending) < AT_ONCE:
+                line = await anext(lines, None)
+                if line is None:
+                    more = False
+                else:
+                    pending.add(asyncio.create_task(answer_line(serving, line, endpoint)))
+            if pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    yield task.result()
+    finally:
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)

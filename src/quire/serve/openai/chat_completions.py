@@ -1,0 +1,213 @@
+"""POST /v1/chat/completions.
+
+Refuses to know: how a template is written, how tokens are made, how calls are read.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serve.core.constraints import grammar_of
+from quire.serve.core.generation import Serving, check, sampling_params
+from quire.serve.core.turns import Reply, Spoken, Talk, ToolChoice, Turn, continued, start
+from quire.serve.http.http_io import EventStream, decode, read_body, until_gone
+from quire.serve.http.openapi import generates
+from quire.serve.openai.logprob_shapes import chat_logprobs, prompt_logprobs, scored_prompt
+from quire.serve.openai.request_bodies import TIERS, AllowedTools, CalledFunction, ChatRequest, NamedTool, ToolCall
+from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion
+from quire.serve.openai.sse import Chunks, json, worth_sending
+from quire.text.segments import CallBegun, Said, Segment, Thought
+from quire.types.errors import InputError
+from quire.types.request import FinishReason
+from quire.types.sampling_params import SamplingParams
+
+_DECODER = msgspec.json.Decoder(ChatRequest)
+
+
+def parse(serving: Serving, raw: bytes) -> ChatRequest:
+    body = decode(_DECODER, raw)
+    check(serving, body)
+    return body
+
+
+def chat_params(body: ChatRequest) -> SamplingParams:
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise InputError("max_tokens and max_completion_tokens mean the same; give one of them", param="max_tokens")
+    top = body.top_logprobs
+    if top is not None and not body.logprobs:
+        raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    _, grammar = grammar_of(body, body.response_format)
+    return sampling_params(body, max_tokens=limit, logprobs=(top or 0) if body.logprobs else None, grammar=grammar)
+
+
+def tool_choice(body: ChatRequest) -> ToolChoice:
+    given, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    if isinstance(given, NamedTool):
+        return ToolChoice(required=True, only=[given.function.name], parallel=parallel)
+    if isinstance(given, AllowedTools):
+        names = [tool.function.name for tool in given.allowed_tools.tools]
+        return ToolChoice(required=given.allowed_tools.mode == "required", only=names, parallel=parallel)
+    return ToolChoice(required=given == "required", none=given == "none", parallel=parallel)
+
+
+def turn_of(body: ChatRequest) -> Turn:
+    variables: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
+    messages, prefix = [message.plain() for message in body.messages], ""
+    if body.continue_final_message:
+        messages, prefix = continued(messages)
+        if not prefix:
+            problem = "continue_final_message needs a last message of the assistant to go on from"
+            raise InputError(problem, param="continue_final_message")
+    return Turn(
+        messages=messages,
+        prefix=prefix,
+        params=chat_params(body),
+        tools=[tool.function.tool() for tool in body.tools or ()],
+        choice=tool_choice(body),
+        variables=variables | (body.chat_template_kwargs or {}),
+        begin=body.add_generation_prompt is not False,
+        priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
+        salt=body.cache_salt or "",
+        blend=body.blend,
+        deadline_ms=body.deadline_ms,
+        constraint=grammar_of(body, body.response_format)[0],
+    )
+
+
+def finish_of(reply: Reply, finish: FinishReason | None, named: bool) -> str | None:
+    """Why a choice ended; a call that was asked for by name is, to OpenAI, an ordinary end."""
+    if finish is FinishReason.STOP and reply.calls and not named:
+        return "tool_calls"
+    return None if finish is None else finish.value
+
+
+def message_of(reply: Reply, body: ChatRequest) -> ChatAnswer:
+    answer = ChatAnswer(reply.text or (None if reply.calls else ""))
+    if reply.thought and body.include_reasoning is not False:
+        answer.reasoning_content = reply.thought
+    if reply.calls:
+        answer.tool_calls = [ToolCall(call.id, CalledFunction(call.name, call.text)) for call in reply.calls]
+    return answer
+
+
+def completion(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> bytes:
+    tokenizer = serving.frontend.text.tokenizer
+    named = isinstance(body.tool_choice, NamedTool)
+    answer = ChatCompletion(
+        id=id,
+        created=int(time.time()),
+        model=serving.frontend.model_name,
+        system_fingerprint=serving.fingerprint,
+        service_tier=body.service_tier or UNSET,
+        choices=[
+            ChatChoice(
+                index,
+                message_of(reply, body),
+                chat_logprobs(tokenizer, reply.logprobs) if body.logprobs else None,
+                finish_of(reply, reply.finish_reason, named) or "length",
+            )
+            for index, reply in enumerate(talk.replies)
+        ],
+        usage=talk.generation.usage(talk.thought_tokens()),
+    )
+    if talk.request.params.prompt_logprobs is not None:
+        scores = next((reply.prompt_logprobs for reply in talk.replies if reply.prompt_logprobs), [])
+        answer.prompt_logprobs = prompt_logprobs(tokenizer, scored_prompt(talk.request.prompt, scores))
+    return json(answer)
+
+
+def delta_of(segments: list[Segment], reply: Reply, reasoning: bool) -> dict[str, Any]:
+    """The `delta` of a chunk: texts joined, calls piece by piece."""
+    delta: dict[str, Any] = {}
+    for segment in segments:
+        if isinstance(segment, Said):
+            delta["content"] = delta.get("content", "") + segment.text
+        elif isinstance(segment, Thought):
+            if reasoning:
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + segment.text
+        elif isinstance(segment, CallBegun):
+            function = {"name": segment.name, "arguments": ""}
+            call = {"index": segment.index, "id": reply.calls[segment.index].id, "type": "function"}
+            delta.setdefault("tool_calls", []).append(call | {"function": function})
+        else:
+            calls = delta.setdefault("tool_calls", [])
+            if not calls or calls[-1]["index"] != segment.index:
+                calls.append({"index": segment.index, "function": {"arguments": ""}})
+            calls[-1]["function"]["arguments"] += segment.text
+    return delta
+
+
+async def stream(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> AsyncGenerator[bytes, None]:
+    tokenizer = serving.frontend.text.tokenizer
+    chunks = Chunks(serving, id, "chat.completion.chunk", body.stream_options)
+    named = isinstance(body.tool_choice, NamedTool)
+    reasoning = body.include_reasoning is not False
+    begun: set[int] = set()
+
+    def event(step: Spoken) -> bytes:
+        delta, segments, reply = step
+        first = delta.branch not in begun
+        begun.add(delta.branch)
+        texts = [segment.text for segment in segments if isinstance(segment, Said)]
+        if len(texts) == len(segments):  # nearly always
+            said = b'"content":%b' % json("".join(texts))
+            content = b'{"role":"assistant",%b}' % said if first else b"{%b}" % said
+        else:
+            role = {"role": "assistant", "content": None} if first else {}
+            content = json(role | delta_of(segments, reply, reasoning))
+        logprobs = json(chat_logprobs(tokenizer, delta.logprobs)) if body.logprobs and delta.logprobs else b"null"
+        return chunks.event(
+            b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}'
+            % (delta.branch, content, logprobs, json(finish_of(reply, delta.finish_reason, named)))
+        )
+
+    async with aclosing(talk.steps()) as batches:
+        async for steps in batches:
+            if events := [event(step) for step in steps if step.segments or worth_sending(step.delta)]:
+                yield b"".join(events)
+    if chunks.with_usage:
+        yield chunks.usage(talk.generation.usage(talk.thought_tokens()))
+
+
+async def begin(serving: Serving, body: ChatRequest) -> tuple[str, Talk]:
+    arrived = time.perf_counter()
+    id = f"chatcmpl-{uuid.uuid4().hex}"
+    return id, await start(serving, turn_of(body), id, arrived)
+
+
+async def whole(serving: Serving, raw: bytes) -> bytes:
+    """A body to its answer, without HTTP: what batches use."""
+    body = parse(serving, raw)
+    id, talk = await begin(serving, body)
+    await talk.whole()
+    return completion(serving, id, talk, body)
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post(
+        "/v1/chat/completions", summary="Create a chat completion", openapi_extra=generates(ChatRequest, ChatCompletion)
+    )
+    async def chat_completions(request: Request) -> Response:
+        body = parse(serving, await read_body(request, serving.max_body))
+        id, talk = await begin(serving, body)
+        if body.stream:
+            return EventStream(stream(serving, id, talk, body))
+        await until_gone(request.receive, talk.whole())
+        return Response(completion(serving, id, talk, body), media_type="application/json")
+
+    return routes

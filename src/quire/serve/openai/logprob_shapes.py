@@ -1,0 +1,105 @@
+"""Log-probabilities in the two shapes OpenAI gave them, and the shape vLLM gave those of the prompt.
+
+Refuses to know: where the numbers come from.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from quire.serve.openai.response_bodies import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from quire.types.plan import TokenLogprobs
+
+FLOOR = -9999.0  # JSON has no infinity; OpenAI writes impossible tokens so
+
+
+class TokenBytes(Protocol):
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+def label(raw: bytes) -> str:
+    """A token's text; one that is no whole character reads `bytes:\\xe2\\x82`, as OpenAI writes it."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def chat_logprobs(tokenizer: TokenBytes, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+    content = []
+    for entry in entries:
+        tops = [
+            TopLogprob(label(raw := tokenizer.token_bytes(token)), max(logprob, FLOOR), list(raw))
+            for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
+        ]
+        raw = tokenizer.token_bytes(entry.token)
+        content.append(ChatTokenLogprob(label(raw), max(entry.logprob, FLOOR), list(raw), tops))
+    return ChatLogprobs(content)
+
+
+class CompletionLogprobsBuilder:
+    """Completion logprobs of one choice, piece by piece; remembers how many characters came before."""
+
+    def __init__(self, tokenizer: TokenBytes):
+        self._tokenizer = tokenizer
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def echo(self, prompt: list[int], text: str) -> None:
+        """The prompt comes first. Its tokens may say more than its text (a BOS, a leading space); that lies before
+        the text begins."""
+        said = b"".join(map(self._tokenizer.token_bytes, prompt)).decode("utf-8", "replace")
+        self._offset = len(text) - len(said)
+
+    def add(self, entries: Sequence[TokenLogprobs | int]) -> CompletionLogprobs:
+        """The shape for the next tokens. A bare id stands for a token that nothing predicted."""
+        out = CompletionLogprobs([], [], [], [])
+        for entry in entries:
+            token = entry if isinstance(entry, int) else entry.token
+            raw = self._tokenizer.token_bytes(token)
+            out.tokens.append(label(raw))
+            out.text_offset.append(max(self._offset, 0))
+            self._offset += len(self._characters.decode(raw))
+            if isinstance(entry, int):
+                out.token_logprobs.append(None)
+                out.top_logprobs.append(None)
+            else:
+                out.token_logprobs.append(max(entry.logprob, FLOOR))
+                out.top_logprobs.append(dict(self._alternatives(entry)))
+        return out
+
+    def _alternatives(self, entry: TokenLogprobs) -> Iterator[tuple[str, float]]:
+        for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
+            yield label(self._tokenizer.token_bytes(token)), max(logprob, FLOOR)
+        yield label(self._tokenizer.token_bytes(entry.token)), max(entry.logprob, FLOOR)
+
+
+def scored_prompt(prompt: list[int], entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs | int]:
+    """One item per prompt token: its logprobs, or the bare id where nothing predicts it (the first)."""
+    return [*prompt[: len(prompt) - len(entries)], *entries]
+
+
+def prompt_logprobs(tokenizer: TokenBytes, scored: Sequence[TokenLogprobs | int]) -> PromptLogprobs:
+    out: PromptLogprobs = []
+    for item in scored:
+        if isinstance(item, int):
+            out.append(None)
+            continue
+        position = {
+            token: PromptLogprob(max(logprob, FLOOR), rank, label(tokenizer.token_bytes(token)))
+            for rank, (token, logprob) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1)
+        }
+        position[item.token] = PromptLogprob(
+            max(item.logprob, FLOOR), item.rank, label(tokenizer.token_bytes(item.token))
+        )
+        out.append(position)
+    return out

@@ -1,0 +1,1 @@
+"""What operators use: health, metrics, live view, explanations, cache administration, sleep."""

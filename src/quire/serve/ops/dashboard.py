@@ -1,0 +1,63 @@
+"""GET / and /dashboard/...: the page to look at. Files only, read once; what it shows it fetches like any client.
+
+Refuses to know: data of any kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+
+from fastapi import APIRouter
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serve.core.generation import Serving
+
+TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+
+
+def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Name → content and headers."""
+    found = {}
+    for file in resources.files("quire.serve").joinpath("static").iterdir():
+        kind = TYPES.get(file.name[file.name.rfind(".") :])
+        if kind is not None:
+            content = file.read_bytes()
+            tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+            found[file.name] = (content, {**HEADERS, "content-type": kind, "etag": tag})
+    return found
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["dashboard"], include_in_schema=False)
+    files = _files()
+
+    def answer(request: Request, name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        content, headers = files[name]
+        if request.headers.get("if-none-match") == headers["etag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    @routes.api_route("/", methods=["GET", "HEAD"])
+    async def index(request: Request) -> Response:
+        return answer(request, "index.html")
+
+    @routes.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
+    async def file(request: Request, name: str) -> Response:
+        return answer(request, name)
+
+    return routes

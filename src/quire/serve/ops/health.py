@@ -1,0 +1,59 @@
+"""GET /health, /ready and /metrics: is the process there, is the engine, and what do they measure.
+
+Refuses to know: requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from quire.observe.metrics import CONTENT_TYPE
+from quire.serve.core.generation import Serving
+from quire.serve.core.rate_limits import DRAIN_RETRY
+from quire.serve.ops import gauges
+from quire.types.errors import EngineDeadError, OverloadedError
+from quire.types.events import EngineStats
+
+ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
+
+
+async def engine_stats(serving: Serving) -> EngineStats:
+    try:
+        return await asyncio.wait_for(serving.frontend.client.stats(), ENGINE_TIMEOUT)
+    except TimeoutError:
+        raise EngineDeadError(f"the engine did not answer within {ENGINE_TIMEOUT:g} seconds") from None
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get("/health", summary="Is the server process up?")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @routes.get("/ready", summary="Would a request be served now?")
+    async def ready() -> Response:
+        if serving.admission.draining:
+            raise OverloadedError("the server is shutting down", retry_after=DRAIN_RETRY)
+        if (trouble := serving.frontend.client.trouble()) is not None:
+            raise EngineDeadError(trouble)
+        return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
+
+    return routes
+
+
+def metrics_router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["operations"])
+
+    @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        try:
+            serving.metrics.engine(await engine_stats(serving))
+        except EngineDeadError:
+            serving.metrics.engine(None)
+        return Response(serving.metrics.render() + gauges.render(serving), media_type=CONTENT_TYPE)
+
+    return routes

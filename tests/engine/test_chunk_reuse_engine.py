@@ -1,0 +1,95 @@
+"""Chunks at other places on the default model: what users call, and what it must not change."""
+
+import asyncio
+
+import pytest
+
+from quire import LLM, AsyncLLM, BlendParams, SamplingParams
+from quire.bench.chunk_reuse_bench import cases, measure, rows
+from quire.types.errors import InputError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=0)
+CUT = "<|cut|>"
+
+
+@pytest.fixture(scope="module")
+def compiled(default_model):
+    """The path that runs by default on a CPU; pages in 16 bits."""
+    with LLM(kv_pages=400, max_model_len=2048, threads=1) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(compiled):
+    yield
+    stats = compiled.stats()
+    assert stats.running == stats.waiting == stats.pages_used == 0
+    compiled._link.core.scheduler.check()
+
+
+def prompt(order):
+    (case, *_), _ = cases(1, documents=4, chosen=4)
+    return [{"role": "user", "content": CUT.join(("Read this.", *(case.documents[i] for i in order), case.question))}]
+
+
+def test_all_recomputed_is_what_the_whole_prompt_gives(compiled):
+    compiled.reset()
+    every = BlendParams(separator=CUT, recompute=1.0)
+    compiled.chat(prompt([0, 1, 2, 3]), GREEDY, blend=every)
+    (blended,) = compiled.chat(prompt([2, 0, 3, 1]), GREEDY, blend=every)
+    compiled.reset()
+    (whole,) = compiled.generate([blended.prompt_token_ids], GREEDY)
+    assert blended.blended_tokens > 300 and whole.blended_tokens == 0
+    assert blended.outputs[0].token_ids == whole.outputs[0].token_ids
+
+
+def test_an_answer_does_not_depend_on_what_was_cached(compiled):
+    compiled.reset()
+    how = BlendParams(separator=CUT)
+    fresh, again = (compiled.chat(prompt([1, 0, 2, 3]), GREEDY, blend=how)[0] for _ in range(2))
+    assert fresh.blended_tokens == fresh.cached_tokens == 0 and again.blended_tokens > 300
+    assert fresh.outputs[0].token_ids == again.outputs[0].token_ids
+    stats = compiled.stats()
+    assert 0.1 < stats.recomputed_tokens / (2 * stats.blended_tokens) < 0.2
+    assert stats.finished == {"length": 2}, "chunks are no requests"
+
+
+def test_branches_and_many_requests_at_once(compiled):
+    compiled.reset()
+    how = BlendParams(separator=CUT)
+    many = [prompt(order) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2])]
+    together = compiled.chat(many, SamplingParams(temperature=0, max_tokens=6, n=2, seed=0), blend=how)
+    alone = [compiled.chat(one, SamplingParams(temperature=0, max_tokens=6, seed=0), blend=how)[0] for one in many]
+    for pair, single in zip(together, alone, strict=True):
+        assert [out.token_ids for out in pair.outputs] == [single.outputs[0].token_ids] * 2
+
+
+def test_what_makes_no_sense_is_refused(compiled):
+    with pytest.raises(InputError, match="nowhere in the prompt"):
+        compiled.generate("no documents", GREEDY, blend=BlendParams(separator=CUT))
+    with pytest.raises(InputError, match="token ids have none"):
+        compiled.generate([1, 2, 3], GREEDY, blend=BlendParams(separator=CUT))
+    for wrong in ({"separator": ""}, {"separator": "x" * 300}, {"separator": "x", "recompute": 1.5}):
+        with pytest.raises(InputError):
+            BlendParams(**wrong)
+    with pytest.raises(InputError, match="more than 1024 chunks"):
+        compiled.generate("|" * 2000, GREEDY, blend=BlendParams(separator="|"))
+
+
+@pytest.mark.slow
+def test_the_benchmark_on_a_small_scale(compiled):
+    found = measure(compiled, 1, documents=3, chosen=3, answer=9, fractions=(0.0, 1.0))
+    whole = found["runs"]["1.0"]
+    assert whole["same"] == 1 and whole["divergence"] < 1e-6 and whole["right"] == found["right"]
+    assert found["runs"]["0.0"]["divergence"] > 1e-4 and found["runs"]["0.0"]["reused"] > 0.1
+    assert len(rows(found)) == 4
+
+
+def test_the_asynchronous_engine(default_model):
+    async def ask():
+        async with await AsyncLLM.open(kv_pages=400, max_model_len=2048, threads=1) as llm:
+            how = BlendParams(separator=CUT)
+            await llm.chat(prompt([0, 1, 2, 3]), GREEDY, blend=how)
+            return await llm.chat(prompt([3, 1, 0, 2]), GREEDY, blend=how)
+
+    assert asyncio.run(ask()).blended_tokens > 300

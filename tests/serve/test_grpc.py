@@ -1,0 +1,198 @@
+"""gRPC, through a client that protoc generates here and now: stream, cancel, health, auth, errors."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+from fake_frontend import FakeFrontend
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_tools import protoc
+
+import quire.serve.grpc.proto
+from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.http.server import ServerUrl, background_server
+from quire.types.serving import ServeOptions
+
+PROTO = Path(quire.serve.grpc.proto.__file__).parent
+USER, OPERATOR = "user-secret-0123456789", "admin-secret-0123456789"
+KEYS = KeyRing([Key("user", digest(USER), frozenset({INFERENCE})), Key("op", digest(OPERATOR), frozenset({ADMIN}))])
+OPTIONS = ServeOptions(port=0, grace=1, grpc_port=0)
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, ModuleType]:
+    """The client's code, from the proto file that ships."""
+    folder = tmp_path_factory.mktemp("client")
+    (folder / "made_client.proto").write_text((PROTO / "quire.proto").read_text())
+    out = [f"--python_out={folder}", f"--grpc_python_out={folder}"]
+    assert protoc.main(["protoc", f"-I{folder}", *out, "made_client.proto"]) == 0
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module("made_client_pb2"), importlib.import_module("made_client_pb2_grpc")
+    finally:
+        sys.path.remove(str(folder))
+
+
+@pytest.fixture(scope="module")
+def frontend() -> FakeFrontend:
+    return FakeFrontend()
+
+
+@pytest.fixture(scope="module")
+def server(frontend: FakeFrontend) -> Iterator[ServerUrl]:
+    with background_server(lambda: frontend, OPTIONS) as url:  # type: ignore[arg-type, return-value]
+        yield url
+
+
+@pytest.fixture
+def stub(server: ServerUrl, generated: tuple[ModuleType, ModuleType]) -> Iterator[Any]:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        yield generated[1].QuireStub(channel)
+
+
+def test_shipped_descriptors_are_those_of_the_proto(tmp_path: Path) -> None:
+    root = PROTO.parents[2]
+    out = tmp_path / "quire.binpb"
+    path = (PROTO / "quire.proto").relative_to(root)
+    assert protoc.main(["protoc", f"-I{root}", f"--descriptor_set_out={out}", str(path)]) == 0
+    assert out.read_bytes() == (PROTO / "quire.binpb").read_bytes()
+
+
+def test_stream(stub: Any, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    sampling = messages.Sampling(n=2, temperature=0, max_tokens=500, logprobs=2)
+    chat = messages.Chat(messages=[messages.Message(role="user", content="hello")])
+    *events, last = stub.Generate(messages.GenerateRequest(chat=chat, sampling=sampling))
+    texts = ["", ""]
+    for event in events:
+        texts[event.chunk.index] += event.chunk.text
+        assert len(event.chunk.logprobs) == len(event.chunk.token_ids)
+        assert all(len(entry.top) == 2 for entry in event.chunk.logprobs)
+    assert texts == ["€greedy für uns: one two three four five six seven eight nine ten"] * 2
+    assert [event.chunk.finish_reason for event in events if event.chunk.finish_reason] == ["stop", "stop"]
+    assert last.usage.completion_tokens == sum(len(event.chunk.token_ids) for event in events)
+    assert last.usage.prompt_tokens > 0
+    assert len({event.id for event in (*events, last)}) == 1
+
+
+def test_what_is_asked_is_what_the_sampler_gets(
+    stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]
+) -> None:
+    messages, _ = generated
+    sampling = messages.Sampling(temperature=0.5, seed=7, stop=["three"], stop_token_ids=[9], ignore_eos=True)
+    tokens = messages.Tokens(ids=[72, 105])
+    list(stub.Generate(messages.GenerateRequest(tokens=tokens, sampling=sampling, priority=-3, deadline_ms=60_000)))
+    request = frontend.requests[-1]
+    assert (request.prompt, request.priority) == ([72, 105], -3)
+    assert request.params.seed == 7 and request.params.stop == ["three"] and request.params.stop_token_ids == [9]
+    assert request.params.ignore_eos and request.params.temperature == 0.5
+    assert request.deadline > 0
+
+
+def test_cancel_stops_the_work(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    call = stub.Generate(messages.GenerateRequest(prompt="hang"))
+    assert next(iter(call)).chunk.token_ids
+    assert frontend.hanging.acquire(timeout=20)
+    call.cancel()
+    assert frontend.aborted.acquire(timeout=20)
+    assert call.code() is grpc.StatusCode.CANCELLED
+
+
+def test_embed(stub: Any, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    answer = stub.Embed(messages.EmbedRequest(inputs=["a", "bc"], pooling="last"))
+    assert len(answer.embeddings) == 2 and answer.usage.prompt_tokens == 3
+    assert sum(value * value for value in answer.embeddings[0].values) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        ({}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"prompt": "hi", "model": "other"}, grpc.StatusCode.NOT_FOUND),
+        ({"prompt": "x" * 600}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"prompt": "overloaded"}, grpc.StatusCode.UNAVAILABLE),
+        ({"prompt": "dead"}, grpc.StatusCode.UNAVAILABLE),
+    ],
+)
+def test_errors(
+    stub: Any, generated: tuple[ModuleType, ModuleType], request_: dict[str, str], code: grpc.StatusCode
+) -> None:
+    messages, _ = generated
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(messages.GenerateRequest(**request_)))
+    assert caught.value.code() is code and caught.value.details()
+    if request_.get("prompt") == "overloaded":
+        assert dict(caught.value.trailing_metadata())["retry-after"] == "3"
+
+
+def test_internal_errors_say_nothing(stub: Any, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stub.Generate(messages.GenerateRequest(prompt="boom")))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "secret detail" not in caught.value.details() and "error id" in caught.value.details()
+
+
+def test_health_follows_the_engine(server: ServerUrl, frontend: FakeFrontend) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="quire.v1.Quire"))
+        states = (state.status for state in watch)
+        serving, gone = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+        assert next(state for state in states if state == serving) == serving
+        frontend.client.alive = False
+        try:
+            assert next(states) == gone
+        finally:
+            frontend.client.alive = True
+        assert next(states) == serving
+        watch.cancel()
+
+
+def test_keys_open_it_and_nothing_else_does(generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, service = generated
+    frontend = FakeFrontend()
+    with (
+        background_server(lambda: frontend, OPTIONS, keys=KEYS) as url,  # type: ignore[arg-type, return-value]
+        grpc.insecure_channel(f"127.0.0.1:{url.grpc_port}") as channel,
+    ):
+        stub = service.QuireStub(channel)
+        request = messages.GenerateRequest(prompt="hi")
+
+        def code(*metadata: tuple[str, str]) -> grpc.StatusCode:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Generate(request, metadata=metadata))
+            with pytest.raises(grpc.RpcError) as embedding:
+                stub.Embed(messages.EmbedRequest(inputs=["a"]), metadata=metadata)
+            assert caught.value.code() is embedding.value.code()
+            return caught.value.code()
+
+        assert code() is grpc.StatusCode.UNAUTHENTICATED
+        assert code(("authorization", "Bearer wrong-secret-012345")) is grpc.StatusCode.UNAUTHENTICATED
+        assert code(("authorization", f"Bearer {OPERATOR}")) is grpc.StatusCode.PERMISSION_DENIED
+        assert not frontend.requests
+        assert list(stub.Generate(request, metadata=(("authorization", f"Bearer {USER}"),)))
+        assert frontend.requests[-1].salt  # the key's own
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_a_session_is_named_and_timed(
+    stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]
+) -> None:
+    messages, _ = generated
+    sampling = messages.Sampling(max_tokens=2)
+    for ttl, held in ((0.0, 300.0), (12.5, 12.5)):
+        ask = messages.GenerateRequest(prompt="hello", sampling=sampling, session_id="agent", session_ttl=ttl)
+        list(stub.Generate(ask))
+        assert (frontend.requests[-1].session, frontend.requests[-1].hold) == ("agent", held)
+    with pytest.raises(grpc.RpcError, match="session_ttl"):
+        list(stub.Generate(messages.GenerateRequest(prompt="x", sampling=sampling, session_id="a", session_ttl=1e6)))

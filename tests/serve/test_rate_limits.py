@@ -1,0 +1,247 @@
+"""Who is let in, at what price, and what the others are told: on a clock that only the test moves."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from fake_frontend import FakeClient, FakeFrontend
+
+from quire.serve.core.generation import price
+from quire.serve.core.rate_limits import Admission, Permit
+from quire.serve.http.api_keys import Key
+from quire.serve.http.app import QUEUE, create_serving
+from quire.types.errors import OverloadedError, RateLimitError
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+from quire.types.serving import ServeOptions
+
+ALICE, BOB = Key("alice"), Key("bob")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission(clock: Clock | None = None, **limits: Any) -> Admission:
+    wide = {"max_queue": 1000, "max_queue_tokens": 1_000_000, "max_queue_wait": 1e9}
+    return Admission(**(wide | limits), clock=clock or Clock())
+
+
+def queue(door: Admission, tokens: int, key: Key = ALICE) -> Permit:
+    permit = door.enter(key)
+    door.charge(permit, tokens)
+    return permit
+
+
+def drained_at(rate: int, clock: Clock, **limits: Any) -> Admission:
+    """An admission that has seen its queue drain at `rate` tokens a second."""
+    door = admission(clock, **limits)
+    for _ in range(20):
+        permit = queue(door, rate)
+        clock.now += 1
+        door.start(permit)
+        door.leave(permit)
+    assert door.drain.rate == pytest.approx(rate)
+    return door
+
+
+def test_a_burst_of_as_many_as_run_at_once_is_let_in() -> None:
+    frontend: Any = FakeFrontend()
+    frontend.client.info = msgspec.structs.replace(frontend.client.info, slots=1024)
+    door = create_serving(frontend).admission
+    for _ in range(1024 + QUEUE):
+        door.enter(ALICE)
+    with pytest.raises(OverloadedError, match="1536 requests are waiting"):
+        door.enter(ALICE)
+    assert create_serving(frontend, ServeOptions(max_queue=3)).admission.max_queue == 3
+
+
+def test_the_first_to_leave_a_burst_says_little_about_the_others() -> None:
+    """A thousand at once: one is answered after a fifth of a second, which is not the rate at which all will be."""
+    clock = Clock()
+    door = admission(clock, max_queue_wait=30.0, max_queue=2000, slots=2000)
+    burst = [queue(door, 400) for _ in range(600)]
+    clock.now += 0.2
+    door.start(burst[0])
+    burst += [queue(door, 400) for _ in range(400)]
+    for step in range(1, 10):
+        clock.now += 0.2
+        for permit in burst[40 * step : 40 * step + 40]:
+            door.start(permit)
+        door.enter(ALICE)
+    assert 0 < door.wait() < 30
+
+
+def test_the_queue_is_bounded_in_requests() -> None:
+    door = admission(max_queue=2)
+    first, _ = door.enter(ALICE), door.enter(BOB)
+    with pytest.raises(OverloadedError) as refused:
+        door.enter(ALICE)
+    assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
+    door.start(first)  # it has a token: it waits no more
+    door.enter(ALICE)
+
+
+def test_the_queue_is_bounded_in_tokens_but_takes_anything_when_empty() -> None:
+    door = admission(max_queue_tokens=100)
+    huge = queue(door, 5000)
+    permit = door.enter(BOB)
+    with pytest.raises(OverloadedError, match="no room for 1 more"):
+        door.charge(permit, 1)
+    door.start(huge)
+    door.charge(permit, 100)
+    assert door.queued == 100
+
+
+def test_retry_after_follows_the_measured_drain() -> None:
+    for rate, wait in ((100, 30.0), (1000, 3.0)):
+        clock = Clock()
+        door = drained_at(rate, clock, max_queue_wait=2.0)
+        queue(door, 3000)
+        assert door.wait() == pytest.approx(wait)
+        with pytest.raises(OverloadedError) as refused:
+            door.enter(BOB)
+        assert refused.value.retry_after == pytest.approx(wait - 1.0)
+
+
+def test_an_idle_queue_is_not_a_slow_one() -> None:
+    clock = Clock()
+    door = drained_at(500, clock)
+    clock.now += 3600
+    queue(door, 1000)
+    assert door.wait() == pytest.approx(2.0)
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    clock = Clock()
+    door = drained_at(100, clock)
+    queue(door, 1000)
+    late, soon = door.enter(BOB), door.enter(BOB)
+    door.charge(late, 10, time_left=60.0)
+    with pytest.raises(OverloadedError, match="longer than its deadline"):
+        door.charge(soon, 10, time_left=5.0)
+
+
+def test_waits_behind_a_full_house_are_learned() -> None:
+    """Four slots whose requests all end together: the mean says a turn takes a quarter of what it takes."""
+    clock = Clock()
+    door = admission(clock, slots=4, max_queue_wait=3.0)
+    late = refused = 0
+    for wave in range(30):
+        running = [queue(door, 100) for _ in range(4)]
+        for permit in running:
+            door.start(permit)
+        hopeful: list[Permit] = []
+        for _ in range(8):  # eight arrive while the wave lasts, 8 seconds
+            clock.now += 1
+            try:
+                hopeful.append(queue(door, 100, BOB))
+            except OverloadedError:
+                refused += 1
+        for permit in running:
+            door.leave(permit)
+        for permit in hopeful:
+            late += clock.now - permit.entered > 3.0 and wave >= 10
+            door.start(permit)
+            door.leave(permit)
+    assert late <= 20 and refused > 150
+    assert 1 < door.caution.factor <= 64
+    clock.now += 3600
+    assert door.caution.at(clock.now) == 1.0  # forgotten
+
+
+def test_one_key_cannot_take_all_places() -> None:
+    door = admission(key_concurrency=2)
+    held = [door.enter(ALICE), door.enter(ALICE)]
+    with pytest.raises(RateLimitError) as refused:
+        door.enter(ALICE)
+    assert refused.value.status == 429
+    door.enter(BOB)
+    door.leave(held[0])
+    door.enter(ALICE)
+    generous = Key("carol", concurrency=0)
+    assert all(door.enter(generous) for _ in range(50))
+
+
+def test_token_rate_and_refund() -> None:
+    clock = Clock()
+    door = admission(clock, key_tokens_per_minute=600)
+    permit = queue(door, 500)
+    second = door.enter(ALICE)
+    with pytest.raises(RateLimitError) as refused:
+        door.charge(second, 400)
+    assert refused.value.retry_after == pytest.approx(30.0)  # 300 more at 10 a second
+    door.charge(door.enter(BOB), 400)
+    permit.used = 100
+    door.leave(permit)  # 400 were not used
+    door.charge(second, 400)
+    with pytest.raises(RateLimitError):
+        door.charge(second, 200)
+    clock.now += 15
+    door.charge(second, 200)
+
+
+def test_a_request_above_the_rate_is_possible_but_pays_later() -> None:
+    clock = Clock()
+    door = admission(clock, key_tokens_per_minute=600)
+    permit = door.enter(ALICE)
+    door.charge(permit, 1200)
+    with pytest.raises(RateLimitError) as refused:
+        door.charge(permit, 10)
+    assert refused.value.retry_after == pytest.approx(61.0)
+
+
+def test_draining_lets_nobody_in() -> None:
+    door = admission()
+    door.draining = True
+    with pytest.raises(OverloadedError, match="shutting down"):
+        door.enter(ALICE)
+    assert door.refused["draining"] == 1
+
+
+def test_whatever_happens_the_books_balance() -> None:
+    rng, clock = random.Random(5), Clock()
+    door = admission(clock, max_queue=20, max_queue_tokens=2000, max_queue_wait=5.0, key_concurrency=15, slots=8)
+    permits: list[Permit] = []
+    refusals = 0
+    for _ in range(5000):
+        clock.now += rng.random() / 10
+        try:
+            match rng.randrange(5):
+                case 0 | 1:
+                    permits.append(door.enter(rng.choice((ALICE, BOB))))
+                case 2 if permits:
+                    door.charge(rng.choice(permits), rng.randrange(1, 300), 1, rng.choice((math.inf, 3.0)))
+                case 3 if permits:
+                    door.start(rng.choice(permits))
+                case 4 if permits:
+                    door.leave(permits.pop(rng.randrange(len(permits))))
+        except OverloadedError as error:
+            refusals += 1
+            assert error.retry_after >= 1
+        assert 0 <= door.waiting <= 20 and door.queued >= 0 and door.inflight == len(permits)
+    assert refusals > 100
+    for permit in permits:
+        door.leave(permit)
+        door.leave(permit)
+    assert (door.waiting, door.queued, door.inflight, door.sequences, +door._by_key) == (0, 0, 0, 0, {})
+
+
+def test_price_counts_the_prompt_once_and_every_branch() -> None:
+    info = FakeClient.info
+
+    def of(prompt: int, **params: Any) -> int:
+        return price(Request(id="r", prompt=[1] * prompt, params=SamplingParams(**params)), info)
+
+    assert of(10, max_tokens=6) == 16
+    assert of(10, max_tokens=7) == 32  # whole pages
+    assert of(100, max_tokens=10, n=5) == 160
+    assert of(12, max_tokens=None) == info.max_model_len
+    assert of(12, max_tokens=10**6, n=2) == math.ceil((12 + 2 * (info.max_model_len - 12)) / 16) * 16

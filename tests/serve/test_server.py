@@ -1,0 +1,100 @@
+"""Starting and stopping: ports, the printed curl, signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_frontend import FakeFrontend
+
+from quire.serve.http.server import background_server, listen, run_server, url_of
+from quire.types.errors import ConfigError
+from quire.types.serving import ServeOptions
+
+SCRIPT = """
+from fake_frontend import FakeFrontend
+from quire.serve.http.server import run_server
+from quire.types.serving import ServeOptions
+
+async def build():
+    return FakeFrontend()
+
+run_server(build, ServeOptions(port=0, grace=1))
+print("left in good order", flush=True)
+"""
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", SCRIPT]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as child:
+        yield child
+        child.kill()
+
+
+def printed_curl(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return next(shlex.split(line) for line in process.stdout if line.strip().startswith("curl"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_printed_curl_works_and_signals_end_it(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    _, url, _, header, _, body = printed_curl(process)
+    name, value = header.split(": ")
+    answer = httpx.post(url, headers={name: value}, content=body).json()
+    assert answer["choices"][0]["message"]["content"]
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.strip(), err) == (0, "left in good order", "")
+
+
+def test_streams_have_the_grace_period(process: subprocess.Popen[str]) -> None:
+    url = printed_curl(process)[1]
+    body = {"model": FakeFrontend.model_name, "messages": [{"role": "user", "content": "hang"}], "stream": True}
+    with httpx.stream("POST", url, json={**body, "logprobs": True}, timeout=20) as response:
+        events = response.iter_lines()
+        assert json.loads(next(events).removeprefix("data: "))["choices"]
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in events if line]  # it never ends by itself, so it is ended, and says so
+    assert "shutting down" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+    assert rest[-1] == "data: [DONE]"
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out.strip()) == (0, "left in good order")
+
+
+def test_taken_port_is_known_before_anything_is_built() -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port}: .*in use.*--port"):
+            run_server(lambda: pytest.fail("built an engine for nothing"), ServeOptions(port=port))
+
+
+@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 8000), ("127.0.0.1", 70000), ("192.0.2.1", 0)])
+def test_impossible_addresses(host: str, port: int) -> None:
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(host, port)
+
+
+def test_urls_a_client_can_use() -> None:
+    with listen("0.0.0.0", 0) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")
+
+
+def test_factory_errors_reach_the_caller() -> None:
+    def broken() -> FakeFrontend:
+        raise ConfigError("no engine today")
+
+    with pytest.raises(ConfigError, match="no engine today"), background_server(broken):  # type: ignore[arg-type]
+        pass
