@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import threading
+import time
 from concurrent.futures import Future
 
 import msgspec
@@ -60,9 +61,9 @@ class Flaky(FakeExecutor):
         return super().submit(plan)
 
 
-def core(depth=1, layout=LAYOUT, **options):
+def core(depth=1, layout=LAYOUT, clock=time.monotonic, **options):
     capacity = Capacity(pages=64, slots=4, max_model_len=60, max_batch_tokens=16, depth=depth)
-    return EngineCore(EngineOptions.of(**options), Flaky(layout, capacity, vocab=VOCAB))
+    return EngineCore(EngineOptions.of(**options), Flaky(layout, capacity, vocab=VOCAB), clock=clock)
 
 
 def link(depth=1):
@@ -180,8 +181,8 @@ def test_a_bundle_of_nothing():
     engine = core()
     with pytest.raises(InputError, match="warm it first"):
         engine.cache(CacheOrder(action="export", tokens=list(range(13))))
-    body = msgspec.msgpack.encode(cache.Bundle(cache.VERSION, cache._kind(engine), [], []))
-    data = body + hashlib.blake2b(body, digest_size=cache.CHECKSUM).digest()
+    body = msgspec.msgpack.encode(cache.Bundle(cache.VERSION, f"{engine.executor.kind} {LAYOUT}", [], []))
+    data = body + hashlib.blake2b(body, digest_size=cache.CHECKSUM_BYTES).digest()
     assert engine.cache(CacheOrder(action="import", data=data))[0].pages == 0
 
 
@@ -295,10 +296,9 @@ def test_an_abort_frees_pages_within_two_steps(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_deadlines_end_work_in_the_queue_and_under_way(depth, monkeypatch):
+def test_deadlines_end_work_in_the_queue_and_under_way(depth):
     now = [100.0]
-    monkeypatch.setattr("quire.engine.core.time.monotonic", lambda: now[0])
-    engine = core(depth)
+    engine = core(depth, clock=lambda: now[0])
     deadlines = {"queued": 104.0, "running": 105.0}
     for name in ("running", "b", "c", "d", "queued", "patient"):  # there are four slots
         request = ask(name, [ord(name[0])] * 3, max_tokens=50)
@@ -391,13 +391,13 @@ def test_who_ended_in_a_step_whose_commit_fails_is_told(depth, monkeypatch):
     engine = core(depth)
     for name in ("short", "long"):
         engine.submit(ask(name, [1, 2, 3], max_tokens=1 if name == "short" else 6))
-    take = engine.scheduler._commit.take
+    apply = engine.scheduler._commit.apply
 
     def failing(*step):
-        take(*step)
+        apply(*step)
         raise IndexError("no such row")
 
-    monkeypatch.setattr(engine.scheduler._commit, "take", failing)
+    monkeypatch.setattr(engine.scheduler._commit, "apply", failing)
     ends = {}
     for _ in range(40):
         for event in engine.step():

@@ -302,7 +302,7 @@ def test_a_session_keeps_the_pages_of_its_conversation(llm):
     llm.reset()
     llm.generate(PROMPT * 8, greedy(), session_id="agent", session_ttl=60)
     llm.chat([{"role": "user", "content": PROMPT * 8}], greedy(), session_id="other")
-    held = llm._link.core.scheduler.sessions.view(0.0)
+    held = llm._link.core.scheduler.features.sessions.view(0.0)
     assert [view.session for view in held] == ["agent", "other"] and all(view.pages >= 2 for view in held)
     for wrong in (0, 1e9):
         with pytest.raises(InputError, match="session_ttl"):

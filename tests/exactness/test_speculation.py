@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer, Recorder
 from quire.generation.drafting.heads import load_heads, save_heads
 from quire.generation.drafting.speculation import Speculation
-from quire.scheduling.features.draft_budgets import DraftPolicy
+from quire.scheduling.features.draft_budgets import Drafting
 from quire.types.grammar import GrammarSpec
 from quire.types.seams import Tree
 
@@ -149,7 +149,7 @@ def test_equals_plain(few, expected, heads, speculation):
     assert stats.running == stats.waiting == stats.pages_used == 0
 
 
-class Dozing(DraftPolicy):
+class Dozing(Drafting):
     """Guesses all it may for some steps, rests for some."""
 
     steps = 0
@@ -162,7 +162,7 @@ class Dozing(DraftPolicy):
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_while_guessing_rests_steps_show_nothing_and_then_it_goes_on(few, expected, heads, kind, monkeypatch):
-    monkeypatch.setattr("quire.scheduling.scheduler.DraftPolicy", Dozing)
+    monkeypatch.setattr("quire.scheduling.scheduler.Drafting", Dozing)
     with engine(heads[kind], draft_adapt=False) as llm:
         core, seen = llm._link.core, []
         forward = core.executor.model.forward

@@ -84,7 +84,7 @@ def test_pages_leave_the_device_for_the_host_and_the_host_for_the_disk():
 
 def test_computed_pages_go_to_what_is_kept_and_lost_ones_are_forgotten():
     directory = Directory([TierSpec("host", 2), TierSpec("disk", 9, kept=True)], PrefixIndex(), 1024)
-    directory.settle(key(1), page=1)
+    directory.save(key(1), page=1)
     assert [way.target for way in carried(directory).transfers] == ["disk"]
     directory.load([key(1)], [5], [directory.locate(key(1))])
     carried(directory, losing=[key(1)])

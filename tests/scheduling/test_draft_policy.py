@@ -3,9 +3,11 @@
 import pytest
 
 from quire.memory.manager import PageTable
-from quire.scheduling.features.draft_budgets import AcceptanceRate, DraftPolicy
+from quire.scheduling.features.draft_budgets import Drafting
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
-from quire.types.plan import Capacity, Row, StepPlan, StepResult
+from quire.types.clock import Clock
+from quire.types.plan import Capacity, Row, Sample, StepResult
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
@@ -20,12 +22,13 @@ class World:
         capacity = Capacity(
             pages=9, slots=rows, max_model_len=10**6, max_batch_tokens=4096, depth=depth, drafts=MOST, adapts=adapts
         )
-        self.policy = DraftPolicy(capacity)
+        self.clock = Clock()
+        self.policy = Drafting(capacity, self.clock)
         self.seconds, self.rate, self.now, self.step = seconds, rate, 0.0, 0
         self.seqs = []
         for i in range(rows):
             request = Request(id=str(i), prompt=[1], params=SamplingParams(max_tokens=None))
-            seq = Sequence(request, 0, order=i, limit=10**6, table=PageTable(1))
+            seq = Sequence(request, 0, id=i, limit=10**6, table=PageTable(1))
             seq.tokens += [1, 2]
             seq.computed = 2
             self.seqs.append(seq)
@@ -38,10 +41,11 @@ class World:
         for _ in range(steps):
             self.step += 1
             budgets = self.policy.budgets(self.seqs)
-            plan = StepPlan(
-                step=self.step, rows=[Row(i, 2, 1, drafts=budgets.get(s, 0)) for i, s in enumerate(self.seqs)]
-            )
-            self.policy.planned(plan, self.now)
+            step = PlanBuilder(self.step, self.now)
+            step.plan.rows = [Row(i, 2, 1, drafts=budgets.get(s, 0)) for i, s in enumerate(self.seqs)]
+            step.plan.samples = [Sample(i, i, 3) for i in range(len(self.seqs))]
+            step.rows = step.samples = [(seq, seq.epoch) for seq in self.seqs]
+            self.policy.planned(step)
             self.rested += self.policy.rests
             assert not (self.policy.rests and budgets)
             drafts = {}
@@ -51,10 +55,10 @@ class World:
                     right = min(budget, int(self.owed))
                     self.owed -= right
                     drafts[i] = (budget, right)
-                    (seq.acceptance or AcceptanceRate()).learn(budget, budget, right)
                     drawn, guessed = drawn + right, guessed + budget
             self.now += self.seconds(len(self.seqs) + sum(b for b, _ in drafts.values())) + self.asking * bool(drafts)
-            self.policy.landed(plan, StepResult(step=self.step, tokens=[], drafts=drafts), self.now)
+            self.clock.now = self.now
+            self.policy.step_landed(step, StepResult(step=self.step, tokens=[], drafts=drafts))
             drawn += len(self.seqs)
         return drawn / (self.now - began), guessed / len(self.seqs) / steps
 
@@ -108,7 +112,7 @@ def test_where_asking_is_dear_it_rests(rows):
 def test_bad_luck_of_one_is_forgotten_while_others_guess():
     world = World(4, 0.8, lambda tokens: 4 + 0.3 * (tokens - 4))
     world.run(50)
-    unlucky = world.seqs[0].acceptance
+    unlucky = world.policy._rates[world.seqs[0]]
     for _ in range(30):
         unlucky.learn(4, 4, 0)
     assert unlucky.rate < 0.3

@@ -253,7 +253,7 @@ def test_random_life_with_budgets(depth, operations):
         world.scheduler.check()
     world.drain()
     world.scheduler.check()
-    assert world.scheduler.memory.pool.used == 0 and not world.scheduler.eviction.returning
+    assert world.scheduler.memory.pool.used == 0 and not world.scheduler.features.eviction.returning
     for (name, branch), reason in world.ended.items():
         request = world.requests[name]
         if request.beam is None and not request.pooling:

@@ -1,10 +1,12 @@
 """Memory at its end: many more requests than fit all finish, as if alone, and none starts over and over."""
 
 import random
+from collections import Counter
 
 import pytest
 from test_scheduler_property import FULL, VOCAB, World, alone
 
+from quire.scheduling import SchedulingFeature
 from quire.types.config import SchedulerOptions
 from quire.types.fake_tiers import FakeTiers
 from quire.types.request import Request
@@ -17,16 +19,15 @@ from quire.types.transfer import TierSpec
 def test_eight_times_too_much_work(mode, depth, count, monkeypatch):
     tiers = FakeTiers((TierSpec("host", 200),), 4, seed=1)
     monkeypatch.setattr("test_scheduler_property.SchedulerOptions", lambda **o: SchedulerOptions(**o, preempt=mode))
-    world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers)
+    counts = Counter()
+
+    class Preemptions(SchedulingFeature):
+        def preempted(self, seq):
+            counts[seq.key] += 1
+
+    listeners = [Preemptions()]
+    world = World((FULL,), policy="fcfs", depth=depth, seed=2, pages=60, slots=64, tiers=tiers, listeners=listeners)
     rng = random.Random(4)
-    counts = {}
-    note = world.scheduler.preemption.preempted
-
-    def preempted(seq):
-        counts[seq.key] = counts.get(seq.key, 0) + 1
-        note(seq)
-
-    world.scheduler.preemption.preempted = preempted
     for i in range(count):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(4, 12))]
         params = SamplingParams(max_tokens=rng.randint(10, 60), seed=i, stop_token_ids=[])

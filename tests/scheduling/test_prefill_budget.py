@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.scheduling.prefill_budget import CONTEXT, LEAST, Budget, PrefillLimiter
+from quire.scheduling.prefill_budget import MIN_PREFILL_TOKENS, WORK_DOUBLING_CONTEXT, Budget, PrefillLimiter
 from quire.types.plan import Probe, Row, StepPlan
 
 
@@ -20,38 +20,38 @@ def learn(prefill_limiter, base, rate, works, now=1.0):
 def test_without_a_target_nothing_is_cut():
     prefill_limiter = PrefillLimiter(0.0, 512)
     learn(prefill_limiter, 0.1, 1.0, [0, 512, 512])
-    budget = prefill_limiter.budget(flowing=True)
+    budget = prefill_limiter.budget(decoding=True)
     assert budget == Budget(512) and budget.fit(100_000) == 512
     assert budget.less(100_000, 7).fit(100_000) == 505
 
 
 def test_the_budget_meets_the_target_once_steps_were_seen():
     prefill_limiter = PrefillLimiter(0.05, 8192)
-    assert prefill_limiter.budget(flowing=True) == Budget(8192), "nothing is known yet"
+    assert prefill_limiter.budget(decoding=True) == Budget(8192), "nothing is known yet"
     learn(prefill_limiter, 0.01, 1e-5, [0] * 40 + [2048] * 40)
-    assert 3500 < prefill_limiter.budget(flowing=True).fit(0) < 4500, "(50 - 10) ms at 10 us a token"
-    assert prefill_limiter.budget(flowing=False) == Budget(8192), "nobody is waiting for a next token"
+    assert 3500 < prefill_limiter.budget(decoding=True).fit(0) < 4500, "(50 - 10) ms at 10 us a token"
+    assert prefill_limiter.budget(decoding=False) == Budget(8192), "nobody is waiting for a next token"
 
 
 def test_prompts_get_on_however_slow_steps_are():
     prefill_limiter = PrefillLimiter(0.001, 8192)
     learn(prefill_limiter, 0.01, 1e-3, [0] * 20 + [512] * 20)
-    budget = prefill_limiter.budget(flowing=True)
-    assert budget.fit(0) == LEAST and budget.fit(100 * CONTEXT) == 1
-    assert not budget.less(0, LEAST).fit(0)
+    budget = prefill_limiter.budget(decoding=True)
+    assert budget.fit(0) == MIN_PREFILL_TOKENS and budget.fit(100 * WORK_DOUBLING_CONTEXT) == 1
+    assert not budget.less(0, MIN_PREFILL_TOKENS).fit(0)
 
 
 def test_tokens_far_back_count_for_more():
     budget = Budget(8192, 1000.0)
-    assert budget.fit(0) == 1000 and budget.fit(CONTEXT) == 500
-    assert budget.less(CONTEXT, 400) == Budget(7792, 200.0, begun=True)
+    assert budget.fit(0) == 1000 and budget.fit(WORK_DOUBLING_CONTEXT) == 500
+    assert budget.less(WORK_DOUBLING_CONTEXT, 400) == Budget(7792, 200.0, begun=True)
 
 
 def test_a_step_has_no_more_tokens_than_it_may_whatever_it_takes():
     """And those with cached context count as tokens there: time is left for them."""
     prefill_limiter = PrefillLimiter(0.3, 8192)
     learn(prefill_limiter, 0.01, 2e-5, [0] * 40 + [8192] * 10)
-    budget = prefill_limiter.budget(flowing=True)
+    budget = prefill_limiter.budget(decoding=True)
     assert budget.fit(0) == budget.fit(2048) == 8192
     assert budget.less(2048, 8000).fit(2048) == 192
 
@@ -59,9 +59,9 @@ def test_a_step_has_no_more_tokens_than_it_may_whatever_it_takes():
 def test_waiting_for_work_is_not_a_slow_step():
     prefill_limiter = PrefillLimiter(0.05, 8192)
     now = learn(prefill_limiter, 0.01, 1e-5, [0] * 40 + [2048] * 40)
-    before = prefill_limiter.budget(flowing=True)
+    before = prefill_limiter.budget(decoding=True)
     prefill_limiter.ended(now + 1000, plan_of(2048), began=now + 1000 - 0.01 - 2048e-5)
-    assert prefill_limiter.budget(flowing=True).work == pytest.approx(before.work)
+    assert prefill_limiter.budget(decoding=True).work == pytest.approx(before.work)
 
 
 def test_a_step_at_a_time_is_learned_from_too():
@@ -69,7 +69,7 @@ def test_a_step_at_a_time_is_learned_from_too():
     for work in [0] * 40 + [2048] * 40:
         began, now = now + 7.0, now + 7.0 + 0.01 + 1e-5 * work
         prefill_limiter.ended(now, plan_of(work), began=began)
-    assert 3500 < prefill_limiter.budget(flowing=True).fit(0) < 4500
+    assert 3500 < prefill_limiter.budget(decoding=True).fit(0) < 4500
 
 
 def test_a_step_that_took_long_is_got_over():
@@ -77,9 +77,9 @@ def test_a_step_that_took_long_is_got_over():
     prefill_limiter = PrefillLimiter(0.3, 8192)
     now = learn(prefill_limiter, 0.01, 2e-5, [0] * 40 + [8192] * 10)
     prefill_limiter.ended(now + 3.0, plan_of(0), began=None)
-    assert prefill_limiter.budget(flowing=True).fit(0) == LEAST
-    learn(prefill_limiter, 0.01, 2e-5, [LEAST] * 8, now + 3.0)
-    assert prefill_limiter.budget(flowing=True).fit(0) > 4000
+    assert prefill_limiter.budget(decoding=True).fit(0) == MIN_PREFILL_TOKENS
+    learn(prefill_limiter, 0.01, 2e-5, [MIN_PREFILL_TOKENS] * 8, now + 3.0)
+    assert prefill_limiter.budget(decoding=True).fit(0) > 4000
 
 
 @pytest.mark.parametrize("late", [1.0, 5.0])
@@ -88,17 +88,17 @@ def test_a_small_step_that_took_long_is_got_over(late):
     prefill_limiter = PrefillLimiter(0.3, 8192)
     now = learn(prefill_limiter, 0.01, 2e-5, [0] * 40)
     now = learn(prefill_limiter, late, 2e-5, [100], now)
-    assert prefill_limiter.budget(flowing=True).fit(0) == LEAST
+    assert prefill_limiter.budget(decoding=True).fit(0) == MIN_PREFILL_TOKENS
     for _ in range(30):
-        now = learn(prefill_limiter, 0.01, 2e-5, [prefill_limiter.budget(flowing=True).fit(0)], now)
-    assert prefill_limiter.budget(flowing=True).fit(0) > 4000
+        now = learn(prefill_limiter, 0.01, 2e-5, [prefill_limiter.budget(decoding=True).fit(0)], now)
+    assert prefill_limiter.budget(decoding=True).fit(0) > 4000
 
 
 def test_where_streams_alone_take_too_long_nothing_is_tried():
     prefill_limiter = PrefillLimiter(0.005, 8192)
     now = learn(prefill_limiter, 0.01, 2e-5, [0] * 40 + [512] * 10)
-    learn(prefill_limiter, 0.01, 2e-5, [LEAST] * 50, now)
-    assert prefill_limiter.budget(flowing=True).fit(0) == LEAST
+    learn(prefill_limiter, 0.01, 2e-5, [MIN_PREFILL_TOKENS] * 50, now)
+    assert prefill_limiter.budget(decoding=True).fit(0) == MIN_PREFILL_TOKENS
     assert prefill_limiter._seconds / prefill_limiter._work == pytest.approx(2e-5, rel=0.3)
 
 
@@ -107,10 +107,11 @@ def test_tokens_that_were_forgotten_are_not_attended():
     one, other = PrefillLimiter(0.05, 8192), PrefillLimiter(0.05, 8192)
     for now in (1.0, 1.1, 1.2):
         one.ended(now, StepPlan(step=1, rows=[Row(0, 0, 512)]), began=None)
-        other.ended(now, StepPlan(step=1, rows=[Row(0, 9 * CONTEXT, 512, shift=9 * CONTEXT)]), began=None)
-    assert one.budget(flowing=True) == other.budget(flowing=True)
+        far = 9 * WORK_DOUBLING_CONTEXT
+        other.ended(now, StepPlan(step=1, rows=[Row(0, far, 512, shift=far)]), began=None)
+    assert one.budget(decoding=True) == other.budget(decoding=True)
     other.ended(9.0, StepPlan(step=1, rows=[Row(0, 0, 512)], probes=[Probe(0, 0, 8)]), began=None)
-    assert one.budget(flowing=True) == other.budget(flowing=True)
+    assert one.budget(decoding=True) == other.budget(decoding=True)
 
 
 def test_what_is_left_over_by_rounding_goes_to_nobody():
@@ -125,6 +126,6 @@ def test_a_small_step_says_little_about_large_ones():
     prefill_limiter.ended(1.0, plan_of(100), began=1.0)
     now = learn(prefill_limiter, 0.0, 15e-3 / 100, [100])
     now = learn(prefill_limiter, 0.0, 3e-5, [2000], now)
-    assert prefill_limiter.budget(flowing=True).work == pytest.approx(8700, rel=0.05)
+    assert prefill_limiter.budget(decoding=True).work == pytest.approx(8700, rel=0.05)
     learn(prefill_limiter, 0.0, 15e-3 / 100, [100], now)
-    assert prefill_limiter.budget(flowing=True).work > 7000
+    assert prefill_limiter.budget(decoding=True).work > 7000

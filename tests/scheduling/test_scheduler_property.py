@@ -27,8 +27,8 @@ VOCAB = 97
 @pytest.fixture(autouse=True)
 def short_steps(monkeypatch):
     """Prompts here are too short to be cut."""
-    monkeypatch.setattr(prefill_limiter, "LEAST", 4)
-    monkeypatch.setattr(prefill_limiter, "CONTEXT", 16)
+    monkeypatch.setattr(prefill_limiter, "MIN_PREFILL_TOKENS", 4)
+    monkeypatch.setattr(prefill_limiter, "WORK_DOUBLING_CONTEXT", 16)
 
 
 def layout(*groups: KVGroup) -> KVLayout:
@@ -72,7 +72,8 @@ class World:
         )
         request = Request(
             id=f"r{len(self.requests)}", prompt=prompt, params=params, arrival=self.now,
-            priority=self.rng.randrange(3), salt=self.rng.choice(["", "", "tenant"]),
+            priority=self.rng.randrange(3) * self.scheduler.policy.uses_priority,
+            salt=self.rng.choice(["", "", "tenant"]),
             pooling=self.rng.choice(["", "", "", "mean", "last"]) if params.n == 1 else "",
         )  # fmt: skip
         if self.beams and self.rng.random() < 0.15:
@@ -196,6 +197,7 @@ WORLDS = [
     pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
     pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
     pytest.param((FULL,), "static", 1, True, id="static"),
+    pytest.param((FULL,), "own_policies:LongestPromptFirst", 2, True, id="own-displacing"),
 ]
 SHORT_OR_LONG = pytest.mark.parametrize(  # a life of so many operations
     "operations", [pytest.param(2_500, id="short"), pytest.param(20_000, marks=pytest.mark.slow, id="long")]

@@ -29,11 +29,11 @@ def ask(world, name, prompt, *, session="", hold=100.0, salt="", tokens=4):
 def test_a_session_is_held_until_its_time_is_up():
     it = world()
     ask(it, "a", list(range(30)), session="agent", hold=5.0)
-    (held,) = it.scheduler.sessions.view(it.now)
+    (held,) = it.scheduler.features.sessions.view(it.now)
     assert held.session == "agent" and held.pages == 8 and it.scheduler.memory.pool.used == 8
     it.now += 10
     ask(it, "b", [1, 2, 3])
-    assert it.scheduler.sessions.view(it.now) == [] and it.scheduler.memory.pool.used == 0
+    assert it.scheduler.features.sessions.view(it.now) == [] and it.scheduler.memory.pool.used == 0
 
 
 def test_the_next_turn_finds_it_and_replaces_it():
@@ -42,7 +42,7 @@ def test_the_next_turn_finds_it_and_replaces_it():
     answer = ask(it, "a", first, session="agent")
     ask(it, "b", [*first, *answer, 9, 9], session="agent")
     assert it.scheduler.stats.cached_tokens == 32
-    assert len(it.scheduler.sessions.view(it.now)) == 1
+    assert len(it.scheduler.features.sessions.view(it.now)) == 1
 
 
 def test_a_tenant_holds_no_more_than_its_quota():
@@ -50,7 +50,7 @@ def test_a_tenant_holds_no_more_than_its_quota():
     for i in range(4):
         ask(it, f"r{i}", [i] * 22, session=f"s{i}", salt="tenant")
     ask(it, "other", [7] * 22, session="s", salt="else")
-    held = it.scheduler.sessions.view(it.now)
+    held = it.scheduler.features.sessions.view(it.now)
     assert sum(s.pages for s in held if s.session != "s") <= 10 and held[-1].session == "s"
     assert [s.session for s in held[:-1]] == ["s3"]  # the latest
 
@@ -61,6 +61,6 @@ def test_under_pressure_pages_go_down_a_tier_and_come_back():
     answer = ask(it, "a", first, session="agent", hold=1000.0)
     for i in range(6):
         ask(it, f"big{i}", [40 + i] * 60)
-    assert it.scheduler.sessions.view(it.now) == []
+    assert it.scheduler.features.sessions.view(it.now) == []
     ask(it, "b", [*first, *answer, 9, 9])
-    assert it.scheduler.tiers.directory.tier("host").stats.hit_tokens > 0
+    assert it.scheduler.features.tiers.directory.tier("host").stats.hit_tokens > 0

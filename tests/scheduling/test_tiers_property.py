@@ -29,4 +29,4 @@ def test_random_life_over_tiers(groups, tiers, depth, policy, losses, operations
     first = found[tiers[0].name]
     assert first.pages_out > (5 if losses > 0.5 else 100) and sum(tier.hit_tokens for tier in found.values()) > 20
     assert (sum(tier.missed for tier in found.values()) > 0) == (losses > 0)
-    assert not world.scheduler.tiers.moving
+    assert not world.scheduler.features.tiers.moving

@@ -171,7 +171,7 @@ def test_rows_past_a_stop_and_padding() -> None:
     engine.submit("a", list(range(1, 9)), tokens=50)
     for _ in range(4):
         engine.step()
-    drawn = engine.scheduler.sequences.requests["a"][0].outputs
+    drawn = engine.scheduler.sequences.requests["a"].sequences[0].outputs
     engine.scheduler.finish_at("a", 0, drawn - 1)
     engine.run()
     steps = engine.scheduler.stats.steps
@@ -189,7 +189,7 @@ def test_bounded() -> None:
         engine.submit(f"r{i}", [i + 1], tokens=1)
         engine.run()
     assert engine.scheduler.timelines("long") == [] and engine.scheduler.timelines("r1099")
-    assert len(engine.scheduler.timeline._past) == 1024
+    assert len(engine.scheduler.features.timeline._past) == 1024
 
 
 def test_the_picture_agrees_with_the_books() -> None:

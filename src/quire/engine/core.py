@@ -8,12 +8,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 
 import msgspec
 
-from quire.engine.cache_orders import carry_out
+from quire.engine.cache_orders import CacheOrders
 from quire.engine.grammar_queue import GrammarQueue
-from quire.scheduling import Scheduler
+from quire.scheduling import Scheduler, SchedulingFeature
 from quire.types.cache_orders import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
@@ -31,8 +32,17 @@ MAX_FAILURES = 3  # failed steps in a row before the engine gives up
 
 
 class EngineCore:
-    def __init__(self, options: EngineOptions, executor: Executor):
+    def __init__(
+        self,
+        options: EngineOptions,
+        executor: Executor,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        listeners: Iterable[SchedulingFeature] = (),
+    ):
+        """`clock`: seconds; `listeners`: scheduling features beside the scheduler's own."""
         self.executor = executor
+        self._clock = clock
         self.capacity = executor.start()
         self.scheduler = Scheduler(
             options.scheduler,
@@ -41,6 +51,7 @@ class EngineCore:
             prefix_cache=options.cache.prefix_cache,
             kv_policy=options.cache.kv_policy,
             session_quota=options.cache.session_quota,
+            listeners=listeners,
         )
         self._grammar_queue = GrammarQueue(options.scheduler.max_waiting)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
@@ -53,7 +64,7 @@ class EngineCore:
         if asleep and self.busy:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
         if asleep and not self._asleep:
-            self.scheduler.sessions.clear()  # what they hold stays cached, and cached pages are what is kept
+            self.scheduler.features.sessions.clear()  # what they hold stays cached, and that is what is kept
             self.executor.sleep(self.scheduler.memory.pool.cached_pages())
         elif self._asleep and not asleep:
             self.executor.wake()
@@ -83,7 +94,7 @@ class EngineCore:
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
-        now = time.monotonic()
+        now = self._clock()
         late = self.scheduler.expire(now)
         if self._grammar_queue:
             idle = not (self.scheduler.busy or self._tickets)
@@ -101,7 +112,7 @@ class EngineCore:
 
     def _land(self) -> list[TokenEvent]:
         done, ticket = self._tickets.popleft()
-        events = self.scheduler.commit(done, ticket.result(), time.monotonic())
+        events = self.scheduler.commit(done, ticket.result(), self._clock())
         self._failures = 0
         return events
 
@@ -139,12 +150,12 @@ class EngineCore:
     def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         if order.action != "look":
             self._rouse()
-        return carry_out(self, order)
+        return CacheOrders(self.scheduler, self.executor, self.flush, self._clock).carry_out(order)
 
     def flush(self) -> None:
         """Begin transfers that wait for the next plan now."""
         plan = StepPlan(step=0)
-        self.scheduler.tiers.directory.hand_over(plan)
+        self.scheduler.features.tiers.directory.hand_over(plan)
         if plan.transfers or plan.drops:
             self.executor.submit(plan)
 

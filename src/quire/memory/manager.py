@@ -11,10 +11,11 @@ A table maps KV positions to pages, one list per group:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
+from quire.types.clock import Clock
 from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
 from quire.types.plan import RopeShift
@@ -82,12 +83,14 @@ class KVManager:
         prefix_cache: bool = True,
         contiguous: bool = False,
         naming: bytes = b"",  # key of page names, where others must come to the same names
+        clock: Clock | None = None,
     ):
         self.layout = layout
         self.prefix_cache = prefix_cache
         self.contiguous = contiguous
-        self.index = PrefixIndex()
+        self.index = PrefixIndex(clock)
         self.pool = (ContiguousPool if contiguous else PagePool)(pages, self.index)
+        self._loading: dict[Hashable, list[Key]] = {}  # promised by loads under way
         self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled
         self.slots_filled = 0
         self._sizes = [g.tokens_per_page for g in layout.groups]
@@ -291,6 +294,67 @@ class KVManager:
             self.slots_filled += len(gone) * size
         elif gone and gone[-1] == pages[-1]:
             self.slots_filled += size - empty
+
+    # ---- pages that no sequence has -------------------------------------------------------------------------
+
+    def cached(self, group: int, names: Iterable[bytes]) -> list[int]:
+        """Device pages of consecutive names, up to the first that is not there."""
+        return self.index.run(group, names)
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Keep pages, beside whoever has them."""
+        self.pool.share(pages)
+
+    def let_go(self, pages: Sequence[int]) -> None:
+        """Give up pages that were held, of one run: the deepest become evictable first."""
+        self.pool.release(pages[::-1])
+
+    def begin_load(self, here: Sequence[int], keys: Sequence[Key], owner: Hashable, taker: str) -> list[int] | None:
+        """Hold the pages `here` and take others for the content `keys`, which is promised to come; None, and no change,
+        if there are not so many."""
+        self.pool.share(here)
+        fresh = self.pool.take(len(keys), taker)
+        if fresh is None:
+            self.pool.release(here[::-1])
+        else:
+            self._loading[owner] = self.index.promise(keys, owner)
+        return fresh
+
+    def loaded(self, key: Key, page: int, parent: bytes) -> None:
+        """Content has come, behind the page named `parent`."""
+        self.index.publish(key, page, parent)
+
+    def end_load(self, owner: Hashable) -> None:
+        """No more of what was promised comes."""
+        self.index.withdraw(self._loading.pop(owner, ()), owner)
+
+    def import_pages(self, keys: Sequence[tuple[Key, bytes]], fill: Callable[[list[int]], None]) -> bool:
+        """Take a page for each (key, name of the page before it), have them filled, and leave them cached; False, and
+        no change, if there are not so many."""
+        pages = self.pool.take(len(keys))
+        if pages is None:
+            return False
+        fill(pages)
+        for (key, parent), page in zip(keys, pages, strict=True):
+            self.index.publish(key, page, parent)
+        self.pool.release(pages[::-1])
+        return True
+
+    def forget(self, keys: Iterable[Key] | None = None) -> int:
+        """Drop cached content that no sequence uses (this, or all of it); how many pages that frees."""
+        return self.pool.forget_idle() if keys is None else self.pool.forget_keys(keys)
+
+    def on_eviction(self, told: Callable[[Key, int], None]) -> None:
+        """Have `told` called with content that is about to be lost, and its page."""
+        self.pool.leaving = told
+
+    def holds(self, key: Key, page: int) -> bool:
+        """Whether the page is where this content is looked up."""
+        return self.index.key_of(page) == key
+
+    def reset_counters(self) -> None:
+        self.pool.peak = self.pool.used
+        self.slots_allocated = self.slots_filled = 0
 
     def check(self, tables: Sequence[PageTable]) -> None:
         """Every reference is held by exactly one table entry."""

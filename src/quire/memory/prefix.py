@@ -14,6 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
+from quire.types.clock import Clock
 from quire.types.transfer import Key
 
 AT_ONCE = 64  # names looked up together
@@ -28,8 +29,8 @@ class Eviction(NamedTuple):
 
 
 class PrefixIndex:
-    def __init__(self) -> None:
-        self.now = 0.0  # as the caller last said
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock()
         self._page: dict[Key, int] = {}
         self._key: dict[int, Key] = {}
         self._parent: dict[Key, bytes] = {}
@@ -67,7 +68,7 @@ class PrefixIndex:
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key], self._parent[key]
-            self._evicted[key] = Eviction(self.now, taker)
+            self._evicted[key] = Eviction(self._clock.now, taker)
             if len(self._evicted) > REMEMBERED:
                 self._evicted.popitem(last=False)
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from quire.memory.costs import Costs
 from quire.memory.prefix import PrefixIndex
 from quire.memory.ranking import Ranking
+from quire.types.clock import Clock
 from quire.types.events import TierStats
 from quire.types.plan import StepPlan
 from quire.types.transfer import DEVICE, Drop, Key, TierSpec, Transfer, TransferDone
@@ -41,10 +42,17 @@ class Tier:
 
 
 class Directory:
-    def __init__(self, specs: Sequence[TierSpec], index: PrefixIndex, page_bytes: int, policy: str = "lru"):
+    def __init__(
+        self,
+        specs: Sequence[TierSpec],
+        index: PrefixIndex,
+        page_bytes: int,
+        policy: str = "lru",
+        clock: Clock | None = None,
+    ):
         self.tiers = [Tier(spec, policy) for spec in specs]
         self.costs = Costs(page_bytes)
-        self.now = 0.0
+        self._clock = clock or Clock()
         self._index = index
         self._page_bytes = page_bytes
         self._most = max(8, STAGED // page_bytes)
@@ -91,7 +99,7 @@ class Directory:
         elif self.tiers:
             self._send(DEVICE, self.tiers[0], key, page)
 
-    def settle(self, key: Key, page: int) -> None:
+    def save(self, key: Key, page: int) -> None:
         """The device page is computed for good: into the tiers that are kept."""
         for tier in self.tiers:
             if tier.spec.kept:
@@ -148,7 +156,7 @@ class Directory:
         """Room for one more page; what leaves goes one tier down. False if everything is pinned."""
         most = tier.spec.pages or REMEMBERED
         while len(tier.holds) + len(tier.arriving) >= most:
-            key = tier.holds.pop(self.now)
+            key = tier.holds.pop(self._clock.now)
             if key is None:
                 return False
             if tier.spec.pages:
@@ -212,7 +220,7 @@ class Directory:
     def pin(self, keys: Iterable[Key], until: float) -> None:
         """Keep pages in whatever tier they are in, or come to."""
         if len(self._pins) > REMEMBERED:
-            self._pins = {key: end for key, end in self._pins.items() if end > self.now}
+            self._pins = {key: end for key, end in self._pins.items() if end > self._clock.now}
         for key in keys:
             self._pins[key] = until
             for tier in self.tiers:

@@ -3,8 +3,9 @@
 Knows: types, memory. Refuses to know: tensors, text, processes, clocks (the caller says what time it is).
 """
 
-from quire.scheduling.policies import POLICIES, make_policy
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.policies import POLICIES, Policy, make_policy
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.sequence import Sequence
 
-__all__ = ["POLICIES", "Scheduler", "Sequence", "make_policy"]
+__all__ = ["POLICIES", "Policy", "Scheduler", "SchedulingFeature", "Sequence", "make_policy"]

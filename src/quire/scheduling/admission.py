@@ -1,164 +1,177 @@
-"""Who waits is let in: pages, a slot and a first row for newcomers, best first, while budget, slots and memory last.
+"""Admission: pages, a slot and a first row for waiting sequences, best first, while budget, slots and memory last.
 
-A newcomer starts on what is cached of its prompt; one whose pages are on their way (computed by somebody else, sent
-for from a tier, chunks of its own) waits for them. Refuses to know: how running sequences go on, who gives way to whom.
+A sequence starts on what is cached of its prompt; one whose pages are on their way (another sequence computes them, a
+tier delivers them, chunks of its own) waits for them. One that does not fit may be overtaken by a few that do, up to a
+bound; and the policy may have a running sequence displaced for it. Refuses to know: how running sequences go on.
 """
 
 from __future__ import annotations
 
-from collections import deque
-
 from quire.memory.manager import Hit, KVManager
-from quire.scheduling.features.chunk_reuse import ChunkReuse
-from quire.scheduling.features.sessions import Sessions
-from quire.scheduling.features.tier_prefetch import TierPrefetch, reusable
+from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.policies import FCFS
+from quire.scheduling.policies import Policy
 from quire.scheduling.preemption import PreemptionGuard
-from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
-from quire.types.request import Status
+from quire.types.request import FinishReason, Status
 
-AT_ONCE, ENOUGH = 64, 4096  # newcomers, and tokens of theirs, while the device is idle; the others while it works
+MAX_SCANNED = 64  # waiting sequences looked at in one plan, beyond those that get a slot
+MAX_PASSED = 8  # ... of them, behind one that does not fit
+MAX_OVERTAKEN = 32  # admissions of others that a sequence which does not fit is made to wait for
+MAX_DISPLACED = 4  # running sequences preempted for better candidates in one plan
+IDLE_SEQUENCES, IDLE_TOKENS = 64, 4096  # admitted while the device is idle; others follow while it works
 
 
-class Admission:
+class Admission(SchedulingFeature):
     def __init__(
         self,
-        sequences: SequenceTable,
+        table: SequenceTable,
         *,
-        policy: FCFS,
+        policy: Policy,
         chunk: int,
         overlapped: bool,
         memory: KVManager,
         timeline: TimelineRecorder,
-        tiers: TierPrefetch,
-        sessions: Sessions,
         preemption: PreemptionGuard,
-        chunk_reuse: ChunkReuse,
     ):
         """`chunk`: most tokens of one row; `overlapped`: whether plans are made while the device works."""
-        self._sequences = sequences
+        self._table = table
         self._policy = policy
+        self._displacing = type(policy).displaces is not Policy.displaces
         self._chunk = chunk
         self._overlapped = overlapped
         self._memory = memory
         self._timeline = timeline
-        self._tiers = tiers
-        self._sessions = sessions
         self._preemption = preemption
-        self._chunk_reuse = chunk_reuse
+        self._overtaken: dict[Sequence, int] = {}
 
-    def admit(
-        self, builder: PlanBuilder, budget: Budget, now: float, *, idle: bool, only: list[Sequence] | None = None
-    ) -> None:
-        """Let waiting sequences start; `only` these, at any price. `idle`: no step is in flight."""
-        sequences, slots = self._sequences, self._sequences.slots
-        if not (sequences.waiting and slots and budget.fit(0) and self._policy.admits(len(sequences.running))):
+    def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
+        """Let waiting sequences start; `only` this one, at any price."""
+        table, slots, memory = self._table, self._table.slots, self._memory
+        if not table.waiting or not builder.budget.fit(0) or (memory.contiguous and table.running):
             return
-        order = only or list(self._policy.order(sequences.waiting, now))
-        reserve = self._policy.reserve(order[: len(slots)])
-        hurry = self._overlapped and idle and not (reserve or builder.rows)
-        admitted: set[Sequence] = set()
-        for seq in order:
-            if not slots or not (budget.fit(0) or reserve):
+        candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
+        reserve = _whole(candidates[: len(slots)]) if memory.contiguous else 0
+        hurry = self._overlapped and builder.idle and not (reserve or builder.rows)
+        admitted = passed = 0
+        blocked: Sequence | None = None
+        for seq in candidates:
+            if not slots or not (builder.budget.fit(0) or reserve):
                 break
-            if hurry and (len(admitted) >= AT_ONCE or builder.plan.tokens >= ENOUGH):
+            if hurry and (admitted >= IDLE_SEQUENCES or builder.plan.tokens >= IDLE_TOKENS):
                 break
             if seq.inflight or not (only or self._preemption.admits(seq)):
-                continue  # preempted; its old pages are still in use, or it would only be so again
-            self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            hit = self._memory.lookup(seq.table, reusable(seq))
-            if hit.waits or self._tiers.fetch(seq) or self._awaits_chunks(builder, seq):
+                continue  # preempted; its old pages are still in use, or it would only be preempted again
+            if blocked is not None:
+                passed += 1
+                if not self._may_pass(blocked, seq, passed):
+                    break
+            hit = self._lookup(builder, seq)
+            if hit is None:
                 seq.move(Status.PENDING)
                 self._timeline.waits(seq)
-                continue
-            count = min(seq.known - hit.tokens, self._chunk, budget.fit(hit.tokens))
-            if seq.kv_budget is not None:
-                count = min(count, seq.kv_budget.room(hit.tokens, 0))
-            spare = self._preemption.spare if sequences.running and not only else 0
-            while not (fits := self._start(builder, seq, hit, count, reserve, spare)) and self._sessions.let_go():
-                hit = self._memory.lookup(seq.table, reusable(seq))
-            if not fits:
-                break
-            admitted.add(seq)
-            budget = budget.less(hit.tokens, count)
-        if admitted:
-            sequences.waiting = deque(s for s in sequences.waiting if s not in admitted)
+            elif self._start_or_reclaim(builder, seq, hit, reserve, forced=bool(only)):
+                admitted += 1
+                if blocked is not None:
+                    self._overtaken[blocked] = self._overtaken.get(blocked, 0) + 1
+            else:
+                blocked = blocked or seq
 
-    def _awaits_chunks(self, builder: PlanBuilder, seq: Sequence) -> bool:
-        blend = seq.request.blend
-        return blend is not None and self._chunk_reuse.waits(builder, seq, blend, self._sequences.enter_apart)
+    def _may_pass(self, blocked: Sequence, seq: Sequence, passed: int) -> bool:
+        overtaken = self._overtaken.get(blocked, 0)
+        room = self._memory.pool.available > self._preemption.spare
+        return (
+            passed <= MAX_PASSED and overtaken < MAX_OVERTAKEN and room and self._policy.passes(blocked.view, seq.view)
+        )
 
-    def _start(self, builder: PlanBuilder, seq: Sequence, hit: Hit, count: int, reserve: int, spare: int) -> bool:
-        """Give a newcomer pages, a slot and its first row; False if memory is short."""
+    def displace(self) -> None:
+        """Before rows are planned: preempt running sequences, those with the highest rank, while the policy prefers the
+        first waiting one to them and that could not start otherwise."""
+        table = self._table
+        for _ in range(MAX_DISPLACED if self._displacing else 0):
+            best = next((s for s in table.waiting.first(MAX_SCANNED) if s.status is not Status.PENDING), None)
+            if best is None or best.inflight or self._fits_now(best):
+                return
+            worst = self._preemption.victim(table.running)
+            if worst is None or not self._policy.displaces(best.view, worst.view):
+                return
+            table.preempt(worst)
+            if worst.inflight:
+                return  # its slot and pages come back when its step has landed
+
+    def _fits_now(self, seq: Sequence) -> bool:
+        self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
+        hit = self._memory.lookup(seq.table, seq.reusable)
+        spare = self._preemption.spare if self._table.running else 0
+        return bool(self._table.slots) and self._memory.fits(min(seq.known, seq.peak), hit, spare)
+
+    def _lookup(self, builder: PlanBuilder, seq: Sequence) -> Hit | None:
+        """What is cached of a sequence; None: more of it is on its way."""
+        self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
+        hit = self._memory.lookup(seq.table, seq.reusable)
+        held = hit.waits or any(feature.holds(seq, builder) for feature in self._table.features)
+        return None if held else hit
+
+    def _start_or_reclaim(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, *, forced: bool) -> bool:
+        spare = self._preemption.spare if self._table.running and not forced else 0
+        while not self._start(builder, seq, hit, reserve, spare):
+            if not any(feature.reclaim(running=False) for feature in self._table.features):
+                return False
+            hit = self._memory.lookup(seq.table, seq.reusable)
+        return True
+
+    def _start(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, spare: int) -> bool:
+        """Give a waiting sequence pages, a slot and its first row; False if memory is short."""
+        count = min(seq.known - hit.tokens, self._chunk, builder.budget.fit(hit.tokens))
+        if seq.hook is not None:
+            count = min(count, seq.hook.row_limit(hit.tokens))
         if not self._memory.fits(min(max(seq.known, reserve), seq.peak), hit, spare):
             return False
-        blend = seq.request.blend
-        if blend is not None:
+        if seq.request.blend is not None:
             reserve = seq.known
         adopted = self._memory.adopt(seq.table, hit)
         extended = self._memory.extend(seq.table, hit.tokens, max(hit.tokens + count, reserve))
         if extended is None:  # enough pages, but not in one piece
             self._memory.release(seq.table, hit.tokens)
             return False
-        seq.computed = seq.hit = hit.tokens
+        seq.computed = hit.tokens
         if seq.cached < 0:
             seq.cached = hit.tokens
             self._timeline.stats.cached_tokens += hit.tokens
-        self._timeline.started(seq, hit)
-        self._tiers.started(seq)
-        self._preemption.started(seq)
-        self._sequences.run(builder, seq)
+        self._table.waiting.remove(seq)
+        self._table.start(builder, seq, hit)
         builder.change(seq, adopted)
         builder.change(seq, extended)
         self._memory.promise(seq.table, min(seq.known, seq.peak))
-        if blend is not None and self._chunk_reuse.begin(builder, seq, blend, hit.tokens, count, self.add_row):
-            return True
-        if count:
-            self.add_row(builder, seq, count)
+        taken_over = any(feature.takes_over(builder, seq, hit, count) for feature in self._table.features)
+        if count and not taken_over:
+            self._table.add_row(builder, seq, count)
+        builder.budget = builder.budget.less(hit.tokens, count)
         return True
 
     def seat_forks(self, builder: PlanBuilder) -> None:
         """Slots and rows for beams that forked off others, as far as there are any."""
-        for seq in list(self._sequences.forks):
-            if not self._sequences.slots:
+        for seq in list(self._table.forks):
+            if not self._table.slots:
                 break
             change = self._memory.extend(seq.table, seq.computed, seq.known)
             if change is None:
                 break
-            del self._sequences.forks[seq]
-            self._sequences.run(builder, seq)
+            del self._table.forks[seq]
+            self._table.run(builder, seq)
             builder.tables(seq)
             builder.plan.copies += change.copies
-            self.add_row(builder, seq, 1)
+            self._table.add_row(builder, seq, 1)
 
-    def add_row(self, builder: PlanBuilder, seq: Sequence, count: int, drafts: int = 0) -> None:
-        """Let a running sequence compute tokens from where it is, and draw if that completes it."""
-        self._timeline.row(seq, count)
-        builder.row(seq, count, drafts)
-        self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known and seq.draws:
-            if seq.children and seq.known == seq.prompt_len:
-                self._fork_children(builder, seq)
-            builder.sample(seq)
+    def admitted(self, seq: Sequence, hit: Hit | None) -> None:
+        self._overtaken.pop(seq, None)
 
-    def _fork_children(self, builder: PlanBuilder, parent: Sequence) -> None:
-        """The prompt is computed in this step: branches share its pages and draw from its last row."""
-        for child in parent.children:
-            if child.status is Status.FINISHED:
-                continue
-            child.cached = parent.cached
-            if not self._sequences.slots:
-                self._sequences.waiting.append(child)  # starts later, on a prefix hit
-                continue
-            child.table = self._memory.fork(parent.table)
-            child.computed = child.hit = parent.computed
-            child.inherit(parent)
-            self._timeline.started(child)
-            self._sequences.run(builder, child)
-            builder.tables(child)
-            builder.sample(child)
-        parent.children = []
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self._overtaken.pop(seq, None)
+
+
+def _whole(batch: list[Sequence]) -> int:
+    """Tokens to set aside for each sequence of a static batch: the longest prompt and the longest answer."""
+    return max(s.prompt_len for s in batch) + max(s.limit - s.prompt_len for s in batch)

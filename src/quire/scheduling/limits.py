@@ -1,4 +1,4 @@
-"""What a request must be to be let in, and when it must be done: refusals with reasons, and deadlines.
+"""What a request must be to be accepted, and when it must be done: refusals with reasons, and deadlines.
 
 Refuses to know: queues, plans.
 """
@@ -17,9 +17,9 @@ from quire.types.plan import Capacity
 from quire.types.request import Request
 
 
-def longest_length(request: Request, memory: KVManager, capacity: Capacity, kv_budget: KVBudget | None) -> int:
+def check_request(request: Request, memory: KVManager, capacity: Capacity, budget: KVBudget | None) -> int:
     """Tokens that prompt and answer may come to; refuses, with a reason, what could never run."""
-    length, longest = len(request.prompt), capacity.max_model_len if kv_budget else capacity.longest
+    length, longest = len(request.prompt), capacity.max_model_len if budget else capacity.longest
     if length == 0:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
     if length >= longest:
@@ -29,7 +29,11 @@ def longest_length(request: Request, memory: KVManager, capacity: Capacity, kv_b
             f"shorten the prompt or {longer}"
         )
     limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
-    if memory.layout.pages_for(min(limit, kv_budget.peak) if kv_budget else limit) > memory.pool.total:
+    if request.outputs and (request.params.n > 1 or request.beam or request.pooling):
+        raise InputError("outputs continue one answer: n must be 1, without beam search or pooling", param="outputs")
+    if length + len(request.outputs) >= limit:
+        raise InputError(f"all {limit - length} tokens of the answer are drawn already", param="outputs")
+    if memory.layout.pages_for(min(limit, budget.peak) if budget else limit) > memory.pool.total:
         raise ContextLengthError(
             f"prompt and answer may need {limit} tokens, more than the whole KV pool holds "
             f"({memory.pool.total} pages); lower max_tokens or raise kv_memory"

@@ -1,4 +1,4 @@
-"""A plan in the making and in the air: beside its rows and samples, whose they are and in which epoch.
+"""A plan in the making, and then in flight: beside its rows and samples, whose they are and in which epoch.
 
 Knows how a sequence is told to the worker. Refuses to know: who is chosen, where pages come from.
 """
@@ -6,19 +6,22 @@ Knows how a sequence is told to the worker. Refuses to know: who is chosen, wher
 from __future__ import annotations
 
 from quire.memory.manager import UNCHANGED, Change
+from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
 from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Write
 
 
 class PlanBuilder:
-    __slots__ = ("began", "plan", "probes", "rows", "samples")
+    __slots__ = ("budget", "idle", "now", "plan", "probes", "rows", "samples")
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, now: float = 0.0, *, idle: bool = True, budget: Budget | None = None):
         self.plan = StepPlan(step=step)
+        self.now = now  # when it was planned
+        self.idle = idle  # whether no other step was in flight then
+        self.budget = budget or Budget(0)  # what is left for prefill
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
         self.probes: list[tuple[Sequence, int]] = []
-        self.began: float | None = None  # when it was planned, if nothing else was in flight then
 
     def members(self) -> dict[Sequence, None]:
         """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
@@ -55,18 +58,22 @@ class PlanBuilder:
         self.plan.deltas += [PageDelta(seq.slot, g, 0, list(pages)) for g, pages in enumerate(seq.table.pages)]
 
     def row(self, seq: Sequence, count: int, drafts: int = 0) -> None:
-        """Let the sequence catch up by `count` tokens, and by as many of `drafts` more as are guessed right."""
-        request, start = seq.request, seq.computed
+        """Let the sequence catch up by `count` tokens, and by as many of `drafts` more as are accepted."""
+        request, start, hook = seq.request, seq.computed, seq.hook
         if seq.unsent:
             at = len(seq.tokens) - seq.unsent
             self.plan.writes.append(Write(seq.slot, at, seq.tokens[at:]))
             seq.unsent = 0
         seq.computed = start + count
-        seq.drafts = drafts
-        score = request.params.prompt_logprobs is not None and len(seq.scores) < seq.prompt_len - 1
-        pool = request.pooling if request.pooling != "last" or seq.computed == seq.prompt_len else ""
-        mass = seq.kv_budget is not None and seq.kv_budget.asks(start, seq.evicted)
-        self.plan.rows.append(Row(seq.slot, start, count, score, pool, drafts, seq.evicted, mass))
+        seq.attained += count
+        row = Row(seq.slot, start, count, drafts=drafts)
+        if request.params.prompt_logprobs is not None:
+            row.score = start < seq.prompt_len - 1 and not seq.outputs
+        if request.pooling and (request.pooling != "last" or seq.computed == seq.prompt_len):
+            row.pool = request.pooling
+        if hook is not None:
+            row.shift, row.mass = hook.evicted, hook.wants_mass(start)
+        self.plan.rows.append(row)
         self.rows.append((seq, seq.epoch))
 
     def probe(self, seq: Sequence, start: int, count: int) -> None:

@@ -1,56 +1,67 @@
-"""Admission and preemption when memory is short: nobody is made to start over again and again.
+"""Admission and preemption when memory is short: no sequence is made to start over again and again.
 
-Every preemption raises the pages that must stay free when somebody is let in; every end lowers them a little. And
-whoever was preempted `MOST` times comes back only if all such sequences fit at their longest together; from then on
-they are nobody's victims, because they never need to be.
+Every preemption raises the pages that must stay free when a sequence is admitted beside others; every end lowers them
+a little. And one that was preempted `MAX_PREEMPTIONS` times comes back only if all such sequences fit at their longest
+together; from then on they are not preempted, because they never need to be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from quire.memory.manager import KVManager
-from quire.scheduling.sequence import Sequence as Seq
+from quire.memory.manager import Hit, KVManager
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.sequence import Sequence
+from quire.types.request import FinishReason
 
-MOST = 3
-EASE = 0.9  # what an end leaves of the pages kept free
+MAX_PREEMPTIONS = 3
+SPARE_DECAY = 0.9  # what an end leaves of the pages kept free
 
 
-class PreemptionGuard:
-    def __init__(self, memory: KVManager):
+class PreemptionGuard(SchedulingFeature):
+    def __init__(self, memory: KVManager, timeline: TimelineRecorder):
         self._memory = memory
+        self._timeline = timeline
         self._least = max(1, memory.pool.total // 100)
         self._most = memory.pool.total // 4
         self._spare = float(self._least)
-        self._reserved: dict[Seq, int] = {}  # pages set aside in thought for those who may not be preempted again
+        self._times: dict[Sequence, int] = {}  # preempted
+        self._reserved: dict[Sequence, int] = {}  # pages set aside in thought for those who may not be preempted again
 
     @property
     def spare(self) -> int:
-        """Pages to leave free when a sequence is let in beside others."""
+        """Pages to leave free when a sequence is admitted beside others."""
         return int(self._spare)
 
-    def victims(self, running: Sequence[Seq]) -> list[Seq]:
-        """Those who may be preempted; all, if there is no other way."""
-        return [seq for seq in running if seq not in self._reserved] or list(running)
+    def victim(self, running: Iterable[Sequence], *, spared: bool = False) -> Sequence | None:
+        """The running sequence with the highest rank that may be preempted; with `spared`, any if there is no other."""
+        able = [seq for seq in running if seq not in self._reserved]
+        if not able and spared:
+            able = list(running)
+        return max(able, key=lambda seq: seq.rank) if able else None
 
-    def admits(self, seq: Seq) -> bool:
-        """Whether a sequence that gave way often enough can now run to its end."""
-        if seq.preempted < MOST:
+    def admits(self, seq: Sequence) -> bool:
+        """Whether a sequence that was preempted often enough can now run to its end."""
+        if self._times.get(seq, 0) < MAX_PREEMPTIONS:
             return True
         return sum(self._reserved.values()) + self._longest(seq) <= self._memory.pool.total or not self._reserved
 
-    def started(self, seq: Seq) -> None:
-        if seq.preempted >= MOST:
+    def admitted(self, seq: Sequence, hit: Hit | None) -> None:
+        if self._times and self._times.get(seq, 0) >= MAX_PREEMPTIONS:
             self._reserved[seq] = self._longest(seq)
 
-    def preempted(self, seq: Seq) -> None:
-        seq.preempted += 1
+    def preempted(self, seq: Sequence) -> None:
+        times = self._times[seq] = self._times.get(seq, 0) + 1
         self._reserved.pop(seq, None)
         self._spare = min(self._most, self._spare * 2)
+        stats = self._timeline.stats
+        stats.preempted_most = max(stats.preempted_most, times)
 
-    def ended(self, seq: Seq) -> None:
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self._times.pop(seq, None)
         self._reserved.pop(seq, None)
-        self._spare = max(self._least, self._spare * EASE)
+        self._spare = max(self._least, self._spare * SPARE_DECAY)
 
-    def _longest(self, seq: Seq) -> int:
+    def _longest(self, seq: Sequence) -> int:
         return self._memory.layout.pages_for(min(seq.limit, seq.peak))

@@ -11,14 +11,14 @@ from math import inf
 
 from quire.types.plan import StepPlan
 
-CONTEXT = 16384  # tokens behind a token that double its work
-LEAST = 64  # prompt tokens of a step, however slow: prompts must get on too
-MEMORY = 0.2  # weight of the latest step
+WORK_DOUBLING_CONTEXT = 16384  # tokens of context that double a token's work
+MIN_PREFILL_TOKENS = 64  # prompt tokens of a step, however slow: prompts must get on too
+EMA_WEIGHT = 0.2  # weight of the latest step
 
 
 def _work(start: int, count: int) -> float:
     """Of so many tokens from position `start` on."""
-    return count * (1 + start / CONTEXT)
+    return count * (1 + start / WORK_DOUBLING_CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,21 @@ class Budget:
 
 class PrefillLimiter:
     def __init__(self, target: float, most: int):
-        """`target`: seconds; 0: a step takes `most` prompt tokens whatever that lasts."""
-        self._target = target
+        """`target`: seconds a step may last unless a policy says otherwise; 0: a step takes `most` prompt tokens
+        whatever that lasts."""
+        self._default = self._target = target
         self._most = most
         self._base = 0.0  # seconds of a step without prompt tokens
         self._seconds = 0.0  # beyond that, of the latest steps with some, and their work
         self._work = 0.0
         self._last = 0.0  # when the step before ended
 
-    def budget(self, *, flowing: bool) -> Budget:
-        """For the next step; `flowing`: somebody is waiting for the token after the last."""
-        if not self._target or not flowing or not self._work:
+    def budget(self, *, decoding: bool, target: float | None = None) -> Budget:
+        """For the next step; `decoding`: a running sequence is waiting for its next token."""
+        self._target = self._default if target is None else target
+        if not self._target or not decoding or not self._work:
             return Budget(self._most)
-        return Budget(self._most, max(LEAST, self._fitting))
+        return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
 
     @property
     def _fitting(self) -> float:
@@ -64,10 +66,12 @@ class PrefillLimiter:
         if not self._target or not plan.rows or plan.probes or took <= 0:
             return
         work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
-        if work <= LEAST:  # as little as there may be: the base is what keeps it so
-            self._base += MEMORY * (took - self._base)
-            if work and self._work and 0 < self._fitting <= LEAST:  # or the rate, of which nothing is learned here:
-                self._seconds *= 1 - MEMORY  # better by and by, until more is tried
+        if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so
+            self._base += EMA_WEIGHT * (took - self._base)
+            if (
+                work and self._work and 0 < self._fitting <= MIN_PREFILL_TOKENS
+            ):  # or the rate, of which nothing is learned here:
+                self._seconds *= 1 - EMA_WEIGHT  # better by and by, until more is tried
         else:  # those with much work tell more
-            self._seconds += max(took - self._base, 0.1 * took) - MEMORY * self._seconds
-            self._work += work - MEMORY * self._work
+            self._seconds += max(took - self._base, 0.1 * took) - EMA_WEIGHT * self._seconds
+            self._work += work - EMA_WEIGHT * self._work

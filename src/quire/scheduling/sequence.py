@@ -1,17 +1,16 @@
-"""One branch of a request on its way through the engine: what it knows, and how far it has been computed."""
+"""One branch of a request on its way through the engine: what it knows, and how far it has been computed.
+
+This is the spine only. What a feature needs to remember of a sequence, it keeps itself, by sequence.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from quire.memory.manager import PageTable
-from quire.types.plan import TokenLogprobs
+from quire.memory.manager import Change, PageTable
+from quire.types.policy import SequenceView
 from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
-
-if TYPE_CHECKING:
-    from quire.scheduling.features.draft_budgets import AcceptanceRate
-    from quire.scheduling.features.kv_eviction import KVBudget
 
 
 class Sequence:
@@ -22,80 +21,37 @@ class Sequence:
     """
 
     __slots__ = (
-        "acceptance",
-        "arrival",
-        "branch",
-        "cached",
-        "children",
-        "computed",
-        "drafts",
-        "draws",
-        "epoch",
-        "evicted",
-        "hit",
-        "inflight",
-        "key",
-        "kv_budget",
-        "limit",
-        "log",
-        "lost",
-        "order",
-        "peak",
-        "pending",
-        "pooled",
-        "preempted",
-        "priority",
-        "prompt_len",
-        "reach",
-        "request",
-        "rows",
-        "scores",
-        "slot",
-        "status",
-        "stepwise",
-        "table",
-        "tokens",
-        "unsent",
-        "waits_since",
+        "attained", "branch", "cached", "computed", "draws", "epoch", "hook", "id", "inflight", "limit", "log",
+        "pending", "prompt_len", "rank", "request", "slot", "status", "stepwise", "table", "tokens", "unsent",
     )  # fmt: skip
 
-    def __init__(self, request: Request, branch: int, *, order: int, limit: int, table: PageTable):
+    def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
         self.request = request
         self.branch = branch
-        self.key = f"{request.id}/{branch}"
-        self.arrival = request.arrival
-        self.priority = request.priority
-        self.order = order
+        self.id = id
+        self.rank: tuple[Any, ...] = (id,)  # the policy's key, then the id
         self.prompt_len = len(request.prompt)
         self.limit = limit  # most tokens it may ever have, prompt included
-        self.tokens = list(request.prompt)
+        self.tokens = [*request.prompt, *request.outputs]
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         # Whether what it computes next depends on the token drawn last.
         self.stepwise = request.params.grammar is not None or request.beam is not None
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
-        self.drafts = 0  # tokens that its latest row may guess
-        self.computed = 0  # as of the last plan, guesses left out
-        self.evicted = 0  # of them, those whose KV was forgotten since
-        self.hit = 0  # of them, found in the cache at its last start
+        self.computed = 0  # as of the last plan, drafts left out
+        self.attained = 0  # token rows computed for it
         self.cached = -1  # prompt tokens found in the cache at first admission
         self.table = table
+        self.hook: RowHook | None = None
         self.slot = -1
         self.epoch = 0  # grows when in-flight results become void
-        self.preempted = 0  # how often it lost its pages
         self.inflight = 0  # steps submitted that still use its slot and pages
         self.status = Status.WAITING
-        self.children: list[Sequence] = []  # branches to fork off once the prompt is computed
-        self.scores: list[TokenLogprobs] = []  # prompt log-probabilities so far
-        self.pooled: list[float] = []  # sum of hidden states so far, if they are asked for
-        self.kv_budget: KVBudget | None = None  # what it may hold, if that is less than all
-        self.peak = limit  # KV entries it may have at once, and until then it forgets nothing
-        self.reach = limit  # how many tokens, less one, may come from a cache
-        self.acceptance: AcceptanceRate | None = None  # how guesses of its tokens have done
-        self.log: Timeline  # these four are the timeline's
-        self.rows = 0  # token rows computed for it that were not in vain
-        self.lost = 0  # KV entries it had when it was preempted
-        self.waits_since = 0.0
+        self.log = Timeline(request=request.id, branch=branch, prompt=self.prompt_len, arrival=request.arrival)
+
+    @property
+    def key(self) -> str:
+        return f"{self.request.id}/{self.branch}"
 
     @property
     def known(self) -> int:
@@ -103,34 +59,141 @@ class Sequence:
         return len(self.tokens) + self.pending
 
     @property
+    def outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def evicted(self) -> int:
+        """Of the tokens computed, those whose KV was evicted since."""
+        return self.hook.evicted if self.hook is not None else 0
+
+    @property
     def held(self) -> int:
         """KV entries it has, as of the last plan: the position its next token takes among them."""
         return self.computed - self.evicted
 
     @property
-    def outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
+    def peak(self) -> int:
+        """Most KV entries it may have at once."""
+        return self.limit if self.hook is None else self.hook.peak
 
-    def fork(self, table: PageTable) -> Sequence:
+    @property
+    def reusable(self) -> int:
+        """How many of its tokens, less one, may come from a cache: none if every position must be computed."""
+        if self.request.params.prompt_logprobs is not None or self.request.pooling == "mean":
+            return 1
+        return self.known if self.hook is None else min(self.known, self.hook.reach)
+
+    @property
+    def view(self) -> SequenceView:
+        """What a policy may see of it."""
+        return _View(self)
+
+    def fork(self, id: int, table: PageTable) -> Sequence:
         """Another sequence with the same tokens, computed as far; `table` holds its pages."""
-        child = Sequence(self.request, self.branch, order=self.order, limit=self.limit, table=table)
+        child = Sequence(self.request, self.branch, id=id, limit=self.limit, table=table)
+        child.rank = self.rank
         child.tokens = list(self.tokens)
-        child.computed = child.hit = self.computed
+        child.computed = self.computed
         child.cached = self.cached
         child.log = self.log
         return child
-
-    def budgeted(self, kv_budget: KVBudget) -> None:
-        """It may hold no more than that."""
-        self.kv_budget, self.peak, self.reach = kv_budget, kv_budget.peak, kv_budget.reach
-
-    def inherit(self, parent: Sequence) -> None:
-        """It begins with the KV of its parent, and so without what that has forgotten."""
-        self.evicted = parent.evicted
-        if self.kv_budget is not None and parent.kv_budget is not None:
-            self.kv_budget.scores = list(parent.kv_budget.scores)
 
     def move(self, status: Status) -> None:
         if status is not self.status:
             assert status in TRANSITIONS[self.status], f"{self.key}: {self.status} cannot become {status}"
             self.status = status
+
+
+class RowHook(Protocol):
+    """How a feature changes what the rows of one sequence are: how many tokens, which pages, what else is asked."""
+
+    evicted: int  # tokens computed whose KV is gone
+    peak: int  # most KV entries at once
+
+    @property
+    def reach(self) -> int:
+        """How many tokens, less one, may come from a cache."""
+        ...
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a row is planned only after the last one's results are in."""
+        ...
+
+    def row_limit(self, computed: int) -> int:
+        """Most tokens of a row that begins there."""
+        ...
+
+    def extend(self, seq: Sequence, count: int, step: int) -> Change | None:
+        """Pages for `count` more tokens; None if pages are lacking."""
+        ...
+
+    def wants_mass(self, start: int) -> bool:
+        """Whether the row that begins there shall report the attention it pays."""
+        ...
+
+    def inherit(self, parent: RowHook) -> None:
+        """Its sequence begins with the KV of another one."""
+        ...
+
+    def reset(self) -> None:
+        """Its sequence lost its pages."""
+        ...
+
+
+class _View:
+    """A read-only face of a sequence."""
+
+    __slots__ = ("_seq",)
+
+    def __init__(self, seq: Sequence):
+        self._seq = seq
+
+    @property
+    def id(self) -> int:
+        return self._seq.id
+
+    @property
+    def request(self) -> str:
+        return self._seq.request.id
+
+    @property
+    def tenant(self) -> str:
+        return self._seq.request.tenant
+
+    @property
+    def priority(self) -> int:
+        return self._seq.request.priority
+
+    @property
+    def arrival(self) -> float:
+        return self._seq.request.arrival
+
+    @property
+    def prompt(self) -> int:
+        return self._seq.prompt_len
+
+    @property
+    def cached(self) -> int:
+        return self._seq.cached
+
+    @property
+    def computed(self) -> int:
+        return self._seq.held
+
+    @property
+    def drawn(self) -> int:
+        return self._seq.outputs
+
+    @property
+    def attained(self) -> int:
+        return self._seq.attained
+
+    @property
+    def remaining(self) -> int:
+        return max(0, self._seq.limit - len(self._seq.tokens))
+
+    @property
+    def pages(self) -> int:
+        return sum(len(pages) for pages in self._seq.table.pages)

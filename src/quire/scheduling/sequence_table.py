@@ -1,96 +1,128 @@
-"""Who is where: sequences that wait and run, the slots they have, and how they come and leave.
+"""Which sequences there are: those that wait and run, the slots they have, how they come and leave.
 
     waiting ──► running (a slot, pages) ──► over
        ▲            │
        └─ preempted ┘        what steps in flight still use is given back when they land
 
-Refuses to know: who is chosen, what a step computes, what came of it.
+Every such move is made here and nowhere else, and told to all features and to the policy. Refuses to know: who is
+chosen, what a step computes, what came of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import count
 
-from quire.memory.manager import KVManager, PageTable
+from quire.memory.manager import Hit, KVManager, PageTable
+from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.beam_search import Search
-from quire.scheduling.features.chunk_reuse import ChunkReuse
-from quire.scheduling.features.kv_eviction import KVEviction
-from quire.scheduling.features.sessions import Sessions
-from quire.scheduling.features.tier_prefetch import TierPrefetch
-from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.preemption import PreemptionGuard
+from quire.scheduling.policies import Policy
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence_group import SequenceGroup
+from quire.scheduling.waiting_queue import WaitingQueue
+from quire.types.clock import Clock
 from quire.types.events import TokenEvent
+from quire.types.policy import EventKind, PolicyEvent
 from quire.types.request import FinishReason, Request, Status
 
 
 class SequenceTable:
-    def __init__(
-        self,
-        slots: int,
-        *,
-        memory: KVManager,
-        timeline: TimelineRecorder,
-        tiers: TierPrefetch,
-        sessions: Sessions,
-        preemption: PreemptionGuard,
-        eviction: KVEviction,
-        chunk_reuse: ChunkReuse,
-    ):
-        self.requests: dict[str, list[Sequence]] = {}
-        self.searches: dict[str, Search] = {}
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, slots: int, *, memory: KVManager, policy: Policy, clock: Clock):
+        self.requests: dict[str, SequenceGroup] = {}
+        self.waiting = WaitingQueue()
         self.running: dict[Sequence, None] = {}  # insertion-ordered set
         self.forks: dict[Sequence, None] = {}  # beams with pages but without a slot yet
-        self.slots = list(range(slots - 1, -1, -1))  # that nobody has
+        self.children: dict[Sequence, list[Sequence]] = {}  # branches to fork off once a prompt is computed
+        self.slots = list(range(slots - 1, -1, -1))  # free ones
         self.freed: list[int] = []  # slots to be named in the next plan
         self._count = slots
         self._memory = memory
-        self._timeline = timeline
-        self._tiers = tiers
-        self._sessions = sessions
-        self._preemption = preemption
-        self._eviction = eviction
-        self._chunk_reuse = chunk_reuse
-        self._order = 0
+        self._policy = policy
+        self.observed = frozenset(policy.observes)
+        self._clock = clock
+        self._ids = count(1)
+        self._by_id: dict[int, Sequence] = {}
+        self.register()
+
+    def register(self, *features: SchedulingFeature) -> None:
+        """Tell these of everything, in this order."""
+
+        def overriding(name: str) -> list[SchedulingFeature]:
+            return [f for f in features if getattr(type(f), name) is not getattr(SchedulingFeature, name)]
+
+        self.features = features
+        self._arrived = [f.arrived for f in overriding("arrived")]
+        self._admitted = [f.admitted for f in overriding("admitted")]
+        self._row_planned = [f.row_planned for f in overriding("row_planned")]
+        self._drew = [f.drew for f in overriding("drew")]
+        self._preempted = [f.preempted for f in overriding("preempted")]
+        self._finished = [f.finished for f in overriding("finished")]
+        self._released = [f.released for f in overriding("released")]
+
+    def tell(self, kind: EventKind, sequences: Iterable[tuple[Sequence, int]]) -> None:
+        """Tell the policy, if it wants to know; sequences whose key that changes move in the queue."""
+        if kind in self.observed:
+            event = PolicyEvent(kind, self._clock.now, [(seq.view, tokens) for seq, tokens in sequences])
+            for id in self._policy.observe(event):
+                if (seq := self._by_id.get(id)) is not None:
+                    self._rank(seq)
+
+    def _rank(self, seq: Sequence) -> None:
+        queued = seq in self.waiting
+        if queued:
+            self.waiting.remove(seq)
+        seq.rank = (*self._policy.key(seq.view), seq.id)
+        if queued:
+            self.waiting.add(seq)
 
     # ---- in -------------------------------------------------------------------------------------------------
 
     def enter(self, request: Request, limit: int) -> None:
         """Let a request wait, to become at most `limit` tokens long."""
-        count = 1 if request.beam else request.params.n
-        branches = [self._sequence(request, branch, limit) for branch in range(count)]
-        self.requests[request.id] = branches
-        if request.beam is not None:
-            self.searches[request.id] = Search(branches[0], request.beam)
+        branches = [self._sequence(request, branch, limit) for branch in range(1 if request.beam else request.params.n)]
+        self.requests[request.id] = (
+            SequenceGroup(request, branches) if request.beam is None else Search(branches[0], request.beam)
+        )
         if self._memory.contiguous:
-            self.waiting.extend(branches)
+            for seq in branches:
+                self.waiting.add(seq)
         else:
-            branches[0].children = branches[1:]
-            self.waiting.append(branches[0])
+            if len(branches) > 1:
+                self.children[branches[0]] = branches[1:]
+            self.waiting.add(branches[0])
 
     def enter_apart(self, request: Request) -> Sequence:
-        """Let a prompt wait, before others, of which only the pages are wanted: nobody else hears of it."""
+        """Let a prompt wait of which only the pages are wanted, before others of its age: no caller hears of it."""
         seq = self._sequence(request, 0, len(request.prompt) + 1)
-        seq.draws, seq.cached, seq.log.admitted = False, 0, self._timeline.now
-        self.waiting.appendleft(seq)
+        seq.draws, seq.cached, seq.log.admitted = False, 0, self._clock.now
+        seq.rank = (*seq.rank[:-1], -seq.id)
+        self.waiting.add(seq)
         return seq
 
     def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
-        self._order += 1
         table = PageTable(len(self._memory.layout.groups), request.id)
-        seq = Sequence(request, branch, order=self._order, limit=limit, table=table)
-        if kv_budget := self._eviction.kv_budget(request):
-            seq.budgeted(kv_budget)
-        self._timeline.arrived(seq)
+        seq = Sequence(request, branch, id=next(self._ids), limit=limit, table=table)
+        self._by_id[seq.id] = seq
+        for told in self._arrived:
+            told(seq)
+        self.tell(EventKind.ARRIVED, [(seq, seq.prompt_len)])
+        self._rank(seq)
         return seq
 
     def fork(self, parent: Sequence) -> Sequence:
         """A beam that sets out from another; it has no slot yet."""
-        child = parent.fork(self._memory.fork(parent.table))
+        child = parent.fork(next(self._ids), self._memory.fork(parent.table))
+        self._by_id[child.id] = child
         self.forks[child] = None
         return child
+
+    def start(self, builder: PlanBuilder, seq: Sequence, hit: Hit | None) -> None:
+        """A sequence that has its pages gets a slot; without a hit, as a fork of one that runs."""
+        for told in self._admitted:
+            told(seq, hit)
+        self.run(builder, seq)
 
     def run(self, builder: PlanBuilder, seq: Sequence) -> None:
         """Into a slot, and among the running."""
@@ -98,6 +130,40 @@ class SequenceTable:
         self.running[seq] = None
         seq.slot = self.slots.pop()
         builder.admit(seq)
+
+    # ---- on the way -----------------------------------------------------------------------------------------
+
+    def add_row(self, builder: PlanBuilder, seq: Sequence, count: int, drafts: int = 0) -> None:
+        """Let a running sequence compute tokens from where it is, and draw if that completes it."""
+        for told in self._row_planned:
+            told(seq, count)
+        builder.row(seq, count, drafts)
+        self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
+        if seq.computed == seq.known and seq.draws:
+            if self.children and seq in self.children:
+                self._fork_children(builder, seq)
+            builder.sample(seq)
+
+    def _fork_children(self, builder: PlanBuilder, parent: Sequence) -> None:
+        """The prompt is computed in this step: branches share its pages and draw from its last row."""
+        for child in self.children.pop(parent):
+            if child.status is Status.FINISHED:
+                continue
+            child.cached = parent.cached
+            if not self.slots:
+                self.waiting.add(child)  # starts later, on a prefix hit
+                continue
+            child.table = self._memory.fork(parent.table)
+            child.computed = parent.computed
+            if child.hook is not None and parent.hook is not None:
+                child.hook.inherit(parent.hook)
+            self.start(builder, child, None)
+            builder.tables(child)
+            builder.sample(child)
+
+    def drew(self, seq: Sequence, drafted: int = 0, accepted: int = 0, forced: int = 0) -> None:
+        for told in self._drew:
+            told(seq, drafted, accepted, forced)
 
     # ---- out ------------------------------------------------------------------------------------------------
 
@@ -107,61 +173,62 @@ class SequenceTable:
         del self.running[seq]
         seq.epoch += 1
         seq.pending = 0
-        if seq.request.beam is not None:
-            self.searches[seq.request.id].forget(seq)
-        if not seq.outputs:
-            seq.scores, seq.pooled = [], []
-        self._timeline.preempted(seq)
-        self._tiers.preempted(seq)
-        self._preemption.preempted(seq)
-        self._timeline.stats.preempted_most = max(self._timeline.stats.preempted_most, seq.preempted)
-        self.waiting.appendleft(seq)
+        if isinstance(search := self.requests.get(seq.request.id), Search):
+            search.lost(seq)
+        for told in self._preempted:
+            told(seq)
+        self.tell(EventKind.PREEMPTED, [(seq, seq.computed)])
+        self.waiting.add(seq)
         if not seq.inflight:
             self.release(seq)
 
     def finish(self, seq: Sequence, reason: FinishReason, message: str = "") -> TokenEvent:
-        """End a sequence and tell of it."""
+        """End a sequence and say so to its caller."""
         request = seq.request
-        well = reason in (FinishReason.STOP, FinishReason.LENGTH)
-        if request.session and seq.status is Status.RUNNING and well and not seq.evicted:
-            self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, request.salt)
-            self._sessions.keep(request.session, request.salt, seq.table, self._timeline.now + request.hold)
-        self.retire(seq)
-        self._timeline.ended(seq, reason)
-        if all(s.status is Status.FINISHED for s in self.requests[request.id]):
+        self.retire(seq, reason)
+        if not self.requests[request.id].live:
             del self.requests[request.id]
         return TokenEvent(
             request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
         )
 
+    def finish_search(self, search: Search, reason: FinishReason) -> None:
+        """End a request whose sequences are no answers by themselves."""
+        for seq in search.live:
+            self.retire(seq)
+        for told in self._finished:
+            told(search.root, reason)
+        del self.requests[search.request.id]
+
     def end(self, request_id: str, reason: FinishReason, message: str = "", error: str = "") -> list[TokenEvent]:
         """End all that is left of a request."""
-        live = [s for s in self.requests.get(request_id, ()) if s.status is not Status.FINISHED]
-        search = self.searches.pop(request_id, None)
-        if search is None:
-            events = [self.finish(seq, reason, message) for seq in live]
-        else:
-            for seq in search.live:
-                self.retire(seq)
-            self._timeline.ended(search.root, reason)
-            branches = range(search.root.request.params.n)
+        group = self.requests.get(request_id)
+        if group is None:
+            return []
+        if isinstance(group, Search):
+            self.finish_search(group, reason)
+            branches = range(group.request.params.n)
             events = [TokenEvent(request_id, b, 0, [], finish=reason, message=message) for b in branches]
-            del self.requests[request_id]
+        else:
+            events = [self.finish(seq, reason, message) for seq in group.live]
         for event in events:
             event.error = error
         return events
 
-    def retire(self, seq: Sequence) -> None:
+    def retire(self, seq: Sequence, reason: FinishReason | None = None) -> None:
         """A sequence is over; its pages and slot go back as soon as no step in flight uses them."""
-        if seq.status is not Status.RUNNING and seq in self.waiting:
+        for told in self._finished:
+            told(seq, reason)
+        self.tell(EventKind.FINISHED, [(seq, seq.outputs)])
+        if seq in self.waiting:
             self.waiting.remove(seq)
         self.running.pop(seq, None)
         self.forks.pop(seq, None)
-        self._tiers.gone(seq)
-        self._preemption.ended(seq)
+        self._by_id.pop(seq.id, None)
+        for child in self.children.pop(seq, ()):  # a prompt that is not computed any more: each computes its own
+            if child.status is not Status.FINISHED:
+                self.waiting.add(child)
         seq.move(Status.FINISHED)
-        for apart in self._chunk_reuse.gone(seq):
-            self.retire(apart)
         if not seq.inflight:
             self.release(seq)
 
@@ -172,14 +239,15 @@ class SequenceTable:
             self.freed.append(seq.slot)
             seq.slot = -1
         self._memory.release(seq.table, min(seq.computed, len(seq.tokens)) - seq.evicted)
-        self._chunk_reuse.released(seq)
-        seq.computed = seq.evicted = 0
-        if seq.kv_budget is not None:
-            seq.kv_budget.reset()
+        for told in self._released:
+            told(seq)
+        seq.computed = 0
+        if seq.hook is not None:
+            seq.hook.reset()
 
-    def land(self, builder: PlanBuilder) -> None:
+    def land(self, step: PlanBuilder) -> None:
         """A step no longer uses its slots and pages; what ended meanwhile can go."""
-        for seq in builder.members():
+        for seq in step.members():
             seq.inflight -= 1
             if not seq.inflight and seq.status in (Status.FINISHED, Status.PREEMPTED):
                 self.release(seq)
@@ -188,7 +256,7 @@ class SequenceTable:
 
     def holders(self, in_flight: deque[PlanBuilder]) -> list[Sequence]:
         """Sequences that have pages: for themselves, or because a step in flight still uses them."""
-        landing = {s: None for f in in_flight for s in f.members() if s not in self.running}
+        landing = {s: None for step in in_flight for s in step.members() if s not in self.running}
         return [*self.running, *self.forks, *landing]
 
     def check(self, in_flight: deque[PlanBuilder]) -> None:
@@ -197,7 +265,9 @@ class SequenceTable:
         for seq in self.running:
             assert seq.status is Status.RUNNING and seq.slot >= 0 and 0 <= seq.computed <= seq.known <= seq.limit
             assert 0 <= seq.evicted <= seq.computed and seq.held <= seq.peak, f"{seq.key}: more KV than it may have"
-            assert seq.inflight == sum(seq in f.members() for f in in_flight), f"{seq.key}: lost a builder"
+            assert seq.inflight == sum(seq in step.members() for step in in_flight), f"{seq.key}: lost a step"
         for seq in self.waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"
+        known = {*self.running, *self.waiting, *self.forks, *(c for some in self.children.values() for c in some)}
+        assert {s for s in self._by_id.values() if s.status is not Status.FINISHED} <= known, "a sequence is nowhere"

@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator
 
 from msgspec.structs import replace
 
 from quire.memory.manager import KVManager
 from quire.memory.prefix_explain import page_map, prefix_tree, tier_maps
 from quire.memory.tiers import Directory
-from quire.scheduling.sequence import Sequence as Seq
+from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence_table import SequenceTable
 from quire.types.events import EngineStats, TierStats
 from quire.types.plan import Capacity
+from quire.types.policy import SequenceView
 from quire.types.view import EngineView, LiveSequence
 
 MAX_SEQUENCES = 256
 
 
+class RunningViews(Collection[SequenceView]):
+    """The running sequences as a policy may see them, made when looked at."""
+
+    def __init__(self, running: Collection[Sequence]):
+        self._running = running
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[SequenceView]:
+        return (seq.view for seq in self._running)
+
+    def __contains__(self, view: object) -> bool:
+        return any(found.id == getattr(view, "id", None) for found in self)
+
+
 def picture(
     now: float,
     *,
-    running: Sequence[Seq],
-    waiting: Iterable[Seq],
+    sequences: SequenceTable,
     memory: KVManager,
     directory: Directory,
     stats: EngineStats,
     capacity: Capacity,
     steps: Iterable[tuple[int, int]],
 ) -> EngineView:
-    shown = list(islice((*running, *waiting), MAX_SEQUENCES))
+    running = list(sequences.running)
+    shown = [*running, *sequences.waiting.first(MAX_SEQUENCES)][:MAX_SEQUENCES]
     return EngineView(
         now=now,
         stats=stats,
@@ -64,12 +81,12 @@ def counters(
     )
 
 
-def _live(seq: Seq, now: float) -> LiveSequence:
+def _live(seq: Sequence, now: float) -> LiveSequence:
     return LiveSequence(
         seq.request.id,
         seq.branch,
         seq.status.value,
-        max(0.0, now - seq.arrival),
+        max(0.0, now - seq.request.arrival),
         seq.prompt_len,
         seq.computed,
         seq.outputs,

@@ -27,7 +27,9 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     params: SamplingParams
     arrival: float = 0.0
     priority: int = 0
-    salt: str = ""  # tenants with different salts never share pages
+    tenant: str = ""  # who is served: the name of an API key
+    salt: str = ""  # requests with different salts never share pages
+    outputs: list[int] = []  # output tokens that another engine has drawn already: this one goes on behind them
     eos_token_ids: list[int] = []
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -61,30 +61,6 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Candidate(Protocol):
-    """What a scheduling policy may see of a sequence."""
-
-    arrival: float
-    priority: int
-    order: int  # submission number: a total order where all else ties
-
-
-class SchedulingPolicy(Protocol):
-    """Pure decisions over sequences; owns no queue."""
-
-    def order(self, waiting: Sequence[Any], now: float) -> Iterable[Any]:
-        """Who is admitted next, best first."""
-        ...
-
-    def victim(self, running: Sequence[Any], now: float) -> Any:
-        """Who gives up its pages when memory runs out."""
-        ...
-
-    def admits(self, running: int) -> bool:
-        """Whether new sequences may join a batch of this many running ones."""
-        ...
 
 
 class Grammar(Protocol):

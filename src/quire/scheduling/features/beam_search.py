@@ -16,6 +16,7 @@ from collections.abc import Callable
 from quire.memory.manager import KVManager
 from quire.scheduling.features.beam_group import BeamGroup, Hypothesis
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence_group import SequenceGroup
 from quire.types.beam import BeamParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.events import TokenEvent
@@ -23,7 +24,7 @@ from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
 
 
-class Search:
+class Search(SequenceGroup):
     """One request's search."""
 
     def __init__(self, root: Sequence, params: BeamParams):
@@ -31,6 +32,7 @@ class Search:
         ends = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             ends |= set(request.eos_token_ids)
+        super().__init__(request, [root])
         self.root = root
         self.width = params.beams
         self._options: dict[Sequence, TokenLogprobs] = {}
@@ -50,8 +52,8 @@ class Search:
         self._options[seq] = options
         return len(self._options) == len(self.live)
 
-    def forget(self, seq: Sequence) -> None:
-        """A beam lost its pages: it will be computed again."""
+    def lost(self, seq: Sequence) -> None:
+        """A beam was preempted: it will be computed again."""
         self._options.pop(seq, None)
 
     def advance(self, fork: Callable[[Sequence], Sequence]) -> list[Sequence]:

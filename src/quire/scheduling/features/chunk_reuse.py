@@ -7,7 +7,7 @@ A chunk is computed once, right after the head, as a prompt of its own: ordinary
 whoever has the same prompt may share, and which eviction, tiers and pins treat like any others. A request then gets
 pages of its own for the whole prompt and
 
-    rope_shifts    what is cached of chunks to its places, keys rotated by the distance;
+    shifts   what is cached of chunks to its places, keys rotated by the distance;
     probes   the first layers of all these tokens, which shows whose KV their new neighbours change most;
     rows     for that part of them, and for all that no chunk covers, as usual.
 
@@ -20,26 +20,24 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.memory.manager import KVManager, PageTable
-from quire.scheduling.features.tier_prefetch import reusable
+from quire.memory.manager import Hit, KVManager, PageTable
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence_table import SequenceTable
 from quire.types.blend import MAX_CHUNKS, Blend
 from quire.types.errors import InputError
-from quire.types.events import EngineStats
 from quire.types.plan import Capacity, RopeShift, StepResult
-from quire.types.request import Request, Status
+from quire.types.request import FinishReason, Request, Status
 from quire.types.sampling_params import SamplingParams
 
 Span = tuple[int, int]  # positions [start, end)
-Enter = Callable[[Request], Sequence]  # lets a prompt of which nothing is drawn wait for its turn, before others
-AddRow = Callable[[PlanBuilder, Sequence, int], None]  # computes tokens from where a sequence is, and draws at its end
 
 
 def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
@@ -102,14 +100,15 @@ class ChunkedPrompt:
         return count
 
 
-class ChunkReuse:
-    def __init__(self, memory: KVManager, capacity: Capacity, stats: EngineStats):
-        self.stats = stats
+class ChunkReuse(SchedulingFeature):
+    def __init__(self, memory: KVManager, capacity: Capacity, table: SequenceTable, timeline: TimelineRecorder):
+        self._table = table
+        self._timeline = timeline
         self._memory = memory
         self._most = capacity.max_batch_tokens
         self._parts: dict[Sequence, list[Part]] = {}
         self._apart: dict[Sequence, None] = {}  # chunks being computed
-        self._courses: dict[Sequence, ChunkedPrompt] = {}
+        self._prompts: dict[Sequence, ChunkedPrompt] = {}
         self._held: dict[Sequence, tuple[int, PageTable]] = {}  # pages that a step (its number) reads for a sequence
 
     def tables(self) -> list[PageTable]:
@@ -117,14 +116,16 @@ class ChunkReuse:
 
     # ---- before it starts -----------------------------------------------------------------------------------
 
-    def waits(self, builder: PlanBuilder, seq: Sequence, blend: Blend, enter: Enter) -> bool:
+    def holds(self, seq: Sequence, builder: PlanBuilder) -> bool:
         """Whether chunks of a waiting sequence are being computed; looks, once, which have to be."""
+        if seq.request.blend is None:
+            return False
         if seq not in self._parts:
-            self._parts[seq] = self._look(seq, blend, enter)
+            self._parts[seq] = self._look(seq, seq.request.blend)
         parts = self._parts[seq]
         if any(part.apart and part.apart.status is not Status.FINISHED for part in parts):
             return True
-        run, written = self._memory.index.run, self._written(builder)  # rope shifts come before rows
+        run, written = self._memory.cached, self._written(builder)  # rope shifts come before rows
         return any(page in written for part in parts for page in run(0, part.names))
 
     def _written(self, builder: PlanBuilder) -> set[int]:
@@ -136,13 +137,13 @@ class ChunkReuse:
             for page in seq.table.pages[0][row.start // size : (row.start + row.count - 1) // size + 1]
         }
 
-    def _look(self, seq: Sequence, blend: Blend, enter: Enter) -> list[Part]:
+    def _look(self, seq: Sequence, blend: Blend) -> list[Part]:
         memory, request = self._memory, seq.request
         memory.hash_pages(seq.table, seq.tokens, request.salt)
-        exact = memory.lookup(seq.table, reusable(seq)).tokens
+        exact = memory.lookup(seq.table, seq.reusable).tokens
         if seq.cached < 0:  # what is computed for it now was not found
             seq.cached = exact
-            self.stats.cached_tokens += exact
+            self._timeline.stats.cached_tokens += exact
         size = memory.layout.alignment
         head = blend.chunks[0][0] if blend.chunks else 0
         parts = []
@@ -152,30 +153,32 @@ class ChunkReuse:
             tokens = request.prompt[:head] + request.prompt[start:end]
             part = Part(start, end, PageTable(1))
             memory.hash_pages(part.table, tokens, request.salt)
-            if len(memory.index.run(0, part.names)) < len(part.names):
+            if len(memory.cached(0, part.names)) < len(part.names):
                 # With one token more, which must be computed, all pages may come from a tier.
-                part.apart = enter(_alone(request, tokens[: len(part.names) * size + 1]))
+                part.apart = self._table.enter_apart(_alone(request, tokens[: len(part.names) * size + 1]))
                 self._apart[part.apart] = None
             parts.append(part)
         return parts
 
-    def gone(self, seq: Sequence) -> list[Sequence]:
-        """A sequence is over; returns what need not be computed for it any more."""
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """What is being computed for it need not be any more."""
         self._apart.pop(seq, None)
-        parts = self._parts.pop(seq, ())
-        return [part.apart for part in parts if part.apart and part.apart.status is not Status.FINISHED]
+        for part in self._parts.pop(seq, ()):
+            if part.apart and part.apart.status is not Status.FINISHED:
+                self._table.retire(part.apart)
 
     # ---- from its start to its first token ------------------------------------------------------------------
 
-    def begin(
-        self, builder: PlanBuilder, seq: Sequence, blend: Blend, exact: int, budget: int, add_row: AddRow
-    ) -> bool:
-        """A sequence has pages for all its tokens, of which the first `exact` are there: turn what is cached of its
+    def takes_over(self, builder: PlanBuilder, seq: Sequence, hit: Hit, count: int) -> bool:
+        """A sequence has pages for all its tokens, of which those of the hit are there: shift what is cached of its
         chunks. False: nothing is, and it is computed like any other."""
+        blend, exact = seq.request.blend, hit.tokens
+        if blend is None:
+            return False
         head, size = blend.chunks[0][0] if blend.chunks else 0, self._memory.layout.alignment
         own, held, covered = seq.table.pages[0], PageTable(1), []
         for part in self._parts.get(seq, ()):
-            pages, by = self._memory.index.run(0, part.names), part.start - head
+            pages, by = self._memory.cached(0, part.names), part.start - head
             first, last = max(part.start, exact), min(len(pages) * size + by, part.end)
             if first >= last:
                 continue
@@ -189,71 +192,70 @@ class ChunkReuse:
                 seq.log.blended += last - first
         if not covered:
             return False
-        self._memory.pool.share(held.pages[0])
+        self._memory.hold(held.pages[0])
         self._held[seq] = builder.plan.step, held
         seq.table.named_until = covered[0][0]
-        course = self._courses[seq] = ChunkedPrompt(seq, covered, exact, exact, covered[-1][1])
+        prompt = self._prompts[seq] = ChunkedPrompt(seq, covered, exact, exact, covered[-1][1])
         seq.computed = seq.known  # its rows are planned here, not with those of others
-        self.stats.blended_tokens += seq.log.blended
+        self._timeline.stats.blended_tokens += seq.log.blended
         if blend.recompute == 0:
-            course.choose(0)
-        self._go_on(builder, course, Budget(max(1, budget)), add_row)
+            prompt.choose(0)
+        self._go_on(builder, prompt, Budget(max(1, count)))
         return True
 
-    def plan(self, builder: PlanBuilder, budget: Budget, add_row: AddRow) -> Budget:
-        """Let all that are under way go on; returns what is left of the budget."""
-        for seq, course in list(self._courses.items()):
+    def contribute(self, builder: PlanBuilder) -> None:
+        """Let all that are under way go on."""
+        for seq, prompt in list(self._prompts.items()):
             if seq.status is Status.RUNNING:  # else its pages are about to go
-                budget = self._go_on(builder, course, budget, add_row)
-        return budget
+                builder.budget = self._go_on(builder, prompt, builder.budget)
 
-    def _go_on(self, builder: PlanBuilder, course: ChunkedPrompt, budget: Budget, add_row: AddRow) -> Budget:
+    def _go_on(self, builder: PlanBuilder, prompt: ChunkedPrompt, budget: Budget) -> Budget:
         """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it. Returns
         what is left of the budget."""
-        seq = course.seq
-        if course.runs is None:
+        seq = prompt.seq
+        if prompt.runs is None:
             room = max(1, self._most - sum(probe.count for probe in builder.plan.probes))
-            count = min(course.end - course.probed, room)
+            count = min(prompt.end - prompt.probed, room)
             if count:
-                builder.probe(seq, course.probed, count)
-                course.probed += count
-                course.awaited += 1
+                builder.probe(seq, prompt.probed, count)
+                prompt.probed += count
+                prompt.awaited += 1
             return budget
-        while course.runs and (room := budget.fit(course.runs[0][0])):
-            start, end = course.runs[0]
+        while prompt.runs and (room := budget.fit(prompt.runs[0][0])):
+            start, end = prompt.runs[0]
             count = min(end - start, room)
             seq.computed = start
-            add_row(builder, seq, count)
-            course.runs[:1] = [(start + count, end)] if start + count < end else []
+            self._table.add_row(builder, seq, count)
+            prompt.runs[:1] = [(start + count, end)] if start + count < end else []
             budget = budget.less(start, count)
-        if course.runs:
+        if prompt.runs:
             seq.computed = seq.known
         else:
-            del self._courses[seq]
+            del self._prompts[seq]
         return budget
 
-    def commit(self, builder: PlanBuilder, result: StepResult) -> list[Sequence]:
-        """A step has ended: take in what its probes found, and let go of the pages that its shifts read. Returns chunks
-        that are computed now."""
-        for at, (seq, epoch) in enumerate(builder.probes):
-            course = self._courses.get(seq)
-            if course is None or seq.epoch != epoch:
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        """Take in what probes found, let go of the pages that shifts read, and of chunks that are computed."""
+        for at, (seq, epoch) in enumerate(step.probes):
+            prompt = self._prompts.get(seq)
+            if prompt is None or seq.epoch != epoch:
                 continue
-            course.awaited -= 1
-            course.deviations[builder.plan.probes[at].start] = result.deviations[at]
+            prompt.awaited -= 1
+            prompt.deviations[step.plan.probes[at].start] = result.deviations[at]
             blend = seq.request.blend
-            if blend is not None and not course.awaited and course.probed == course.end:
-                again = course.choose(blend.recompute)
+            if blend is not None and not prompt.awaited and prompt.probed == prompt.end:
+                again = prompt.choose(blend.recompute)
                 seq.log.recomputed += again
-                self.stats.recomputed_tokens += again
-        for seq in [seq for seq, (step, _) in self._held.items() if step <= builder.plan.step]:
+                self._timeline.stats.recomputed_tokens += again
+        for seq in [seq for seq, (number, _) in self._held.items() if number <= step.plan.step]:
             self._let_go(seq)
-        running = (seq for seq in self._apart if seq.status is Status.RUNNING and not seq.inflight)
-        return [seq for seq in running if seq.computed == seq.known]
+        for seq in list(self._apart):
+            if seq.status is Status.RUNNING and not seq.inflight and seq.computed == seq.known:
+                self._table.retire(seq)
 
     def released(self, seq: Sequence) -> None:
         """A sequence lost its pages; if it starts again, it is all to do again."""
-        self._courses.pop(seq, None)
+        self._prompts.pop(seq, None)
         if seq.status is not Status.FINISHED:
             self._parts.pop(seq, None)
         self._let_go(seq)
@@ -261,7 +263,7 @@ class ChunkReuse:
     def _let_go(self, seq: Sequence) -> None:
         if seq in self._held:
             _, table = self._held.pop(seq)
-            self._memory.pool.release(table.pages[0][::-1])
+            self._memory.let_go(table.pages[0])
 
 
 def _alone(request: Request, tokens: list[int]) -> Request:

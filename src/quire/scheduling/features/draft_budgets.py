@@ -15,8 +15,12 @@ from collections import deque
 from itertools import combinations
 from statistics import median_low
 
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
-from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.clock import Clock
+from quire.types.plan import Capacity, StepResult
+from quire.types.request import FinishReason
 
 DECAY, SLOW_DECAY = 0.9, 0.99  # of what was seen of a sequence, and of all, with every guess
 FADING = 1 / 32  # of what was seen of a sequence, with every step in which nothing is guessed for it
@@ -83,8 +87,13 @@ class _Costs:
         return base / plain - 1, slope / plain
 
 
-class DraftPolicy:
-    def __init__(self, capacity: Capacity):
+class Drafting(SchedulingFeature):
+    """Draft budgets of running sequences; `budgets` decides, the rest is measuring."""
+
+    def __init__(self, capacity: Capacity, clock: Clock):
+        self._clock = clock
+        self._rates: dict[Sequence, AcceptanceRate] = {}  # how drafts of each sequence have done
+        self.unverified: set[Sequence] = set()  # whose latest row in flight has drafts
         self._most = capacity.drafts
         self._tokens = capacity.max_batch_tokens
         self._adapts = capacity.adapts
@@ -105,7 +114,7 @@ class DraftPolicy:
         """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
         ready = [s for s in running if s.known - s.computed == 1]
         room = min(self._most, (self._tokens - len(ready)) // max(1, len(ready)))
-        able = [s for s in ready if s.outputs and not (s.request.beam or s.kv_budget or s.request.pooling)]
+        able = [s for s in ready if s.outputs and not (s.request.beam or s.hook or s.request.pooling)]
         if room <= 0 or not able:
             return {}
         if not self._adapts:
@@ -118,7 +127,9 @@ class DraftPolicy:
         price = slope * len(ready)  # of a guessed token, in drawn ones
         budgets, gain, tokens = {}, 0.0, 0.0
         for seq in able:
-            acceptance = seq.acceptance = seq.acceptance or AcceptanceRate(self._general.rate)
+            acceptance = self._rates.get(seq)
+            if acceptance is None:
+                acceptance = self._rates[seq] = AcceptanceRate(self._general.rate)
             rate, share = acceptance.rate, acceptance.found / acceptance.asked
             count, right = 0, rate
             while count < room and right > price:
@@ -142,10 +153,13 @@ class DraftPolicy:
         capped = {seq: min(count, seq.limit - seq.known - 1) for seq, count in budgets.items()}
         return {seq: count for seq, count in capped.items() if count > 0}
 
-    def planned(self, plan: StepPlan, now: float) -> None:
+    def planned(self, step: PlanBuilder) -> None:
         """A step is on its way, with the latest budgets or without any."""
+        plan, now = step.plan, step.now
         if not plan.rows:
             return
+        self.unverified.difference_update(seq for seq, _ in step.rows)
+        self.unverified.update(seq for row, (seq, _) in zip(plan.rows, step.rows, strict=True) if row.drafts)
         guesses = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
             self._began[plan.step] = now, len(plan.rows), guesses
@@ -165,8 +179,13 @@ class DraftPolicy:
             self._waited = self._tried = 0
             self._wait = FIRST_WAIT
 
-    def landed(self, plan: StepPlan, result: StepResult, now: float) -> None:
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         """What a step took: since it was planned, or since the one before it ended."""
+        plan, now = step.plan, self._clock.now
+        for i, (sample, (seq, epoch)) in enumerate(zip(plan.samples, step.samples, strict=True)):
+            budget = plan.rows[sample.row].drafts
+            if budget and seq.epoch == epoch and seq in self._rates:
+                self._rates[seq].learn(budget, *result.drafts.get(i, (0, 0)))
         before, self._last = self._last, now
         if plan.step not in self._began:
             return
@@ -183,3 +202,10 @@ class DraftPolicy:
         elif not costs.plain or not self._overlapped or planned < before:
             costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
             self._guessed = self._plain = 0
+
+    def preempted(self, seq: Sequence) -> None:
+        self.unverified.discard(seq)
+
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self.unverified.discard(seq)
+        self._rates.pop(seq, None)

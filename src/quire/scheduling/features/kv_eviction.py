@@ -24,15 +24,16 @@ from typing import Protocol
 
 from quire.memory.compaction import compact
 from quire.memory.manager import Change, KVManager, PageTable
+from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
-from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence import RowHook, Sequence
 from quire.types.errors import InputError
 from quire.types.plan import Capacity, StepResult
 from quire.types.request import Request
 
 WINDOW = 8  # tokens whose attention decides, where the latest do; with more, a question drowns in the text before it
-LEFT = 0.75  # part of the budget that stays
+KEPT_SHARE = 0.75  # of the budget, when it evicts
 
 
 class Policy(Protocol):
@@ -70,20 +71,22 @@ POLICIES: dict[str, Policy] = {"sinks": Sinks(), "snapkv": Scored(WINDOW, 0.25),
 
 
 class KVBudget:
-    """What one sequence may hold, and what it has been attending to."""
+    """What one sequence may hold, and what it has been attending to: the hook by which its rows keep to that."""
 
-    __slots__ = ("budget", "owed", "peak", "policy", "scores", "size")
+    __slots__ = ("_eviction", "budget", "evicted", "owed", "peak", "policy", "scores", "size")
 
-    def __init__(self, policy: Policy, budget: int, peak: int, size: int):
+    def __init__(self, eviction: KVEviction, policy: Policy, budget: int, peak: int, size: int):
+        self._eviction = eviction
         self.policy = policy
         self.budget = budget  # KV entries, in whole pages
-        self.peak = peak  # KV entries at which it first forgets
+        self.peak = peak  # KV entries at which it first evicts
         self.size = size  # tokens of a page
         self.reset()
 
     def reset(self) -> None:
+        self.evicted = 0  # tokens computed whose KV is gone
         self.scores: list[float] = []  # attention paid to each page it has, as far as it was asked for
-        self.owed: Change | None = None  # what was forgotten, but not yet told
+        self.owed: Change | None = None  # what was evicted, but not yet told to the worker
 
     @property
     def reach(self) -> int:
@@ -92,37 +95,44 @@ class KVBudget:
         return 1 if window is None else max(1, self.peak - window + (window > 0))
 
     @property
-    def measured(self) -> bool:
+    def sequential(self) -> bool:
         """Whether it must have seen a step's attention before the next is planned."""
         return self.policy.window != 0
 
     @property
     def left(self) -> int:
-        """Pages that stay when it forgets."""
-        return int(self.budget // self.size * LEFT)
+        """Pages that stay when it evicts."""
+        return int(self.budget // self.size * KEPT_SHARE)
 
-    def point(self, computed: int, evicted: int) -> int:
-        """Tokens computed when it must forget next, if it does so now where it must."""
-        point = evicted + self.budget if evicted else self.peak
+    def next_eviction(self, computed: int) -> int:
+        """Tokens computed when it must evict next, if it does so now where it must."""
+        point = self.evicted + self.budget if self.evicted else self.peak
         if computed < point:
             return point
-        return evicted + (-(-(computed - evicted) // self.size) - self.left) * self.size + self.budget
+        return self.evicted + (-(-(computed - self.evicted) // self.size) - self.left) * self.size + self.budget
 
-    def due(self, computed: int, evicted: int) -> bool:
-        return computed >= (evicted + self.budget if evicted else self.peak)
+    def full(self, computed: int) -> bool:
+        return computed >= (self.evicted + self.budget if self.evicted else self.peak)
 
-    def room(self, computed: int, evicted: int) -> int:
+    def row_limit(self, computed: int) -> int:
         """How many tokens may be computed together, so that decisions fall where they must and attention is measured
         from where it counts."""
-        point, window = self.point(computed, evicted), self.policy.window
+        point, window = self.next_eviction(computed), self.policy.window
         if window and computed < point - window:
             point -= window
         return point - computed
 
-    def asks(self, computed: int, evicted: int) -> bool:
-        """Whether attention paid by the tokens from here on counts."""
+    def wants_mass(self, start: int) -> bool:
+        """Whether attention paid by the tokens from there on counts."""
         window = self.policy.window
-        return window is None or (window > 0 and computed >= self.point(computed, evicted) - window)
+        return window is None or (window > 0 and start >= self.next_eviction(start) - window)
+
+    def extend(self, seq: Sequence, count: int, step: int) -> Change | None:
+        return self._eviction.extend(seq, self, count, step)
+
+    def inherit(self, parent: RowHook) -> None:
+        if isinstance(parent, KVBudget):
+            self.evicted, self.scores = parent.evicted, list(parent.scores)
 
     def learn(self, mass: Series[float]) -> None:
         self.scores += [0.0] * (len(mass) - len(self.scores))
@@ -137,7 +147,7 @@ class KVBudget:
         return kept
 
 
-class KVEviction:
+class KVEviction(SchedulingFeature):
     def __init__(self, memory: KVManager, capacity: Capacity, timeline: TimelineRecorder):
         self._memory = memory
         self._longest = capacity.longest
@@ -152,9 +162,7 @@ class KVEviction:
             self._refusal = "static batching sets all memory aside in advance"
         self._leaving: deque[tuple[int, list[int]]] = deque()  # (step that may still use them, pages nobody holds)
 
-    # ---- at the door ----------------------------------------------------------------------------------------
-
-    def kv_budget(self, request: Request) -> KVBudget | None:
+    def budget(self, request: Request) -> KVBudget | None:
         """For a request with a budget; refuses, with a reason, one that cannot be kept."""
         params, length = request.params, len(request.prompt)
         if params.kv_budget is None:
@@ -165,47 +173,49 @@ class KVEviction:
         policy, budget = POLICIES[params.kv_eviction], params.kv_budget // self._size * self._size
         whole = policy.window != 0 and params.prompt_logprobs is None and length <= self._longest
         fits = self._memory.layout.pages_for(length) <= self._memory.pool.total
-        return KVBudget(policy, budget, max(length, budget) if whole and fits else budget, self._size)
+        return KVBudget(self, policy, budget, max(length, budget) if whole and fits else budget, self._size)
 
-    # ---- on the way -----------------------------------------------------------------------------------------
+    def arrived(self, seq: Sequence) -> None:
+        seq.hook = self.budget(seq.request)
 
-    def grow(self, seq: Sequence, count: int, step: int) -> Change | None:
+    def extend(self, seq: Sequence, budget: KVBudget, count: int, step: int) -> Change | None:
         """Pages for `count` more tokens, evicting first what must go; None if pages are lacking."""
-        kv_budget, memory = seq.kv_budget, self._memory
-        assert kv_budget is not None
-        if kv_budget.due(seq.computed, seq.evicted) and not self._forget(seq, kv_budget, step):
+        if budget.full(seq.computed) and not self._evict(seq, budget, step):
             return None
-        extended = memory.extend(seq.table, seq.held, seq.held + count)
-        if extended is None or kv_budget.owed is None:
+        extended = self._memory.extend(seq.table, seq.held, seq.held + count)
+        if extended is None or budget.owed is None:
             return extended
-        change, kv_budget.owed = kv_budget.owed, None
+        change, budget.owed = budget.owed, None
         change.deltas += extended.deltas
         change.copies += extended.copies
         return change
 
-    def _forget(self, seq: Sequence, kv_budget: KVBudget, step: int) -> bool:
+    def _evict(self, seq: Sequence, budget: KVBudget, step: int) -> bool:
         pages = len(seq.table.pages[0])
-        scores = kv_budget.scores
-        done = compact(self._memory, seq.table, kv_budget.choose(pages))
+        scores = budget.scores
+        done = compact(self._memory, seq.table, budget.choose(pages))
         if done is None:
-            kv_budget.scores = scores
+            budget.scores = scores
             return False
-        kv_budget.owed, dropped, read = done
+        budget.owed, dropped, read = done
         self._let_go(dropped, step if seq.inflight else 0)
         self._let_go(read, step)
-        tokens = (pages - kv_budget.left) * self._size
-        seq.evicted += tokens
-        self._timeline.forgot(seq, tokens)
+        tokens = (pages - budget.left) * self._size
+        budget.evicted += tokens
+        self._timeline.evicted(seq, tokens)
         return True
 
-    def learn(self, builder: PlanBuilder, result: StepResult) -> None:
-        """What a step's rows attended to; branches that set out from a row have attended to the same."""
-        told = [(i, *whose) for i, whose in enumerate(builder.rows)]
-        drawn = zip(builder.plan.samples, builder.samples, strict=True)
-        told += [(s.row, *whose) for s, whose in drawn if whose[0] is not builder.rows[s.row][0]]
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        """Pages that it still read go back; branches that set out from a row have attended to the same as it."""
+        self.landed(step.plan.step)
+        if not result.mass:
+            return
+        told = [(i, *whose) for i, whose in enumerate(step.rows)]
+        drawn = zip(step.plan.samples, step.samples, strict=True)
+        told += [(s.row, *whose) for s, whose in drawn if whose[0] is not step.rows[s.row][0]]
         for row, seq, epoch in told:
-            if row in result.mass and seq.epoch == epoch and seq.kv_budget is not None:
-                seq.kv_budget.learn(result.mass[row])
+            if row in result.mass and seq.epoch == epoch and isinstance(seq.hook, KVBudget):
+                seq.hook.learn(result.mass[row])
 
     def _let_go(self, pages: list[int], step: int) -> None:
         """Give pages back once this step is over; 0: now."""

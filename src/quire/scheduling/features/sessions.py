@@ -8,11 +8,17 @@ until the session's time is up. Refuses to know: requests that run, how bytes mo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from quire.memory.manager import KVManager, PageTable
 from quire.memory.tiers import Directory
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.sequence import Sequence
 from quire.types.cache_orders import SessionView
+from quire.types.clock import Clock
 from quire.types.kv import NULL_PAGE
+from quire.types.request import FinishReason, Status
 from quire.types.transfer import Key
 
 
@@ -26,13 +32,15 @@ class Session:
     pages: int
 
 
-class Sessions:
-    def __init__(self, memory: KVManager, directory: Directory, quota: float):
+class Sessions(SchedulingFeature):
+    def __init__(self, memory: KVManager, directory: Directory, quota: float, clock: Clock):
         """`quota`: part of the device's pages that one tenant's sessions may hold."""
         self._memory = memory
+        self._clock = clock
         self._directory = directory
         self._quota = int(memory.pool.total * quota)
         self._held: dict[tuple[str, str], Session] = {}  # by (salt, name), oldest first
+        self._next_end = inf  # no session ends before
 
     def keep(self, name: str, salt: str, table: PageTable, until: float) -> int:
         """Hold the named pages of a table until then; returns how many. A session of that name is replaced."""
@@ -45,30 +53,48 @@ class Sessions:
             left -= len(named)
             keys += [(group, table.hashes[group][i]) for i, page in enumerate(named) if page != NULL_PAGE]
         for pages in kept.pages:
-            self._memory.pool.share(pages)
+            self._memory.hold(pages)
         session = Session(name, salt, until, kept, keys, sum(len(pages) for pages in kept.pages))
         self.drop(name, salt)
         self._held[salt, name] = session
+        self._next_end = min(self._next_end, until)
         self._directory.pin(keys, until)
         mine = [s for s in self._held.values() if s.salt == salt]
         while sum(s.pages for s in mine) > self._quota:
             self._let_go(mine.pop(0))
         return session.pages
 
-    def let_go(self) -> bool:
-        """Memory is short: the oldest session gives its pages up. Whether there was one."""
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        """A request of a session ended well: its pages stay for a while."""
+        request, well = seq.request, reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if request.session and well and seq.status is Status.RUNNING and not seq.evicted:
+            self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, request.salt)
+            self.keep(request.session, request.salt, seq.table, self._clock.now + request.hold)
+
+    def contribute(self, builder: PlanBuilder) -> None:
+        """Sessions whose time is up let go."""
+        self.expire(builder.now)
+
+    def reclaim(self, *, running: bool) -> bool:
+        """The oldest session gives its pages up."""
         oldest = next(iter(self._held.values()), None)
         if oldest is not None:
             self._let_go(oldest)
         return oldest is not None
 
     def clear(self) -> None:
-        while self.let_go():
+        while self.reclaim(running=True):
             pass
 
+    def failed(self) -> None:
+        self.clear()
+
     def expire(self, now: float) -> None:
+        if now < self._next_end:
+            return
         for session in [s for s in self._held.values() if s.until <= now]:
             self._let_go(session)
+        self._next_end = min((s.until for s in self._held.values()), default=inf)
 
     def drop(self, name: str, salt: str) -> None:
         if (salt, name) in self._held:
@@ -77,7 +103,7 @@ class Sessions:
     def _let_go(self, session: Session) -> None:
         del self._held[session.salt, session.name]
         for pages in session.table.pages:
-            self._memory.pool.release(pages[::-1])
+            self._memory.let_go(pages)
 
     def tables(self) -> list[PageTable]:
         return [session.table for session in self._held.values()]

@@ -10,27 +10,25 @@ Refuses to know: who runs next, how bytes move.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Callable
 
-from quire.memory.manager import KVManager, PageTable
+from quire.memory.manager import Hit, KVManager, PageTable
 from quire.memory.tiers import ELSEWHERE, Directory
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
+from quire.scheduling.waiting_queue import WaitingQueue
 from quire.types.errors import ConfigError
-from quire.types.events import EngineStats, TierStats
+from quire.types.events import TierStats
 from quire.types.kv import NULL_PAGE
-from quire.types.plan import StepPlan, StepResult
+from quire.types.plan import StepResult
+from quire.types.request import FinishReason
 from quire.types.transfer import DEVICE, Key, TransferDone
 
-AHEAD = 64  # waiting sequences whose pages are sent for before their turn
-ASKED = 1024  # keys asked of a shared tier at a time
-MODES = ("auto", "recompute", "swap")
-
-
-def reusable(seq: Sequence) -> int:
-    """How many tokens of a sequence, less one, may come from a cache: none if every position must be computed."""
-    request = seq.request
-    return 1 if request.params.prompt_logprobs is not None or request.pooling == "mean" else min(seq.known, seq.reach)
+MAX_PREFETCHED = 64  # waiting sequences whose pages are loaded before their turn
+MAX_KEYS_ASKED = 1024  # of a shared tier at a time
+PREEMPT_MODES = ("auto", "recompute", "swap")
 
 
 class Landing:
@@ -40,18 +38,27 @@ class Landing:
         self.owner: Sequence | None = owner
         self.table = table
         self.moving: set[int] = set()
-        self.promises: list[Key] = []
         self.places: dict[Key, tuple[int, bytes]] = {}  # key → (page, name of the page before it)
         self.tokens: dict[str, int] = {}  # delivered so far, by tier
         self.seconds = 0.0
 
 
-class TierPrefetch:
-    def __init__(self, memory: KVManager, directory: Directory, stats: EngineStats, preempt: str = "auto"):
-        if preempt not in MODES:
-            raise ConfigError(f"unknown preempt {preempt!r}; use {', '.join(MODES)}")
+class TierPrefetch(SchedulingFeature):
+    def __init__(
+        self,
+        memory: KVManager,
+        directory: Directory,
+        timeline: TimelineRecorder,
+        waiting: WaitingQueue,
+        spare: Callable[[], int],
+        preempt: str = "auto",
+    ):
+        """`spare`: how many device pages loads ahead of admission leave free."""
+        _check(memory, directory, preempt)
         self.directory = directory
-        self.stats = stats
+        self._timeline = timeline
+        self._waiting = waiting
+        self._spare = spare
         self._memory = memory
         self._mode = preempt
         self._on = bool(directory.tiers) and memory.prefix_cache
@@ -63,7 +70,7 @@ class TierPrefetch:
         self._asked: set[Sequence] = set()  # that a shared tier has answered, or is being asked for
         self._looked: set[Sequence] = set()
         if self._on:
-            memory.pool.leaving = directory.evict
+            memory.on_eviction(directory.evict)
 
     @property
     def moving(self) -> bool:
@@ -80,12 +87,12 @@ class TierPrefetch:
 
     # ---- towards the device ---------------------------------------------------------------------------------
 
-    def prefetch(self, waiting: Iterable[Sequence], spare: int) -> None:
+    def contribute(self, builder: PlanBuilder) -> None:
         """Send for pages of those who wait, before it is their turn; together at most a quarter of the device."""
-        if not self._on:
+        if not self._on or not self._waiting:
             return
-        pool = self._memory.pool
-        for seq in islice(waiting, AHEAD):
+        pool, spare = self._memory.pool, self._spare()
+        for seq in self._waiting.first(MAX_PREFETCHED):
             if seq in self._looked or seq.inflight:
                 continue
             held = sum(len(landing.places) for landing in self._landings)
@@ -93,18 +100,19 @@ class TierPrefetch:
             if room <= 0:
                 return
             self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-            if not self._memory.lookup(seq.table, reusable(seq)).waits:
+            if not self._memory.lookup(seq.table, seq.reusable).waits:
                 self._looked.add(seq)
                 self.fetch(seq, room)
 
+    def holds(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        return self._on and self.fetch(seq)
+
     def fetch(self, seq: Sequence, room: int | None = None) -> bool:
         """Whether pages of the sequence, or news of them, are on their way: begins to send for them if that pays."""
-        if not self._on:
-            return False
         landing = self._of.get(seq)
         if seq in self._asking.values() or (landing is not None and landing.moving):
             return True
-        tokens, pages = self._memory.longest(seq.table, reusable(seq), self.directory.run)
+        tokens, pages = self._memory.longest(seq.table, seq.reusable, self.directory.run)
         if self._ask(seq, tokens):
             return True
         missing = [(g, i) for g, run in enumerate(pages) for i, page in enumerate(run) if page == ELSEWHERE]
@@ -118,11 +126,11 @@ class TierPrefetch:
         if not shared or seq in self._asked:
             return False
         self._asked.add(seq)
-        end = reusable(seq) - 1
+        end = seq.reusable - 1
         keys = [(g, n) for g, size in enumerate(self._sizes) for n in seq.table.hashes[g][tokens // size : end // size]]
         if not keys:
             return False
-        self._asking[self.directory.find(shared[0], keys[:ASKED])] = seq
+        self._asking[self.directory.find(shared[0], keys[:MAX_KEYS_ASKED])] = seq
         return True
 
     def _pays(self, seq: Sequence, tokens: int, missing: list[tuple[int, int]]) -> bool:
@@ -139,21 +147,18 @@ class TierPrefetch:
 
     def _land(self, seq: Sequence, pages: list[list[int]], missing: list[tuple[int, int]]) -> bool:
         """Take device pages and begin to fill them."""
-        pool, names = self._memory.pool, seq.table.hashes
+        names = seq.table.hashes
         landing = Landing(seq, PageTable(len(self._sizes)))
         keys = [(g, names[g][i]) for g, i in missing]
         sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
         here = [page for run in pages for page in run if page != ELSEWHERE]
-        pool.share(here)
-        fresh = pool.take(len(missing), seq.request.id)
+        fresh = self._memory.begin_load(here, keys, landing, seq.request.id)
         if fresh is None:
-            pool.release(here[::-1])
             return False
         for (group, i), page, key in zip(missing, fresh, keys, strict=True):
             pages[group][i] = page
             landing.places[key] = page, names[group][i - 1] if i else b""
         landing.table.pages = pages
-        landing.promises = self._memory.index.promise(keys, landing)
         landing.moving = set(self.directory.load(keys, fresh, sources))
         self._transfers.update(dict.fromkeys(landing.moving, landing))
         self._landings[landing] = None
@@ -172,17 +177,17 @@ class TierPrefetch:
         for key, ok in zip(way.keys, done.moved, strict=True):
             page, parent = landing.places[key]
             if ok:
-                self._memory.index.publish(key, page, parent)
+                self._memory.loaded(key, page, parent)
                 if key[0] == 0:
                     landing.tokens[way.source] = landing.tokens.get(way.source, 0) + self._sizes[0]
         landing.seconds = max(landing.seconds, done.seconds)
         landing.moving.discard(done.id)
         if not landing.moving:
-            self._memory.index.withdraw(landing.promises, landing)
+            self._memory.end_load(landing)
             if landing.owner is None:
                 self._let_go(landing)
 
-    def started(self, seq: Sequence) -> None:
+    def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         """The sequence has its pages: what was held for it, it now holds itself."""
         self._looked.discard(seq)
         self._asked.discard(seq)
@@ -192,14 +197,14 @@ class TierPrefetch:
         self._let_go(landing)
         compute = self.directory.costs.compute(sum(landing.tokens.values()))
         saved = 0.0 if compute is None else compute - landing.seconds
-        self.stats.tier_saved += saved
+        self._timeline.stats.tier_saved += saved
         seq.log.saved += saved
         for name, tokens in landing.tokens.items():
             self.directory.tier(name).stats.hit_tokens += tokens
             seq.log.tiers[name] = seq.log.tiers.get(name, 0) + tokens
             seq.log.moved += tokens // self._sizes[0] * self._memory.layout.page_bytes
 
-    def gone(self, seq: Sequence) -> None:
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         """The sequence will not start any more."""
         self._looked.discard(seq)
         self._asked.discard(seq)
@@ -209,8 +214,10 @@ class TierPrefetch:
             if not landing.moving:
                 self._let_go(landing)
 
-    def let_go(self) -> bool:
-        """Memory is short: give up what is held for those who have not started. Whether there was any."""
+    def reclaim(self, *, running: bool) -> bool:
+        """Give up what is held for those who have not started, for those who have."""
+        if not running:
+            return False
         idle = [landing for landing in self._landings if not landing.moving]
         for landing in idle:
             if landing.owner is not None:
@@ -223,24 +230,18 @@ class TierPrefetch:
         if landing is not None:
             del self._landings[landing]
             for pages in landing.table.pages:
-                self._memory.pool.release(pages[::-1])
+                self._memory.let_go(pages)
 
     # ---- away from the device -------------------------------------------------------------------------------
 
-    def settle(self, plan: StepPlan, rows: list[tuple[Sequence, int]]) -> None:
-        """A step's rows (whose they are, in which epoch) are computed: their pages go to the tiers that are kept."""
-        if self._on and self.directory.kept:
-            for row, (seq, epoch) in zip(plan.rows, rows, strict=True):
-                if seq.epoch == epoch:
-                    self._settle(seq.table, row.start + row.count)
-
-    def _settle(self, table: PageTable, upto: int) -> None:
+    def _save_computed(self, table: PageTable, upto: int) -> None:
+        """Pages that a step computed go to the tiers that are kept."""
         for group, size in enumerate(self._sizes):
             last = min(upto // size, table.published[group])
             for i in range(table.settled[group], last):
                 key, page = (group, table.hashes[group][i]), table.pages[group][i]
-                if page != NULL_PAGE and self._memory.index.key_of(page) == key:
-                    self.directory.settle(key, page)
+                if page != NULL_PAGE and self._memory.holds(key, page):
+                    self.directory.save(key, page)
             table.settled[group] = max(table.settled[group], last)
 
     def preempted(self, seq: Sequence) -> None:
@@ -255,7 +256,7 @@ class TierPrefetch:
             if page != NULL_PAGE and pool.refs(page) == 1
         ]
         if self._swaps(seq, len(keys)):
-            self.stats.swaps += 1
+            self._timeline.stats.swaps += 1
             self.directory.wanted(keys)
         else:
             self.directory.unwanted(keys)
@@ -275,19 +276,36 @@ class TierPrefetch:
 
     # ---- with the step --------------------------------------------------------------------------------------
 
-    def stepped(self, plan: StepPlan, result: StepResult) -> None:
-        """A step is done; some transfers may have ended by then."""
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        """Some transfers may have ended by then."""
+        plan = step.plan
         if plan.rows and not plan.probes:
             self.directory.costs.step(plan.tokens, result.seconds)
         elif self.moving and not plan.computes:
-            self.stats.tier_waits += result.seconds
+            self._timeline.stats.tier_waits += result.seconds
         for done in result.transfers:
             self.finish(done)
+        if self._on and self.directory.kept:
+            for row, (seq, epoch) in zip(plan.rows, step.rows, strict=True):
+                if seq.epoch == epoch:
+                    self._save_computed(seq.table, row.start + row.count)
 
-    def reset(self, stats: EngineStats) -> None:
+    def failed(self) -> None:
+        self.directory.forget()
+
+    def reset(self) -> None:
         """Forget what the tiers hold that do not outlive the engine, and count anew."""
-        self.stats = stats
         self.directory.forget()
         self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
         for tier in self.directory.tiers:
             tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)
+
+
+def _check(memory: KVManager, directory: Directory, preempt: str) -> None:
+    """Refuse options that would have no effect."""
+    if preempt not in PREEMPT_MODES:
+        raise ConfigError(f"unknown preempt {preempt!r}; use {', '.join(PREEMPT_MODES)}")
+    if preempt == "swap" and not directory.tiers:
+        raise ConfigError("preempt swap moves pages to a tier below the device; set kv_host (or kv_disk, kv_remote)")
+    if directory.tiers and memory.contiguous:
+        raise ConfigError("static batching reserves contiguous memory and has no pages to move; drop the KV tiers")

@@ -1,5 +1,5 @@
-"""What happens to each sequence, written down as it happens: times for those who ask where a request's time went,
-counts of rows computed in vain for those who pay for them.
+"""What happens to each sequence, recorded as it happens: where a request's time went, and which rows were computed in
+vain.
 
 Knows: sequences, timelines, stats. Refuses to know: why the scheduler decides what it decides.
 """
@@ -10,144 +10,146 @@ from collections import OrderedDict, deque
 
 from quire.memory.manager import Hit, KVManager
 from quire.memory.prefix_explain import PrefixExplainer
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
+from quire.types.clock import Clock
 from quire.types.events import EngineStats
-from quire.types.plan import StepPlan, StepResult
+from quire.types.plan import StepResult
 from quire.types.request import FinishReason
 from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, PrefixOutcome, Timeline
 
-KEPT = 1024  # requests remembered after they ended
-STEPS = 240  # latest steps remembered
+MAX_PAST_REQUESTS = 1024  # remembered after they ended
+MAX_PAST_STEPS = 240
 
 
-class TimelineRecorder:
-    def __init__(self, memory: KVManager, stats: EngineStats):
-        self.stats = stats
-        self.now = 0.0  # as the caller last said
-        self.steps: deque[tuple[int, int]] = deque(maxlen=STEPS)
+class TimelineRecorder(SchedulingFeature):
+    def __init__(self, memory: KVManager, clock: Clock):
+        self._memory = memory
+        self._clock = clock
+        self.reset()
+        self.steps: deque[tuple[int, int]] = deque(maxlen=MAX_PAST_STEPS)
         self._alignment = memory.layout.alignment
         self._explainer = PrefixExplainer(memory)
         self._past: OrderedDict[str, list[Timeline]] = OrderedDict()
+        self._pending_since: dict[Sequence, float] = {}
+        self._lost: dict[Sequence, int] = {}  # KV entries it had when it was preempted
+        self._recomputed: dict[Sequence, int] = {}  # rows computed a second time
 
-    def of(self, request_id: str) -> list[Timeline]:
+    def reset(self) -> None:
+        self.stats = EngineStats(pages_total=self._memory.pool.total)
+
+    def past(self, request_id: str) -> list[Timeline]:
         """Timelines of a request that has ended."""
         return self._past.get(request_id, [])
 
-    # ---- what the scheduler reports -------------------------------------------------------------------------
-
-    def arrived(self, seq: Sequence) -> None:
-        request = seq.request
-        seq.log = Timeline(request=request.id, branch=seq.branch, prompt=seq.prompt_len, arrival=request.arrival)
-
     def waits(self, seq: Sequence) -> None:
-        """For pages somebody else is computing."""
-        seq.waits_since = seq.waits_since or self.now
+        """For pages that are on their way."""
+        self._pending_since.setdefault(seq, self._clock.now)
 
-    def started(self, seq: Sequence, hit: Hit | None = None) -> None:
-        """Admitted, or resumed; without a hit, as a branch of a sequence that runs."""
-        log = seq.log
-        if seq.waits_since:
-            log.pending += self.now - seq.waits_since
-            seq.waits_since = 0.0
-        if not log.admitted:
-            log.admitted = self.now
-            log.cached = max(0, seq.cached)
-            log.page_size = self._alignment
-            self.stats.queue_time.observe(max(0.0, self.now - log.arrival))
-            if hit is not None:
-                request = seq.request
-                every = request.params.prompt_logprobs is not None or request.pooling == "mean" or seq.reach == 1
-                log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, seq.reach)
-                if log.prefix is PrefixOutcome.EVICTED and (gone := self._explainer.eviction(seq.table, hit)):
-                    log.gone_at, log.gone_for = gone
-        elif log.preemptions:
-            last = log.preemptions[-1]
-            if not last.resumed:
-                last.resumed = self.now
-            again = max(0, seq.lost - seq.hit)
-            last.recomputed += again
-            seq.rows -= again
-            self.stats.waste["recompute"] += again
-            seq.lost = 0
-
-    def row(self, seq: Sequence, count: int) -> None:
-        seq.rows += count
-        if count > 1:
-            chunks = seq.log.chunks
-            if len(chunks) < MAX_CHUNKS:
-                chunks.append((self.now, count))
-            else:
-                chunks[-1] = (chunks[-1][0], chunks[-1][1] + count)
-
-    def preempted(self, seq: Sequence) -> None:
-        self.stats.preemptions += 1
-        seq.lost = max(seq.lost, seq.computed)
-        marks = seq.log.preemptions
-        if len(marks) < MAX_PREEMPTIONS or marks[-1].resumed:
-            marks.append(Preemption(self.now, seq.computed))
-            del marks[:-MAX_PREEMPTIONS]
-
-    def drew(self, seq: Sequence) -> None:
-        """Its first token."""
-        log = seq.log
-        log.first_token = self.now
-        self.stats.prefill_time.observe(max(0.0, self.now - log.admitted))
-
-    def forced(self, seq: Sequence, tokens: int) -> None:
-        """By a grammar, after the token drawn."""
-        self.stats.forced_tokens += tokens
-        seq.log.forced += tokens
-
-    def guessed(self, seq: Sequence, offered: int, accepted: int) -> None:
-        """Tokens were guessed ahead for it, and so many of them were right."""
-        seq.rows += accepted
-        seq.log.drafted += offered
-        seq.log.accepted += accepted
-        self.stats.drafts += offered > 0
-        self.stats.drafted_tokens += offered
-        self.stats.accepted_tokens += accepted
-
-    def forgot(self, seq: Sequence, tokens: int) -> None:
+    def evicted(self, seq: Sequence, tokens: int) -> None:
         """KV of so many more of its tokens was dropped."""
         self.stats.evicted_tokens += tokens
         seq.log.evicted = max(seq.log.evicted, seq.evicted)
 
-    def cut(self, rows: int) -> None:
+    def overrun(self, rows: int) -> None:
         """Tokens beyond a stop string are dropped."""
         self.stats.waste["overrun"] += rows
 
-    def ended(self, seq: Sequence, reason: FinishReason) -> None:
+    # ---- listening ------------------------------------------------------------------------------------------
+
+    def admitted(self, seq: Sequence, hit: Hit | None) -> None:
+        log, now = seq.log, self._clock.now
+        since = self._pending_since.pop(seq, None) if self._pending_since else None
+        if since is not None:
+            log.pending += now - since
+        if not log.admitted:
+            log.admitted = now
+            log.cached = max(0, seq.cached)
+            log.page_size = self._alignment
+            self.stats.queue_time.observe(max(0.0, now - log.arrival))
+            if hit is not None:
+                self._explain_prefix(seq, hit)
+        elif log.preemptions:
+            last = log.preemptions[-1]
+            last.resumed = last.resumed or now
+            again = max(0, self._lost.pop(seq, 0) - seq.computed)
+            last.recomputed += again
+            self._recomputed[seq] = self._recomputed.get(seq, 0) + again
+            self.stats.waste["recompute"] += again
+
+    def _explain_prefix(self, seq: Sequence, hit: Hit) -> None:
+        request, log = seq.request, seq.log
+        reach = seq.limit if seq.hook is None else seq.hook.reach
+        every = request.params.prompt_logprobs is not None or request.pooling == "mean" or reach == 1
+        log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, reach)
+        if log.prefix is PrefixOutcome.EVICTED and (gone := self._explainer.eviction(seq.table, hit)):
+            log.gone_at, log.gone_for = gone
+
+    def row_planned(self, seq: Sequence, count: int) -> None:
+        if count > 1:
+            chunks, now = seq.log.chunks, self._clock.now
+            if len(chunks) < MAX_CHUNKS:
+                chunks.append((now, count))
+            else:
+                chunks[-1] = (chunks[-1][0], chunks[-1][1] + count)
+
+    def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
+        log, stats, now = seq.log, self.stats, self._clock.now
+        if not log.first_token:
+            log.first_token = now
+            stats.prefill_time.observe(max(0.0, now - log.admitted))
+        log.forced += forced
+        log.drafted += drafted
+        log.accepted += accepted
+        stats.forced_tokens += forced
+        stats.drafts += drafted > 0
+        stats.drafted_tokens += drafted
+        stats.accepted_tokens += accepted
+
+    def preempted(self, seq: Sequence) -> None:
+        self.stats.preemptions += 1
+        self._lost[seq] = max(self._lost.get(seq, 0), seq.computed)
+        marks = seq.log.preemptions
+        if len(marks) < MAX_PREEMPTIONS or marks[-1].resumed:
+            marks.append(Preemption(self._clock.now, seq.computed))
+            del marks[:-MAX_PREEMPTIONS]
+
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        plan, stats = step.plan, self.stats
+        if not plan.computes:
+            return  # it only waited for pages
+        tokens = plan.tokens
+        stats.steps += 1
+        drafted, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
+        stats.rows += tokens + drafted + result.padding
+        stats.waste["padding"] += result.padding
+        stats.waste["draft"] += drafted - accepted
+        stats.step_seconds += result.seconds
+        stats.step_tokens.observe(tokens)
+        self.steps.append((len(plan.rows), tokens))
+        for row, (seq, _) in zip(plan.rows, step.rows, strict=True):
+            if seq.log.finish in ("stop", "length"):
+                stats.waste["overrun"] += row.count
+
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         log, stats = seq.log, self.stats
-        log.ended = max(self.now, log.arrival)
+        since, again = self._pending_since.pop(seq, None), self._recomputed.pop(seq, 0)
+        self._lost.pop(seq, None)
+        if reason is None:
+            return
+        log.ended = max(self._clock.now, log.arrival)
         log.finish, log.outputs = reason.value, seq.outputs
-        if seq.waits_since:
-            log.pending += log.ended - seq.waits_since
+        if since is not None:
+            log.pending += log.ended - since
         stats.finished[reason] = stats.finished.get(reason, 0) + 1
         if log.first_token:
             stats.decode_time.observe(log.ended - log.first_token)
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             deadline = seq.request.deadline
             cause = "late" if 0 < deadline <= log.ended else "cancelled" if reason is FinishReason.ABORT else "failed"
-            stats.waste[cause] += seq.rows
-            seq.rows = 0
+            stats.waste[cause] += seq.attained - again + log.accepted
         self._past.setdefault(log.request, []).append(log)
         self._past.move_to_end(log.request)
-        if len(self._past) > KEPT:
+        if len(self._past) > MAX_PAST_REQUESTS:
             self._past.popitem(last=False)
-
-    def stepped(self, plan: StepPlan, result: StepResult, rows: list[tuple[Sequence, int]]) -> None:
-        """A step is done; rows of sequences that had stopped before it were for nothing."""
-        stats, tokens = self.stats, plan.tokens
-        if not plan.computes:
-            return  # it only waited for pages
-        stats.steps += 1
-        offered, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
-        stats.rows += tokens + offered + result.padding
-        stats.waste["padding"] += result.padding
-        stats.waste["draft"] += offered - accepted
-        stats.step_seconds += result.seconds
-        stats.step_tokens.observe(tokens)
-        self.steps.append((len(plan.rows), tokens))
-        for row, (seq, _) in zip(plan.rows, rows, strict=True):
-            if seq.log.finish in ("stop", "length"):
-                stats.waste["overrun"] += row.count

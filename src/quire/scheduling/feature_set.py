@@ -1,0 +1,49 @@
+"""The features that every scheduler has, in the order they are told of things. Another one is a line here, or a
+`SchedulingFeature` that is given to the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quire.memory.manager import KVManager
+from quire.memory.tiers import Directory
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.chunk_reuse import ChunkReuse
+from quire.scheduling.features.draft_budgets import Drafting
+from quire.scheduling.features.kv_eviction import KVEviction
+from quire.scheduling.features.sessions import Sessions
+from quire.scheduling.features.tier_prefetch import TierPrefetch
+from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.preemption import PreemptionGuard
+from quire.scheduling.sequence_table import SequenceTable
+from quire.types.clock import Clock
+from quire.types.plan import Capacity
+
+
+class FeatureSet:
+    def __init__(
+        self,
+        table: SequenceTable,
+        memory: KVManager,
+        capacity: Capacity,
+        clock: Clock,
+        *,
+        kv_policy: str,
+        session_quota: float,
+        preempt: str,
+    ):
+        directory = Directory(capacity.tiers, memory.index, memory.layout.page_bytes, kv_policy, clock)
+        self.timeline = TimelineRecorder(memory, clock)
+        self.preemption = PreemptionGuard(memory, self.timeline)
+        self.tiers = TierPrefetch(
+            memory, directory, self.timeline, table.waiting, lambda: self.preemption.spare, preempt
+        )
+        self.sessions = Sessions(memory, directory, session_quota, clock)
+        self.eviction = KVEviction(memory, capacity, self.timeline)
+        self.chunk_reuse = ChunkReuse(memory, capacity, table, self.timeline)
+        self.drafting = Drafting(capacity, clock) if capacity.drafts else None
+
+    def __iter__(self) -> Iterator[SchedulingFeature]:
+        drafting = [self.drafting] if self.drafting is not None else []
+        shared = [self.timeline, self.preemption, *drafting, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
+        return iter(shared)

@@ -1,0 +1,39 @@
+"""Scheduling policies, one file each, by the name that `--scheduler` takes; or any other by its import path."""
+
+from __future__ import annotations
+
+import importlib
+
+from quire.scheduling.policies.base import Policy
+from quire.scheduling.policies.fcfs import FCFS
+from quire.scheduling.policies.priority import Priority
+from quire.scheduling.policies.static import Static
+from quire.types.config import SchedulerOptions
+from quire.types.errors import ConfigError
+
+POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "static": Static}
+
+__all__ = ["FCFS", "POLICIES", "Policy", "Priority", "Static", "make_policy"]
+
+
+def make_policy(options: SchedulerOptions) -> Policy:
+    """The policy that `options.scheduler` names: one of ours, or `package.module:Class` of the operator's own."""
+    name = options.scheduler
+    kind = POLICIES.get(name) or _imported(name)
+    if kind is None:
+        known = ", ".join(POLICIES)
+        raise ConfigError(f"unknown scheduler {name!r}; known: {known}, or package.module:Class")
+    return kind(options)
+
+
+def _imported(name: str) -> type[Policy] | None:
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"scheduler {name!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"scheduler {name!r} is not a subclass of quire.scheduling.policies.Policy")
+    return found

@@ -1,0 +1,39 @@
+"""Policies as an operator would write them, in a module of their own; `--scheduler own_policies:LongestPromptFirst`."""
+
+from quire.scheduling import Policy
+from quire.types.policy import EventKind
+
+
+class LongestPromptFirst(Policy):
+    """Displaces a running sequence whose prompt is less than half as long."""
+
+    def key(self, seq):
+        return (-seq.prompt,)
+
+    def displaces(self, waiting, running):
+        return waiting.prompt > 2 * running.prompt
+
+
+class LeastServedTenantFirst(Policy):
+    """By how many token rows were computed for a tenant: keys change as tenants are served."""
+
+    observes = (EventKind.ARRIVED, EventKind.COMPUTED, EventKind.FINISHED)
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.served, self.live = {}, {}
+
+    def key(self, seq):
+        return self.served.get(seq.tenant, 0), seq.arrival
+
+    def observe(self, event):
+        changed = set()
+        for seq, tokens in event.sequences:
+            if event.kind is EventKind.ARRIVED:
+                self.live.setdefault(seq.tenant, {})[seq.id] = None
+            elif event.kind is EventKind.FINISHED:
+                self.live.get(seq.tenant, {}).pop(seq.id, None)
+            else:
+                self.served[seq.tenant] = self.served.get(seq.tenant, 0) + tokens
+                changed.add(seq.tenant)
+        return [id for tenant in sorted(changed) for id in self.live[tenant]]
