@@ -1,9 +1,12 @@
 """Pages, tables and prefixes: sharing, copying, sliding, promising, evicting."""
 
+import re
+from pathlib import Path
 from random import Random
 
 import pytest
 
+import quire
 from quire.memory import ContiguousPool, KVManager, PagePool, PageTable, PrefixIndex
 from quire.types.hashing import RUN, PageHasher
 from quire.types.kv import NULL_PAGE, KVGroup, KVLayout, layout_for
@@ -212,3 +215,19 @@ def test_waste_counts_slots_never_filled():
     table, _ = start(memory, list(range(6)))
     memory.release(table, 6)
     assert (memory.slots_allocated, memory.slots_filled) == (8, 6)
+
+
+def test_only_this_room_changes_the_pool_and_the_index():
+    """Others ask the manager: what they may do to pages is one list, in one place."""
+    source = Path(quire.__file__).parent
+    changing = re.compile(
+        r"\b(pool|index)\.(share|release|take|forget\w*|leaving|peak|publish|promise|withdraw|clear)\b(?!\s*[<>=]=)"
+    )
+    found = [
+        f"{path.relative_to(source)}: {line.strip()}"
+        for path in source.rglob("*.py")
+        if path.parent.name != "memory"
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if changing.search(line) and "pages_peak=" not in line
+    ]
+    assert not found

@@ -149,7 +149,7 @@ class KVManager:
         return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
 
     def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
-        """Whether somebody is about to compute the page that follows a hit of `tokens`."""
+        """Whether a sequence is about to compute the page that follows a hit of `tokens`."""
         for group, size in enumerate(self._sizes):
             after = tokens // size
             if after < len(table.hashes[group]) and (after + 1) * size < limit:
@@ -258,7 +258,7 @@ class KVManager:
             pages[i] = NULL_PAGE
 
     def fork(self, table: PageTable) -> PageTable:
-        """A second table over the same pages; whoever writes first copies."""
+        """A second table over the same pages; the first to write copies."""
         child = PageTable(len(self._sizes), table.owner)
         table.writable_until = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
@@ -302,7 +302,7 @@ class KVManager:
         return self.index.run(group, names)
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Keep pages, beside whoever has them."""
+        """Keep pages alive, beside the sequences that have them."""
         self.pool.share(pages)
 
     def let_go(self, pages: Sequence[int]) -> None:

@@ -91,7 +91,7 @@ class PagePool:
         return last
 
     def forget_keys(self, keys: Iterable[Key]) -> int:
-        """Drop this content where nobody uses it; how many pages that frees."""
+        """Drop this content where no sequence uses it; how many pages that frees."""
         count = 0
         for group, name in keys:
             for page in self.index.run(group, [name]):

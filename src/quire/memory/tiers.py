@@ -123,7 +123,7 @@ class Directory:
             way.keys.append(key)
             way.pages.append(page)
         for way in ways.values():
-            self._queue[way.source, str(way.id)] = way  # each on its own: somebody waits for this one
+            self._queue[way.source, str(way.id)] = way  # each on its own: a sequence waits for this one
         return [way.id for way in ways.values()]
 
     def find(self, tier: Tier, keys: list[Key]) -> int:
@@ -241,7 +241,7 @@ class Directory:
 
     def forget(self) -> None:
         """What is queued to leave the device shall not: its content may be wrong, or is not wanted. Loads and
-        questions stay, somebody holds pages for them."""
+        questions stay, pages are held for them."""
         for way, transfer in list(self._queue.items()):
             if transfer.source == DEVICE:
                 self.tier(transfer.target).arriving.difference_update(transfer.keys)

@@ -228,7 +228,7 @@ class Scheduler:
 
     def _make_way(self, builder: PlanBuilder) -> None:
         """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
-        queue up without their pages, then others are preempted for whoever comes first, so that its search goes on."""
+        queue up without their pages, then others are preempted for the first of them, so that its search goes on."""
         sequences = self.sequences
         for seq in list(sequences.forks):
             del sequences.forks[seq]

@@ -1,12 +1,12 @@
-"""How many tokens to guess ahead, and whether to: from how often guesses were right, and what they cost.
+"""Draft budgets: how many tokens to draft, and whether to, from acceptance rates and measured costs.
 
-A guess of k tokens makes a step of B rows one of up to B (1 + k), and is worth a + a² + ... + aᵏ tokens where a is the
-share of guesses that were right. It costs something to guess at all, and something for every token guessed. All that is
-measured: `a` for each sequence, the seconds of steps with and without guesses for each size of batch. Guessing stops
-where it loses, and is tried again now and then, ever more seldom and the more seldom the dearer it is; in between it
-rests, and steps cost what they cost without anybody who guesses.
+A draft of k tokens makes a step of B rows one of up to B (1 + k), and is worth a + a² + ... + aᵏ tokens where a is the
+acceptance rate. Drafting costs something at all, and something for every token. All that is measured: `a` for each
+sequence, the seconds of steps with and without drafts for each size of batch. Drafting stops where it loses, and is
+tried again now and then, ever more seldom and the more seldom the dearer it is; in between drafting is off, and steps
+cost what they cost without a proposer.
 
-Refuses to know: what is guessed, or by whom.
+Refuses to know: what is drafted, or by which proposer.
 """
 
 from __future__ import annotations
@@ -22,67 +22,67 @@ from quire.types.clock import Clock
 from quire.types.plan import Capacity, StepResult
 from quire.types.request import FinishReason
 
-DECAY, SLOW_DECAY = 0.9, 0.99  # of what was seen of a sequence, and of all, with every guess
-FADING = 1 / 32  # of what was seen of a sequence, with every step in which nothing is guessed for it
-PRIOR = 0.7  # share of right guesses before the first
-KEPT = 5  # latest measurements of a kind
-PLAIN_EVERY = 64  # steps with guesses before some without, to know what they replace
-PLAIN_MOST = 4  # of those, unless one has been timed before
-TRIAL = (4, 1, 4)  # tokens guessed in the steps of a trial: the difference tells what guessing costs, and what a token
-FIRST_WAIT, LONGEST_WAIT = 32, 512  # steps without guesses between trials
-LOSS = 0.01  # ... and as many more as it takes for trials to cost no more than this share of all time
-WARM = 16  # steps before a trial in which a proposer sees what it will guess from
+DECAY, SLOW_DECAY = 0.9, 0.99  # of what was seen of a sequence, and of all, with every draft
+FADE_RATE = 1 / 32  # of what was seen of a sequence, with every step in which nothing is drafted for it
+PRIOR_RATE = 0.7  # share of accepted drafts before the first
+MAX_MEASUREMENTS = 5  # latest measurements of a kind
+DRAFTED_STEPS_PER_PLAIN = 64  # steps with drafts before some without, to know what they replace
+MAX_PLAIN_STEPS = 4  # of those, unless one has been timed before
+TRIAL_DRAFTS = (4, 1, 4)  # tokens drafted in the steps of a trial: the difference tells the cost of a token
+MIN_WAIT_STEPS, MAX_WAIT_STEPS = 32, 512  # steps without drafts between trials
+MAX_TRIAL_COST = 0.01  # ... and as many more as it takes for trials to cost no more than this share of all time
+WARM_UP_STEPS = 16  # steps before a trial in which a proposer sees what it will draft from
 
 
 class AcceptanceRate:
-    """How guesses have done, lately more than long ago."""
+    """How drafts have done, lately more than long ago."""
 
-    __slots__ = ("_decay", "asked", "found", "right", "wrong")
+    __slots__ = ("_decay", "accepted", "asked", "found", "rejected")
 
-    def __init__(self, prior: float = PRIOR, decay: float = DECAY) -> None:
+    def __init__(self, prior: float = PRIOR_RATE, decay: float = DECAY) -> None:
         self._decay = decay
-        self.right, self.wrong = 2 * prior, 2 * (1 - prior)
+        self.accepted, self.rejected = 2 * prior, 2 * (1 - prior)
         self.asked = self.found = 1.0
 
-    def learn(self, budget: int, offered: int, accepted: int) -> None:
-        self.right = self.right * self._decay + accepted
-        self.wrong = self.wrong * self._decay + (accepted < offered)
+    def learn(self, budget: int, drafted_tokens: int, accepted: int) -> None:
+        self.accepted = self.accepted * self._decay + accepted
+        self.rejected = self.rejected * self._decay + (accepted < drafted_tokens)
         self.asked = self.asked * self._decay + budget
-        self.found = self.found * self._decay + offered
+        self.found = self.found * self._decay + drafted_tokens
 
     def fade(self, prior: float) -> None:
-        """Nothing was guessed: what was seen counts a little less."""
-        self.right += FADING * (2 * prior - self.right)
-        self.wrong += FADING * (2 * (1 - prior) - self.wrong)
+        """Nothing was drafted: what was seen counts a little less."""
+        self.accepted += FADE_RATE * (2 * prior - self.accepted)
+        self.rejected += FADE_RATE * (2 * (1 - prior) - self.rejected)
 
     @property
     def rate(self) -> float:
-        """Chance that a guess is right, given that those before it were."""
-        return self.right / (self.right + self.wrong)
+        """Chance that a draft is accepted, given that those before it were."""
+        return self.accepted / (self.accepted + self.rejected)
 
 
 class _Costs:
-    """Seconds of steps over about as many rows, without guesses and with them."""
+    """Seconds of steps over about as many rows, without drafts and with them."""
 
     def __init__(self) -> None:
-        self.plain: deque[float] = deque(maxlen=KEPT)
-        self.guessing: deque[tuple[int, float]] = deque(maxlen=2 * KEPT)  # tokens guessed, seconds
+        self.plain: deque[float] = deque(maxlen=MAX_MEASUREMENTS)
+        self.drafting: deque[tuple[int, float]] = deque(maxlen=2 * MAX_MEASUREMENTS)  # tokens drafted, seconds
         self._line = 0.0, 0.0  # through those: seconds at no tokens, and for each
 
-    def guessed(self, tokens: int, seconds: float) -> None:
-        self.guessing.append((tokens, seconds))
-        pairs = [(one, two) for one, two in combinations(self.guessing, 2) if one[0] != two[0]]
+    def drafted(self, tokens: int, seconds: float) -> None:
+        self.drafting.append((tokens, seconds))
+        pairs = [(one, two) for one, two in combinations(self.drafting, 2) if one[0] != two[0]]
         slope = max(0.0, median_low((two[1] - one[1]) / (two[0] - one[0]) for one, two in pairs)) if pairs else 0.0
-        base = median_low(seconds - slope * tokens for tokens, seconds in self.guessing) if pairs else 0.0
+        base = median_low(seconds - slope * tokens for tokens, seconds in self.drafting) if pairs else 0.0
         self._line = base, slope
 
     def price(self) -> tuple[float, float]:
-        """What guessing costs, and what a guessed token does, in plain steps; nothing until it is known."""
-        if not self.plain or not self.guessing:
+        """What drafting costs, and what a drafted token does, in plain steps; nothing until it is known."""
+        if not self.plain or not self.drafting:
             return 0.0, 0.0
         plain, (base, slope) = median_low(self.plain), self._line
         if base <= plain:  # all of it is the tokens'
-            each = median_low((seconds - plain) / max(0.1, tokens) for tokens, seconds in self.guessing)
+            each = median_low((seconds - plain) / max(0.1, tokens) for tokens, seconds in self.drafting)
             return 0.0, max(0.0, each / plain)
         return base / plain - 1, slope / plain
 
@@ -100,18 +100,18 @@ class Drafting(SchedulingFeature):
         self._overlapped = capacity.depth > 1
         self._costs: dict[int, _Costs] = {}
         self._general = AcceptanceRate(decay=SLOW_DECAY)  # over all sequences
-        self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it guesses
+        self._began: dict[int, tuple[float, int, bool]] = {}  # by step: planned at, rows, whether it drafts
         self._last = 0.0
-        self._guessed = 0  # steps with guesses since one without was timed
-        self._plain = 0  # steps without guesses, to time one
-        self._waited = 0  # steps since guesses last paid, or were last tried
-        self._wait = FIRST_WAIT
+        self._drafted = 0  # steps with drafts since one without was timed
+        self._plain = 0  # steps without drafts, to time one
+        self._waited = 0  # steps since drafts last paid, or were last tried
+        self._wait = MIN_WAIT_STEPS
         self._tried = 0  # steps of the trial under way
         self._trying = False  # whether the latest budgets are a trial's
-        self.rests = False  # nothing will be guessed for a while
+        self.rests = False  # nothing will be drafted for a while
 
     def budgets(self, running: list[Sequence]) -> dict[Sequence, int]:
-        """How much to guess for which of the sequences that need one token only. Empty: a plain step is better."""
+        """How much to draft for which of the sequences that need one token only. Empty: a plain step is better."""
         ready = [s for s in running if s.known - s.computed == 1]
         room = min(self._most, (self._tokens - len(ready)) // max(1, len(ready)))
         able = [s for s in ready if s.outputs and not (s.request.beam or s.hook or s.request.pooling)]
@@ -121,19 +121,19 @@ class Drafting(SchedulingFeature):
             return self._capped(dict.fromkeys(able, room))
         costs = self._costs.setdefault(len(ready).bit_length(), _Costs())
         self.rests = False
-        if not costs.plain or self._guessed >= PLAIN_EVERY:
+        if not costs.plain or self._drafted >= DRAFTED_STEPS_PER_PLAIN:
             return {}
         fixed, slope = costs.price()
-        price = slope * len(ready)  # of a guessed token, in drawn ones
+        price = slope * len(ready)  # of a drafted token, in drawn ones
         budgets, gain, tokens = {}, 0.0, 0.0
         for seq in able:
             acceptance = self._rates.get(seq)
             if acceptance is None:
                 acceptance = self._rates[seq] = AcceptanceRate(self._general.rate)
             rate, share = acceptance.rate, acceptance.found / acceptance.asked
-            count, right = 0, rate
-            while count < room and right > price:
-                count, gain, right = count + 1, gain + right * share, right * rate
+            count, accepted = 0, rate
+            while count < room and accepted > price:
+                count, gain, accepted = count + 1, gain + accepted * share, accepted * rate
             if count:
                 budgets[seq] = count
                 tokens += count * share
@@ -142,11 +142,12 @@ class Drafting(SchedulingFeature):
         self._trying = gain <= (fixed + slope * tokens) * len(ready)
         if not self._trying:
             return self._capped(budgets)
-        known = len(costs.guessing) > len(TRIAL)  # the first measurements are of things done for the first time
-        cost = sum(fixed + slope * len(able) * min(count, room) for count in TRIAL) if known else 0.0
-        left = 0 if self._tried else max(self._wait, cost / LOSS) - self._waited  # steps until guesses are tried again
-        self.rests = left > WARM
-        return self._capped(dict.fromkeys(able, min(TRIAL[self._tried], room))) if left <= 0 else {}
+        known = len(costs.drafting) > len(TRIAL_DRAFTS)  # the first measurements are of things done for the first time
+        cost = sum(fixed + slope * len(able) * min(count, room) for count in TRIAL_DRAFTS) if known else 0.0
+        # Steps until drafts are tried again.
+        left = 0 if self._tried else max(self._wait, cost / MAX_TRIAL_COST) - self._waited
+        self.rests = left > WARM_UP_STEPS
+        return self._capped(dict.fromkeys(able, min(TRIAL_DRAFTS[self._tried], room))) if left <= 0 else {}
 
     def _capped(self, budgets: dict[Sequence, int]) -> dict[Sequence, int]:
         """No sequence draws more tokens than it may have."""
@@ -160,24 +161,24 @@ class Drafting(SchedulingFeature):
             return
         self.unverified.difference_update(seq for seq, _ in step.rows)
         self.unverified.update(seq for row, (seq, _) in zip(plan.rows, step.rows, strict=True) if row.drafts)
-        guesses = any(row.drafts for row in plan.rows)
+        drafts = any(row.drafts for row in plan.rows)
         if all(row.count == 1 for row in plan.rows) and not plan.admits:
-            self._began[plan.step] = now, len(plan.rows), guesses
-        if not guesses:
+            self._began[plan.step] = now, len(plan.rows), drafts
+        if not drafts:
             self._waited += 1
             self._plain += 1
-            if self._plain >= PLAIN_MOST:
-                self._guessed = self._plain = 0
+            if self._plain >= MAX_PLAIN_STEPS:
+                self._drafted = self._plain = 0
             return
-        self._guessed += 1
+        self._drafted += 1
         if self._trying:
             self._tried += 1
-            if self._tried == len(TRIAL):
+            if self._tried == len(TRIAL_DRAFTS):
                 self._waited = self._tried = 0
-                self._wait = min(2 * self._wait, LONGEST_WAIT)
+                self._wait = min(2 * self._wait, MAX_WAIT_STEPS)
         else:
             self._waited = self._tried = 0
-            self._wait = FIRST_WAIT
+            self._wait = MIN_WAIT_STEPS
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         """What a step took: since it was planned, or since the one before it ended."""
@@ -189,19 +190,19 @@ class Drafting(SchedulingFeature):
         before, self._last = self._last, now
         if plan.step not in self._began:
             return
-        planned, rows, guesses = self._began.pop(plan.step)
+        planned, rows, drafts = self._began.pop(plan.step)
         seconds = now - max(planned, before)
-        offered = sum(count for count, _ in result.drafts.values())
-        for count, right in result.drafts.values():
-            self._general.learn(count, count, right)
-        if seconds <= 0 or (guesses and not offered and not self._overlapped):
-            return  # no clock; or a step like any other, only that somebody was asked
+        drafted_tokens = sum(count for count, _ in result.drafts.values())
+        for count, accepted in result.drafts.values():
+            self._general.learn(count, count, accepted)
+        if seconds <= 0 or (drafts and not drafted_tokens and not self._overlapped):
+            return  # no clock; or a step like any other, only that a proposer was asked
         costs = self._costs.setdefault(rows.bit_length(), _Costs())
-        if guesses:
-            costs.guessed(offered, seconds)
+        if drafts:
+            costs.drafted(drafted_tokens, seconds)
         elif not costs.plain or not self._overlapped or planned < before:
             costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
-            self._guessed = self._plain = 0
+            self._drafted = self._plain = 0
 
     def preempted(self, seq: Sequence) -> None:
         self.unverified.discard(seq)

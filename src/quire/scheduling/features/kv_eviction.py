@@ -1,4 +1,4 @@
-"""Sequences longer than their memory: which pages of a long context to forget, and when.
+"""KV eviction: which pages of a context longer than its KV budget to evict, and when.
 
 A request may have a budget of KV entries. When its next token would exceed it, pages are dropped until three quarters
 of the budget are left (rarely and many, because the keys of pages that move together are turned every time):
@@ -8,7 +8,7 @@ of the budget are left (rarely and many, because the keys of pages that move tog
              TOVA after it)
     h2o      the latest pages and those with most attention since they were written, half and half (H2O)
 
-Those that look at attention compute a prompt whole, if the model can attend to it, and forget at its end; otherwise,
+Those that look at attention compute a prompt whole, if the model can attend to it, and evict at its end; otherwise,
 and wherever prompt log-probabilities are wanted, the budget holds from the first token. Everything is decided at points
 that depend on token counts alone, never on how a step was cut or what else was running: the same request forgets the
 same.
@@ -155,7 +155,7 @@ class KVEviction(SchedulingFeature):
         self._size = memory.layout.groups[0].tokens_per_page
         self._refusal = ""
         if len(memory.layout.groups) > 1 or memory.layout.groups[0].window is not None:
-            self._refusal = "this model's sliding windows forget by themselves"
+            self._refusal = "this model's sliding windows evict by themselves"
         elif not capacity.rope_shifts:
             self._refusal = "this model learned its positions one by one, so what it keeps cannot move together"
         elif memory.contiguous:

@@ -1,9 +1,9 @@
-"""Pages that come from below: what waiting sequences are sent from the tiers, and what happens to pages meanwhile.
+"""Tier prefetch: pages of waiting sequences are loaded from the tiers below the device, before their turn.
 
     waiting ──► part of its prefix is in a tier ──► landing: device pages held, filled while others run ──► starts
 
 A landing holds its pages (and those before them that were on the device) until its sequence starts, or is gone and
-the transfers have ended. Under preemption landings that nobody has started from yet let go: their content stays cached.
+the transfers have ended. When memory is short, landings that no sequence has started from let go: their content stays cached.
 Refuses to know: who runs next, how bytes move.
 """
 
@@ -74,7 +74,7 @@ class TierPrefetch(SchedulingFeature):
 
     @property
     def moving(self) -> bool:
-        """Whether somebody waits for a transfer."""
+        """Whether a sequence waits for a transfer."""
         return bool(self._transfers or self._asking)
 
     @property

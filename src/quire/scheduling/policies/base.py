@@ -1,4 +1,4 @@
-"""What every policy may leave as it is: nobody is displaced, whoever fits may pass, the engine's step target holds."""
+"""Defaults of all policies: no displacement, requests that fit may pass, the engine's step target holds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,73 @@
+"""How long a plan takes with 100, 10,000 and 100,000 requests waiting: `python scripts/planning_time.py`.
+
+No model and no device: the scheduler itself, over the fake executor. Requests run, finish and are replaced at a steady
+rate, so that every figure has the same work in it besides the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from quire.scheduling import Scheduler
+from quire.types.config import SchedulerOptions
+from quire.types.fakes import FakeExecutor
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.plan import Capacity
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+
+LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=16, kv_heads=1, head_dim=1),), "float32")
+SLOTS, PROMPT, ANSWER = 64, 32, 32
+
+
+def measure(policy: str, waiting: int, steps: int) -> float:
+    """Median seconds of a plan and its commit."""
+    capacity = Capacity(pages=SLOTS * 8, slots=SLOTS, max_model_len=128, max_batch_tokens=512, depth=1)
+    options = SchedulerOptions(scheduler=policy, max_waiting=waiting + 2 * SLOTS)
+    scheduler = Scheduler(options, LAYOUT, capacity)
+    executor = FakeExecutor(LAYOUT, capacity)
+    count = 0
+
+    def submit() -> None:
+        nonlocal count
+        prompt = [count % 97, *range(PROMPT - 1)]
+        params = SamplingParams(max_tokens=1 + (count * 7) % ANSWER, seed=0)
+        scheduler.submit(Request(id=str(count), prompt=prompt, params=params, arrival=count * 1e-3))
+        count += 1
+
+    for _ in range(waiting + SLOTS):
+        submit()
+    took = []
+    for step in range(steps):
+        while len(scheduler.sequences.waiting) < waiting:
+            submit()
+        began = time.perf_counter()
+        plan = scheduler.plan(float(step))
+        planned = time.perf_counter() - began
+        assert plan is not None
+        result = executor.submit(plan).result()
+        began = time.perf_counter()
+        scheduler.commit(plan, result, step + 0.5)
+        took.append(planned + time.perf_counter() - began)
+    return statistics.median(took[steps // 10 :])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scheduler", default="fcfs")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    sizes = (100, 10_000, 100_000)
+    best = {size: float("inf") for size in sizes}
+    for _ in range(arguments.rounds):  # interleaved: a busy machine is busy for all of them
+        for size in sizes:
+            best[size] = min(best[size], measure(arguments.scheduler, size, arguments.steps))
+    for size in sizes:
+        print(f"{size:>7} waiting: {best[size] * 1e6:7.1f} us a step, {best[size] / best[sizes[0]]:.2f}x")
+
+
+if __name__ == "__main__":
+    main()
