@@ -1,10 +1,10 @@
-"""A page table with some of its pages taken out: those kept move together, their keys are rotated to their new positions.
+"""A page table with some of its pages taken out: those kept move together, their keys are rotated accordingly.
 
     before   [ 7 | 3 | 9 | 4 | 8 ]   keep 0, 3, 4      rope_shifts: 4 by -2 pages, 8 by -2 pages
     after    [ 7 | 4 | 8 ]
 
-A page that another sequence sees, now or through the prefix index, is never changed: it is copied into a fresh one. From
-then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which pages
+A page that another sequence sees, now or through the prefix index, is never changed: it is copied into a fresh one.
+From then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which pages
 are worth keeping.
 """
 

@@ -3,8 +3,8 @@
     waiting ──► part of its prefix is in a tier ──► landing: device pages held, filled while others run ──► starts
 
 A landing holds its pages (and those before them that were on the device) until its sequence starts, or is gone and
-the transfers have ended. When memory is short, landings that no sequence has started from let go: their content stays cached.
-Refuses to know: who runs next, how bytes move.
+the transfers have ended. When memory is short, landings that no sequence has started from let go: their content
+stays cached. Refuses to know: who runs next, how bytes move.
 """
 
 from __future__ import annotations
