@@ -4,8 +4,8 @@
     after    [ 7 | 4 | 8 ]
 
 A page that another sequence sees, now or through the prefix index, is never changed: it is copied into a fresh one.
-From then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which pages
-are worth keeping.
+From then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which
+pages are worth keeping.
 """
 
 from __future__ import annotations
