@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from quire.bench.speculation import edit
+from quire.bench.speculation_bench import edit
 
 ASKS = (
     "Explain {} to a child.",

@@ -49,4 +49,5 @@ def main() -> None:
         print(count, {name: f"{error:.4f}" for name, error in errors.items()})
 
 
-main()
+if __name__ == "__main__":
+    main()

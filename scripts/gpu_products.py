@@ -1,4 +1,5 @@
-"""Find the fastest kernel of cuBLAS for each product of a model, on a CUDA machine: `src/quire/kernels/cublas.json`.
+"""Find the fastest kernel of cuBLAS for each product of a model, on a CUDA machine:
+`src/quire/kernels/library/cublas.json`.
 
     PYTHONPATH=src python3 scripts/gpu_products.py [--model src/quire/bench/data/llama-3.1-8b] [--out FILE]
 
@@ -30,8 +31,10 @@ from quire.runtime.capture import row_buckets
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CHUNKS = (2048, 4096, 8192)
-FEW = 32  # rows up to which our own kernels are ahead
-FINALISTS, LONG, WORTH = 8, 1e5, 0.985  # LONG: microseconds that a large product is repeated for
+OWN_KERNEL_ROWS = 32  # up to which our own kernels are ahead
+FINALISTS = 8
+LARGE_PRODUCT_US = 1e5  # microseconds that a large product is repeated for
+MAX_TIME_RATIO = 0.985  # of a kernel worth writing down
 
 State = dict[str, torch.Tensor]
 Table = dict[str, dict[str, dict[str, list[int]]]]  # bytes of an element → shape → rows → an algorithm
@@ -125,7 +128,7 @@ def fastest(product: Product, rows: int, algorithms: set[Algorithm]) -> Algorith
     final = [one for _, one in quick[: FINALISTS // 2 if large else FINALISTS] if not product.wrong(made[one])]
     if not final:
         return None
-    launches, usual = int(LONG / quick[0][0]) if large else 12, []
+    launches, usual = int(LARGE_PRODUCT_US / quick[0][0]) if large else 12, []
     times: dict[Algorithm, list[float]] = {one: [] for one in final}
     for _ in range(2 if large else 4):
         usual.append(timed(product.usual, product.copies, launches))
@@ -134,7 +137,7 @@ def fastest(product: Product, rows: int, algorithms: set[Algorithm]) -> Algorith
     before = median_low(usual)
     after, best = min(((median_low(each), one) for one, each in times.items()), key=itemgetter(0))
     print(f"{product.dtype} {product.name} {rows}: {before:.1f} us, {after:.1f} by {tuple(best)}", flush=True)
-    return best if after < WORTH * before else None
+    return best if after < MAX_TIME_RATIO * before else None
 
 
 def main() -> None:
@@ -152,7 +155,7 @@ def main() -> None:
     cublas._table = dict  # what is measured is without
     table: Table = json.loads(given.out.read_text())["kernels"] if given.out.exists() else {}
     for dtype in (BF16, FP8):
-        sizes = [rows for rows in row_buckets(1024) if rows > FEW] + list(CHUNKS)
+        sizes = [rows for rows in row_buckets(1024) if rows > OWN_KERNEL_ROWS] + list(CHUNKS)
         products = [Product(name, *shape, name in ("o", "down"), dtype) for name, shape in layers.items()]
         try:
             offers = [Offers(product.shape(rows), Algorithm(0, 0, 0)) for product in products for rows in sizes]

@@ -4,7 +4,7 @@
     quire run --speculation eagle:eagle.safetensors
 
 The model answers prompts (`draft_prompts.py`: put your own there); tokens and the hidden states they were drawn from
-are recorded as they come, and a small network learns to go on from them. Answers about topics kept aside tell how
+are recorded as they come, and a small network learns to go on from them. Answers about held-out topics tell how
 well. A GPU takes minutes for thousands of prompts, a CPU for hundreds.
 """
 
@@ -26,36 +26,36 @@ from quire.assets import resolve
 from quire.engine.link import LocalLink, open_link
 from quire.engine.text_input import prepare
 from quire.generation.drafting.head_proposers import Recorder
-from quire.generation.drafting.heads import WINDOW, EagleDrafter, Heads, MedusaHeads, save_heads
+from quire.generation.drafting.heads import WINDOW_TOKENS, EagleDrafter, Heads, MedusaHeads, save_heads
 from quire.text import TextModel
 from quire.types.config import EngineOptions
 from quire.types.messages import Events, Submit
 from quire.types.sampling_params import SamplingParams
 
-DEPTHS = (1.0, 0.8, 0.64, 0.51, 0.41)  # what a wrong guess so far ahead weighs
-MEDUSA = 3  # heads
-UNSURE = 0.3  # directions come first, confidence is to be earned
-SHARE = 16  # one topic of so many is kept aside
+LOSS_WEIGHTS = (1.0, 0.8, 0.64, 0.51, 0.41)  # by how many tokens ahead
+MEDUSA_HEADS = 3
+LOGIT_SCALE = 0.3  # at the start: directions come first, confidence is to be earned
+HELD_OUT_SHARE = 16  # one topic of so many is held out
 
 
 @dataclass
 class Answer:
     tokens: torch.Tensor  # [n]
-    shown: torch.Tensor  # [n, (layers + 1) hidden]: what each was drawn from, the last hidden state at the end
+    hidden: torch.Tensor  # [n, (layers + 1) hidden]: what each was sampled from, the last hidden state at the end
 
 
 @dataclass
 class Records:
     answers: list[Answer]  # to learn from
-    aside: list[Answer]  # to be examined on
+    held_out: list[Answer]
     head: torch.Tensor  # the model's own, [vocabulary, hidden]
-    layers: tuple[int, ...]  # behind which hidden states were recorded, besides the last
+    layers: tuple[int, ...]  # after which hidden states were recorded, besides the last
 
 
 def record(options: EngineOptions, count: int, length: int, seed: int) -> Records:
     rng, about = random.Random(seed), topics()
     rng.shuffle(about)
-    cut = len(about) // SHARE
+    cut = len(about) // HELD_OUT_SHARE
     asks = prompts(rng, count, about[cut:])
     learned = len(asks)
     asks += prompts(rng, max(8, count // 50), about[:cut])
@@ -78,8 +78,8 @@ def record(options: EngineOptions, count: int, length: int, seed: int) -> Record
     found: tuple[list[Answer], list[Answer]] = [], []
     for key, (tokens, states) in recorder.answers.items():
         if len(tokens) > 8:
-            shown, aside = torch.cat(states), int(key.partition("/")[0]) >= learned
-            found[aside].append(Answer(torch.tensor(tokens, device=shown.device), shown))
+            hidden, held_out = torch.cat(states), int(key.partition("/")[0]) >= learned
+            found[held_out].append(Answer(torch.tensor(tokens, device=hidden.device), hidden))
     return Records(*found, head, layers)
 
 
@@ -98,8 +98,8 @@ class Lesson:
     """Some answers, side by side, and what the model itself thinks comes at each of their positions."""
 
     def __init__(self, batch: list[Answer], heads: Heads, teacher: torch.Tensor):
-        self.shown = pad_sequence([a.shown for a in batch], batch_first=True).float()  # [n, t, ...]
-        self.hidden = self.shown[..., -teacher.shape[1] :]
+        self.tapped = pad_sequence([a.hidden for a in batch], batch_first=True).float()  # [n, t, ...]
+        self.hidden = self.tapped[..., -teacher.shape[1] :]
         self.tokens = pad_sequence([a.tokens for a in batch], batch_first=True)
         self.places = heads.words.places[self.tokens]  # of the tokens among the words
         self.at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -112,13 +112,13 @@ class Lesson:
         return self.at[distance:] < self.lengths[:, None]
 
     def loss(self, logits: torch.Tensor, distance: int) -> torch.Tensor:
-        """How far guesses of the word so many places on are from the model's own mind."""
+        """Cross-entropy of drafts so many tokens ahead with the model's own distribution."""
         wrong = -(self._thought[:, distance:] * logits[:, :-distance].float().log_softmax(-1)).sum(-1)
         there = self.there(distance)
         return (wrong * there).sum() / there.sum()
 
     def right(self, logits: torch.Tensor, distance: int) -> torch.Tensor:
-        """Which guesses are what the model drew, [n, t]."""
+        """Which drafts are what the model sampled, [n, t]."""
         right = torch.zeros_like(self.tokens, dtype=torch.bool)
         right[:, :-distance] = (logits[:, :-distance].argmax(-1) == self.places[:, distance:]) & self.there(distance)
         return right
@@ -128,19 +128,19 @@ class Lesson:
         return self.tokens.roll(-distance, 1)
 
 
-def guesses(heads: Heads, lesson: Lesson) -> Iterator[torch.Tensor]:
-    """Logits [n, t, words] of the guesses for one place on, two, and so forth."""
+def draft_logits(heads: Heads, lesson: Lesson) -> Iterator[torch.Tensor]:
+    """Logits [n, t, words] of the tokens one position ahead, two, and so forth."""
     return iter(heads(lesson.hidden, lesson.tokens)) if isinstance(heads, MedusaHeads) else eagle(heads, lesson)
 
 
 def eagle(drafter: EagleDrafter, lesson: Lesson) -> Iterator[torch.Tensor]:
     """As it will be used: after the first token it reads its own states, not the model's."""
     apart = lesson.at[:, None] - lesson.at
-    seen = ((apart >= 0) & (apart < WINDOW))[None]
-    joined, trail = drafter.inputs(drafter.features(lesson.shown), lesson.tokens)
+    seen = ((apart >= 0) & (apart < WINDOW_TOKENS))[None]
+    joined, trail = drafter.inputs(drafter.features(lesson.tapped), lesson.tokens)
     own: list[torch.Tensor] = []
-    for depth in range(len(DEPTHS)):
-        state = drafter(joined, trail, (apart + depth).clamp(0, WINDOW + depth), seen, own)
+    for depth in range(len(LOSS_WEIGHTS)):
+        state = drafter(joined, trail, (apart + depth).clamp(0, WINDOW_TOKENS + depth), seen, own)
         yield drafter.logits(state)
         joined, entries = drafter.inputs(state, lesson.ahead(depth + 1))
         own.append(entries)
@@ -151,12 +151,12 @@ def build(kind: str, records: Records, words: int) -> Heads:
     ids = torch.tensor(sorted(token for token, _ in counts.most_common(words)))
     known = sum(count for _, count in counts.most_common(words)) / sum(counts.values())
     vocab, hidden = records.head.shape
-    shown = torch.cat([a.shown for a in records.answers[:256]]).float().unflatten(-1, (-1, hidden))
+    shown = torch.cat([a.hidden for a in records.answers[:256]]).float().unflatten(-1, (-1, hidden))
     shown = shown / (loud := shown.square().mean(-1, keepdim=True).sqrt())
     even = 1 / shown.square().mean(0).sqrt()  # [layers + 1, hidden]: brings all numbers of a state to the same size
     heads: Heads
     if kind == "medusa":
-        heads = MedusaHeads(hidden, len(ids), vocab, MEDUSA)
+        heads = MedusaHeads(hidden, len(ids), vocab, MEDUSA_HEADS)
         norms, out = heads.norms[:1], heads.norms[2]
         even = even[-1:]
     else:
@@ -165,7 +165,7 @@ def build(kind: str, records: Records, words: int) -> Heads:
     with torch.no_grad():
         for norm, weight in zip(norms, even, strict=True):
             norm.weight.copy_(weight)
-        out.weight.fill_(UNSURE * float(loud[:, -1].mean()))  # in proportion to the model's own logits
+        out.weight.fill_(LOGIT_SCALE * float(loud[:, -1].mean()))  # in proportion to the model's own logits
     heads.words.ids.copy_(ids)
     heads.words.index()
     with torch.no_grad():
@@ -205,7 +205,7 @@ def train(
             with torch.autocast("cuda", torch.bfloat16, enabled=teacher.is_cuda):
                 parts = [
                     weight * lesson.loss(logits, i + 1)
-                    for i, (weight, logits) in enumerate(zip(DEPTHS, guesses(heads, lesson), strict=False))
+                    for i, (weight, logits) in enumerate(zip(LOSS_WEIGHTS, draft_logits(heads, lesson), strict=False))
                 ]
             loss = torch.stack(parts).sum()
             optimizer.zero_grad()
@@ -220,13 +220,13 @@ def train(
 
 @torch.no_grad()
 def examine(heads: Heads, answers: list[Answer], positions: int) -> list[float]:
-    """How often the first guess is right, the first two, and so forth."""
-    found, total = torch.zeros(len(DEPTHS)), 0
+    """How often the first draft token is right, the first two, and so forth."""
+    found, total = torch.zeros(len(LOSS_WEIGHTS)), 0
     for batch in batches(answers, positions):
         lesson = Lesson(batch, heads, heads.words.head.weight)
         so_far = lesson.there(0)
         total += int(so_far.sum())
-        for i, logits in enumerate(guesses(heads, lesson)):
+        for i, logits in enumerate(draft_logits(heads, lesson)):
             so_far = so_far & lesson.right(logits, i + 1)
             found[i] += int(so_far.sum())
     return [float(share) for share in found / total if share > 0]
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=160, help="longest answer")
     parser.add_argument("--seqs", type=int, default=None, help="answers at once")
     parser.add_argument("--kv-memory", default="512M")
-    parser.add_argument("--words", type=int, default=4096, help="words it can guess")
+    parser.add_argument("--words", type=int, default=4096, help="tokens it can draft")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--rate", type=float, default=1e-3)
     parser.add_argument("--positions", type=int, default=512, help="of a training step")
@@ -267,9 +267,9 @@ def main() -> None:
         passes = train(heads, records.answers, epochs=chosen.epochs, rate=chosen.rate, positions=chosen.positions,
                        seed=chosen.seed)  # fmt: skip
         for epoch, loss in enumerate(passes):
-            right = examine(heads, records.aside, chosen.positions)
+            right = examine(heads, records.held_out, chosen.positions)
             shares, seconds = " ".join(f"{share:.1%}" for share in right), time.perf_counter() - began
-            print(f"epoch {epoch + 1}: loss {loss:.3f}; right in a row on topics kept aside {shares}: "
+            print(f"epoch {epoch + 1}: loss {loss:.3f}; right in a row on held-out topics {shares}: "
                   f"{1 + sum(right):.2f} tokens a step; {seconds:.0f} s", flush=True)  # fmt: skip
         save_heads(heads, path, {"model": chosen.model, "tokens": tokens})
 

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire import LLM
-from quire.bench import speculation as spec
+from quire.bench import speculation_bench as spec
 from quire.cli.main import app
 from quire.types.errors import ConfigError
 

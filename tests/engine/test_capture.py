@@ -16,7 +16,7 @@ from quire.types.plan import PageDelta, Row, StepPlan
 def steps(max_rows=100, max_tokens=512):
     cpu = torch.device("cpu")
     return CapturedSteps(
-        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, nobody=9, device=cpu, sketches=[]
+        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, null_slot=9, device=cpu, warmups=[]
     )
 
 
@@ -40,9 +40,9 @@ def test_row_buckets_end_at_the_most():
 
 
 @pytest.mark.parametrize("size", [(8, 8), (64, 8)])
-def test_padding_belongs_to_nobody_and_fills_the_size(size):
+def test_padding_belongs_to_the_null_slot_and_fills_the_size(size):
     table = np.array([[3, 5], [7, 0], [1, 1], [4, 0], [3, 9]])
-    padded = pad_table(table, size, nobody=9)
+    padded = pad_table(table, size, null_slot=9)
     assert (padded[:, :2] == table).all()
     assert set(padded[0, 2:]) == set(padded[4, 2:]) == {9}
     assert padded[2].sum() == size[0]
@@ -106,14 +106,14 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
     monkeypatch.setattr(captured, "why_not", lambda device: None)
     monkeypatch.setattr(captured, "compile_together", lambda jobs, device: [job() for job in jobs])
-    monkeypatch.setattr(captured, "_lent", lambda tensor: tensor)
+    monkeypatch.setattr(captured, "_borrowed", lambda tensor: tensor)
 
 
 def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
     pytest.importorskip("triton")
     ran, brief, beside, cpu = [], [], [], torch.device("cpu")
 
-    def sketch(rows, tokens, counts, kv_lens, lists):
+    def warmup(rows, tokens, counts, kv_lens, lists):
         assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
         brief.append((tokens, len(counts), lists is not None and lists.items.shape[0]))
 
@@ -124,8 +124,8 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
 
     sharing = SharedPrefixes(slots=70, page_size=4, group_heads=2)
     steps = CapturedSteps(
-        forward, max_rows=70, max_kv=64, max_tokens=512, nobody=70, device=cpu, sharing=sharing,
-        sketches=[lambda *step: brief.append("part"), sketch],
+        forward, max_rows=70, max_kv=64, max_tokens=512, null_slot=70, device=cpu, sharing=sharing,
+        warmups=[lambda *step: brief.append("part"), warmup],
     )  # fmt: skip
     assert not steps.ready
     steps.capture(beside=[lambda: beside.append(len(ran))])

@@ -271,7 +271,7 @@ def test_a_closed_engine_gives_its_memory_back_at_once(default_model, dtype):
     engine = LLM("smollm2-135m", dtype=dtype, kv_memory="64M")
     engine.generate(PROMPT, greedy(max_tokens=2))
     executor = engine._link.core.executor
-    large = [weakref.ref(executor.model), weakref.ref(executor._runner)]
+    large = [weakref.ref(executor.model), weakref.ref(executor._worker)]
     gc.disable()
     try:
         engine.close()

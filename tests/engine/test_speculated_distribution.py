@@ -1,4 +1,4 @@
-"""Speculation keeps the target's distribution: the joint law of four sampled tokens, through the real runner, sampler
+"""Speculation keeps the target's distribution: the joint law of four sampled tokens, through the real worker, sampler
 and verifier, over a tiny model whose law is known exactly."""
 
 import itertools
@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from quire.generation.drafting.speculation import Speculation, verify
-from quire.runtime.runner import ModelRunner
+from quire.runtime.sampling_head import SamplingHead
+from quire.runtime.step_result import run_step
+from quire.runtime.worker import ForwardWorker
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan
 from quire.types.sampling_params import SamplingParams
-from quire.types.seams import Tree
+from quire.types.seams import DraftTree
 
 VOCAB, LENGTH, SLOTS, TOP_P = 5, 4, 2500, 0.9
 LAYOUT = KVLayout((KVGroup((0,), 8, 1, 1),), "float32")
@@ -56,7 +58,7 @@ class RandomTrees(RandomProposer):
     def propose(self, contexts, budgets):
         guesses = super().propose(contexts, budgets)
         return [
-            Tree(tokens[:budget], [int(self._rng.integers(-1, i)) if i else -1 for i in range(budget)])
+            DraftTree(tokens[:budget], [int(self._rng.integers(-1, i)) if i else -1 for i in range(budget)])
             for tokens, budget in zip(guesses, budgets, strict=True)
         ]
 
@@ -64,7 +66,8 @@ class RandomTrees(RandomProposer):
 def draw(count, first_seed, speculation=None):
     """`count` answers of four tokens to the prompt [0], seeds counting up."""
     grammars = SimpleNamespace(close=lambda: None)
-    runner = ModelRunner(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"), grammars, speculation)
+    worker = ForwardWorker(TableModel(), LAYOUT, CAPACITY, torch.device("cpu"))
+    head = SamplingHead(worker, grammars, speculation)
     answers = []
     for base in range(0, count, SLOTS):
         slots = range(min(SLOTS, count - base))
@@ -78,7 +81,7 @@ def draw(count, first_seed, speculation=None):
                 drafts = min(3, LENGTH - at) if speculation else 0
                 plan.rows.append(Row(slot, at - 1, 1, drafts=drafts))
                 plan.samples.append(Sample(row, slot, at))
-            for slot, tokens in zip(going, runner.run(plan).result().tokens, strict=True):
+            for slot, tokens in zip(going, run_step(plan, worker, head).result().tokens, strict=True):
                 known[slot] += tokens
             plan = StepPlan(step=0)
         answers += [known[slot][1:] for slot in slots]

@@ -150,7 +150,7 @@ def test_bad_grammars_are_refused_and_others_go_on(fast):
 def test_no_grammar_is_compiled_twice_while_its_request_waits(default_model, monkeypatch):
     """One answer at a time, one grammar kept for its own sake: the others are there because their requests are."""
     compiled, compile = [], GrammarStore._compile
-    monkeypatch.setattr("quire.generation.grammar.grammar_store.KEPT", 1)
+    monkeypatch.setattr("quire.generation.grammar.grammar_store.MAX_COMPILED_GRAMMARS", 1)
     monkeypatch.setattr(GrammarStore, "_compile", lambda self, spec: compiled.append(spec) or compile(self, spec))
     words = [f"word{i}" for i in range(6)]
     specs = [GrammarSpec("choice", json.dumps([word])) for word in words]

@@ -18,7 +18,7 @@ from quire.generation.drafting.heads import load_heads, save_heads
 from quire.generation.drafting.speculation import Speculation
 from quire.scheduling.features.draft_budgets import Drafting
 from quire.types.grammar import GrammarSpec
-from quire.types.seams import Tree
+from quire.types.seams import DraftTree
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -121,7 +121,7 @@ def test_heads_guess_in_the_engine_what_they_guess_in_training(plain, few, heads
     answers = watched(plain, few, watcher, made.layers if kind == "eagle" else ())
     lesson = train_draft.Lesson(answers, made, made.words.head.weight)
     with torch.no_grad():
-        logits = list(islice(train_draft.guesses(made, lesson), 3))
+        logits = list(islice(train_draft.draft_logits(made, lesson), 3))
     first, rest = [], []
     for i, guesses in enumerate(watcher.guesses.values()):
         for at, guess in enumerate(guesses):
@@ -210,7 +210,7 @@ class Knowing:
             else:
                 tokens.append(self._rng.randrange(1000))
                 parents.append(self._rng.randrange(-1, place))
-        return Tree(tokens, parents)
+        return DraftTree(tokens, parents)
 
     def observe(self, context, tokens):
         pass
@@ -231,7 +231,7 @@ def test_trees_of_guesses(plain, few, expected, options):
     for way in ("seeded", "logprobs"):
         known += [(*p, *a[0][0]) for p, a in zip(texts_of, expected[1][way], strict=False)]
     with engine("suffix", draft_adapt=False, **options) as llm:
-        llm._link.core.executor._runner.speculate(Speculation(Knowing(known)))
+        llm._link.core.executor._head.speculate(Speculation(Knowing(known)))
         together = [texts(result) for result in llm.generate(few, SHORT)]
         alone = [texts(llm.generate(prompt, SHORT)[0]) for prompt in few[:3]]
         ways = ("seeded", "logprobs", "penalties")
@@ -250,7 +250,7 @@ def test_plain_torch_agrees_too(few):
         results = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 5
         known = [(*r.prompt_token_ids, *r.outputs[0].token_ids) for r in results]
-        other._link.core.executor._runner.speculate(Speculation(Knowing(known)))
+        other._link.core.executor._head.speculate(Speculation(Knowing(known)))
         trees = other.generate(few[:4], SHORT)
         assert other.stats().accepted_tokens > 20
     assert sum(texts(a) == texts(b) for a, b in zip(results, trees, strict=True)) >= 3

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from quire.generation.grammar.grammar_store import KEPT, GrammarStore, SlotGrammars
+from quire.generation.grammar.grammar_store import MAX_COMPILED_GRAMMARS, GrammarStore, SlotGrammars
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
@@ -137,9 +137,9 @@ def test_the_most_recent_are_kept_and_those_that_somebody_holds(backend):
     store = GrammarStore(backend, lambda: VOCABULARY)
     try:
         held = store.prepare(each(0))
-        for number in range(1, KEPT + 20):
+        for number in range(1, MAX_COMPILED_GRAMMARS + 20):
             store.prepare(each(number)).result()
-            assert len(store._compiled) <= KEPT + 2, "the thread may not have let go of the last"
+            assert len(store._compiled) <= MAX_COMPILED_GRAMMARS + 2, "the thread may not have let go of the last"
         assert store.prepare(each(0)) is held
     finally:
         store.close()
@@ -164,7 +164,7 @@ def test_what_was_prepared_is_never_compiled_in_a_step(backend):
     slots = SlotGrammars(store, vocab_size=len(TOKENS), max_len=9)
     try:
         held = [store.prepare(each(0)), store.prepare(GrammarSpec("choice", '["yes"]'))]
-        for number in range(1, 2 * KEPT):
+        for number in range(1, 2 * MAX_COMPILED_GRAMMARS):
             store.prepare(each(number))
         assert all(ready.result() for ready in held)
         for _ in range(2):
@@ -187,7 +187,7 @@ def test_an_answer_without_a_compiled_grammar_ends_alone(backend):
         assert failed.exception() and good.result()
         for lost, reason in ((each(5), "not prepared"), (wrong, "InputError")):
             slots.apply([0, 1], [admit(lost), admit(each(0), 1)])
-            slots.begin([(0, [3, 4]), (1, [])])
+            slots.begin_masks([(0, [3, 4]), (1, [])])
             masks = slots.masks()
             assert masks[0].any() and np.unpackbits(masks[3], bitorder="little")[encode("no")[0]]
             assert reason in slots.accept(0, 1, [3]).error

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer, Recorder
-from quire.generation.drafting.heads import WINDOW, EagleDrafter, MedusaHeads, load_heads, save_heads
+from quire.generation.drafting.heads import WINDOW_TOKENS, EagleDrafter, MedusaHeads, load_heads, save_heads
 from quire.types.errors import ConfigError, ModelFileError
 from quire.types.plan import Admit
 from quire.types.sampling_params import SamplingParams
@@ -67,7 +67,7 @@ def test_drafts_do_not_depend_on_who_else_is_drafted_for(kind):
     together, contexts = make(heads), [context(slot) for slot in range(4)]
     torch.manual_seed(1)
     steps = [[(slot, [7 + slot] * (1 + step % 3), torch.randn(1 + step % 3, SHOWN[kind])) for slot in range(4)]
-             for step in range(2 * WINDOW)]  # fmt: skip
+             for step in range(2 * WINDOW_TOKENS)]  # fmt: skip
     for step in steps:
         for slot, tokens, hidden in step:
             grow(together, contexts[slot], tokens, hidden)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from quire.engine.text_input import check_grammar
-from quire.generation.grammar.cost_limits import excess
-from quire.generation.grammar.llguidance_backend import LLGuidanceBackend, _on_a_deep_stack
-from quire.generation.grammar.sandbox_client import PROCESSES, GrammarSandbox
+from quire.generation.grammar.cost_limits import cost_excess
+from quire.generation.grammar.llguidance_backend import LLGuidanceBackend, _run_on_deep_stack
+from quire.generation.grammar.sandbox_client import MAX_PROCESSES, GrammarSandbox
 from quire.text import TextModel, alphabet_of, load_tokenizer, vocabulary_of
 from quire.types.errors import InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -143,7 +143,7 @@ CONJOINED = {
 
 @pytest.mark.parametrize("spec", CONJOINED.values(), ids=CONJOINED)
 def test_too_many_patterns_for_one_text_are_counted(spec):
-    assert "too many patterns" in excess(spec)
+    assert "too many patterns" in cost_excess(spec)
 
 
 TREE = {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]}}}
@@ -159,7 +159,7 @@ APART = [
 
 @pytest.mark.parametrize("spec", APART, ids=["properties", "options", "items", "tree", "few", "text"])
 def test_patterns_for_different_texts_are_not_counted_together(spec):
-    assert not excess(spec)
+    assert not cost_excess(spec)
 
 
 REFUSED = [
@@ -242,9 +242,9 @@ def doubling(depth, name):
 
 
 def test_a_compiler_that_takes_too_long_is_ended_and_leaves_nothing_behind(tokenizer, monkeypatch):
-    monkeypatch.setattr("quire.generation.grammar.sandbox_client.PATIENCE", 1e4)
+    monkeypatch.setattr("quire.generation.grammar.sandbox_client.MAX_WAIT_RATIO", 1e4)
     door, alphabet = GrammarSandbox(0.1), alphabet_of(tokenizer)
-    for number in range(PROCESSES + 1):
+    for number in range(MAX_PROCESSES + 1):
         with pytest.raises(InputError, match="longer than"):
             door.check(doubling(13, f"r{number}"), alphabet)
         assert not any(thread.name == "quire-grammar" for thread in threading.enumerate())
@@ -263,7 +263,7 @@ def test_a_process_that_ended_is_replaced(tokenizer):
 def test_what_passed_is_not_tried_again(tokenizer):
     door, alphabet = GrammarSandbox(60), alphabet_of(tokenizer)
     door.check(GrammarSpec("regex", "a"), alphabet)
-    door._room = threading.Semaphore(0)  # whoever has to be tried now finds no room
+    door._slots = threading.Semaphore(0)  # whoever has to be tried now finds no room
     door.check(GrammarSpec("regex", "a"), alphabet)
 
 
@@ -271,8 +271,8 @@ def test_compilers_given_up_leave_room_for_others_when_they_end(tokenizer, monke
     monkeypatch.setattr("quire.generation.grammar.llguidance_backend._compiling", threading.Semaphore(1))
     gate = threading.Event()
     with pytest.raises(OverloadedError, match="busy"):  # it computes nothing, and yet does not end
-        _on_a_deep_stack(lambda: gate.wait(60), 0.01)
+        _run_on_deep_stack(lambda: gate.wait(60), 0.01)
     with pytest.raises(OverloadedError, match="retry"):
-        _on_a_deep_stack(lambda: None, 0.01)
+        _run_on_deep_stack(lambda: None, 0.01)
     gate.set()
-    assert _on_a_deep_stack(lambda: 7, 60) == 7
+    assert _run_on_deep_stack(lambda: 7, 60) == 7

@@ -84,7 +84,7 @@ def test_drawn_in_slices_as_all_at_once(device: torch.device, admit: Any, monkey
     masks = rng.integers(1, 255, (sum("grammar" in kind for kind in kinds), -(-vocab // 8)), dtype=np.uint8)
     found = []
     for rows in (256, 23, 5, 1):
-        monkeypatch.setattr(sampler_module, "SLICE", rows)
+        monkeypatch.setattr(sampler_module, "SLICE_ROWS", rows)
         sampler = Sampler(slots=n, vocab_size=vocab, device=device)
         for slot, kind in enumerate(kinds):
             admit(sampler, slot, seed=slot, **kind)

@@ -5,12 +5,12 @@ import random
 import pytest
 
 from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
-from quire.generation.drafting.speculation import Branch, Speculation, verify
+from quire.generation.drafting.speculation import Speculation, TreeRow, verify
 from quire.types.fakes import FakeProposer
 from quire.types.grammar import GrammarSpec
 from quire.types.plan import Admit, Row, Sample, StepPlan, Write
 from quire.types.sampling_params import SamplingParams
-from quire.types.seams import DraftContext, Tree
+from quire.types.seams import DraftContext, DraftTree
 
 VOCAB = 50
 PROPOSERS = [
@@ -84,7 +84,7 @@ def test_suffix_takes_the_likelier_and_stops_when_unsure():
 
 
 def test_suffix_forgets_rather_than_grows():
-    proposer, rng = SuffixProposer(kept=100), random.Random(1)
+    proposer, rng = SuffixProposer(max_ngrams=100), random.Random(1)
     context = DraftContext(admit(0, [1]))
     grow(proposer, context, [rng.randrange(VOCAB) for _ in range(500)])
     assert len(proposer._counts) == 100
@@ -119,10 +119,10 @@ def test_a_plan_with_drafts_becomes_rows_of_one_token():
     assert expanded.plan.samples == [Sample(0, 3, 3), Sample(1, 3, 4), Sample(2, 3, 5), Sample(3, 5, 1)]
     assert expanded.plan.writes == [Write(3, 2, [6]), Write(3, 3, [7, 8])]
     assert list(expanded.samples()) == [(Sample(0, 3, 3), [7, 8], 3), (Sample(3, 5, 1), [], 1)]
-    assert speculation.settled([7, 8], [7, 1, 2]) == ([7, 1], [0, 1])
+    assert speculation.accept([7, 8], [7, 1, 2]) == ([7, 1], [0, 1])
 
 
-TREE = Tree([10, 11, 12, 13, 14, 15], [-1, -1, 0, 1, 3, 1])
+TREE = DraftTree([10, 11, 12, 13, 14, 15], [-1, -1, 0, 1, 3, 1])
 
 
 def test_a_tree_becomes_rows_at_places_with_positions_by_depth():
@@ -134,25 +134,25 @@ def test_a_tree_becomes_rows_at_places_with_positions_by_depth():
     assert expanded.plan.rows[1:] == [Row(3, at, 1) for at in range(3, 9)]
     assert [s.position for s in expanded.plan.samples] == [3, 4, 4, 5, 5, 6, 5]
     assert expanded.plan.writes == [Write(3, 3, TREE.tokens)]
-    assert expanded.branches == {
-        1: Branch(3, 0, 0x0),
-        2: Branch(3, 0, 0x1),
-        3: Branch(3, 1, 0x20),
-        4: Branch(3, 1, 0x31),
-        5: Branch(3, 2, 0x431),
-        6: Branch(3, 1, 0x51),
+    assert expanded.tree_rows == {
+        1: TreeRow(3, 0, 0x0),
+        2: TreeRow(3, 0, 0x1),
+        3: TreeRow(3, 1, 0x20),
+        4: TreeRow(3, 1, 0x31),
+        5: TreeRow(3, 2, 0x431),
+        6: TreeRow(3, 1, 0x51),
     }
     drawn = [11, 0, 13, 0, 14, 99, 0]
-    assert speculation.settled(TREE, drawn) == ([11, 13, 14, 99], [0, 2, 4, 5])
-    assert speculation.settled(TREE, [12, *drawn[1:]]) == ([12], [0])
+    assert speculation.accept(TREE, drawn) == ([11, 13, 14, 99], [0, 2, 4, 5])
+    assert speculation.accept(TREE, [12, *drawn[1:]]) == ([12], [0])
 
 
 @pytest.mark.parametrize(
     "params", [{"bad_words": ["x"]}, {"frequency_penalty": 0.1}, {"grammar": GrammarSpec("json_object")}]
 )
-def test_where_draws_have_a_history_a_tree_is_cut_to_its_trunk(params):
+def test_where_draws_have_a_history_a_tree_is_cut_to_its_first_branch(params):
     speculation, one = Speculation(FakeProposer(TREE)), admit(3, [1, 2])
     one.params = SamplingParams(**params)
     speculation.expand(StepPlan(step=1, admits=[one], rows=[Row(3, 0, 2)]))
     expanded = speculation.expand(StepPlan(step=2, rows=[Row(3, 2, 1, drafts=6)], samples=[Sample(0, 3, 3)]))
-    assert expanded.drafts == [[10, 12]] and not expanded.branches and TREE.trunk() == [10, 12]
+    assert expanded.drafts == [[10, 12]] and not expanded.tree_rows and TREE.first_branch() == [10, 12]

@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from quire.generation.sampling import logit_processors as edits
+from quire.generation.sampling import logit_processors as processors
 from quire.generation.sampling.sampler import Sampler
 from quire.generation.sampling.slot_params import PAD, Params
 
@@ -38,7 +38,8 @@ def test_repetition_penalty(penalty: float) -> None:
     torch.manual_seed(0)
     logits, history = torch.randn(5, 200), torch.randint(0, 200, (5, 64), dtype=torch.int32)
     want = RepetitionPenaltyLogitsProcessor(penalty)(history.long(), logits.clone())
-    edits.penalise(logits, torch.arange(5), numbers(5, repetition=penalty), history, torch.full((5,), 64), counts=False)
+    params, positions = numbers(5, repetition=penalty), torch.full((5,), 64)
+    processors.apply_penalties(logits, torch.arange(5), params, history, positions, counts=False)
     assert torch.equal(logits, want)
 
 
@@ -50,8 +51,8 @@ def test_bad_words() -> None:
     want = NoBadWordsLogitsProcessor(words)(history.long(), logits.clone())
     starts = torch.tensor([[PAD] * (12 - len(w) + 1) + w[:-1] for w in words], dtype=torch.int32).expand(20, -1, -1)
     ends = torch.tensor([w[-1] for w in words]).expand(20, -1)
-    tails = edits.tail(history, torch.arange(20), torch.full((20,), 9), 12)
-    edits.forbid_words(logits, torch.arange(20), starts, ends, tails)
+    tails = processors.last_tokens(history, torch.arange(20), torch.full((20,), 9), 12)
+    processors.apply_bad_words(logits, torch.arange(20), starts, ends, tails)
     assert torch.equal(logits, want)
     assert 20 < torch.isinf(want).sum() < 80  # some matched, most did not
 

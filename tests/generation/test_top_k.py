@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.generation.sampling.top_k import best, leading
+from quire.generation.sampling.top_k import argmax_tokens, top_k_tokens
 
 
 def tied(rows: int, vocab: int, device: torch.device) -> torch.Tensor:
@@ -24,7 +24,7 @@ def test_order_is_that_of_a_stable_sort(vocab: int, device: torch.device) -> Non
     logits = tied(6, vocab, device)
     want = logits.sort(dim=-1, descending=True, stable=True)
     for k in sorted({1, 2, 5, min(50, vocab), min(700, vocab), vocab}):
-        values, ids = leading(logits, k)
+        values, ids = top_k_tokens(logits, k)
         assert torch.equal(ids, want.indices[:, :k]), k
         assert torch.equal(values, want.values[:, :k]), k
 
@@ -32,12 +32,12 @@ def test_order_is_that_of_a_stable_sort(vocab: int, device: torch.device) -> Non
 @pytest.mark.parametrize("vocab", [5, 64, 4099])
 def test_best_is_the_first_of_the_order(vocab: int, device: torch.device) -> None:
     logits = tied(6, vocab, device)
-    assert torch.equal(best(logits), logits.sort(dim=-1, descending=True, stable=True).indices[:, 0])
-    assert best(logits[:0]).shape == (0,)
+    assert torch.equal(argmax_tokens(logits), logits.sort(dim=-1, descending=True, stable=True).indices[:, 0])
+    assert argmax_tokens(logits[:0]).shape == (0,)
 
 
 def test_inputs_are_left_alone(device: torch.device) -> None:
     logits = tied(6, 300, device)
     before = logits.clone()
-    leading(logits, 300), leading(logits, 3), best(logits)
+    top_k_tokens(logits, 300), top_k_tokens(logits, 3), argmax_tokens(logits)
     assert torch.equal(logits, before)

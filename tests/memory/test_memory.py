@@ -8,7 +8,7 @@ import pytest
 
 import quire
 from quire.memory import ContiguousPool, KVManager, PagePool, PageTable, PrefixIndex
-from quire.types.hashing import RUN, PageHasher
+from quire.types.hashing import RUN_PAGES, PageHasher
 from quire.types.kv import NULL_PAGE, KVGroup, KVLayout, layout_for
 
 
@@ -67,8 +67,8 @@ def test_hash_covers_everything_before():
 def test_remembered_runs_name_pages_as_hashing_does():
     hasher, fresh = (PageHasher(b"k" * 32, 2) for _ in range(2))
     rng = Random(5)
-    prompt = [rng.randrange(1 << 30) for _ in range(2 * RUN * 5 + 3)]
-    for length in (3, 2 * RUN, 2 * RUN * 3 + 1, len(prompt), len(prompt)):
+    prompt = [rng.randrange(1 << 30) for _ in range(2 * RUN_PAGES * 5 + 3)]
+    for length in (3, 2 * RUN_PAGES, 2 * RUN_PAGES * 3 + 1, len(prompt), len(prompt)):
         whole = hasher.chain(hasher.root("t"), prompt[:length])
         one_by_one, parent = [], fresh.root("t")
         for page in range(length // 2):
@@ -92,10 +92,10 @@ def test_a_run_of_pages_ends_at_the_first_that_is_not_held(hole):
 
 
 def test_remembered_runs_are_bounded(monkeypatch):
-    monkeypatch.setattr("quire.types.hashing.RUNS", 3)
+    monkeypatch.setattr("quire.types.hashing.MAX_RUNS", 3)
     hasher = PageHasher(b"k" * 32, 1)
     for token in range(50):
-        hasher.chain(hasher.root(""), [token] * RUN)
+        hasher.chain(hasher.root(""), [token] * RUN_PAGES)
     assert len(hasher._runs) == 3
 
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executors.local import LocalExecutor
+from quire.runtime.executors.local_executor import LocalExecutor
 from quire.scheduling.features.kv_eviction import KVBudget
 from quire.types.config import EngineOptions
 from quire.types.request import Request

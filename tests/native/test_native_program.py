@@ -4,14 +4,14 @@ import pytest
 import torch
 from native_harness import batch_of, kv_for, own_pages, random_decoder
 
-from quire.generation.drafting.speculation import branches
+from quire.generation.drafting.speculation import tree_rows
 from quire.kernels.attention_backend import Paths
 from quire.kernels.cpu import NativeProgram
 from quire.kernels.cpu.plain_twin import TwinProgram
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import read_tokens
 from quire.types.errors import QuireError
-from quire.types.seams import Tree
+from quire.types.seams import DraftTree
 
 SHAPES = {
     "gqa": {"heads": 6, "kv_heads": 2, "head_dim": 32},
@@ -69,14 +69,14 @@ def test_program_equals_its_twin(isa, shape, dtype, page_size):
 )
 def test_a_tree_of_guesses_is_its_branches_to_the_bit(windows, page_size, prefix, dtype):
     """And once K and V of a branch are moved to its positions, whoever goes on from there sees no difference."""
-    weights, tree = random_decoder(windows=windows), Tree([3, 4, 5, 6, 7, 8, 9], [-1, -1, 0, 1, 3, 1, 4])
+    weights, tree = random_decoder(windows=windows), DraftTree([3, 4, 5, 6, 7, 8, 9], [-1, -1, 0, 1, 3, 1, 4])
     program = NativeProgram(weights, threads=2)
     kv, own = kv_for(weights, 80, dtype, page_size), kv_for(weights, 80, dtype, page_size)
     known, length = ids(prefix), prefix + 20
     tables, alone = own_pages([length], kv), own_pages([length], own)
     program.forward(known, batch_of([(0, prefix)], tables, kv), kv)
 
-    rows = branches(tree, prefix)
+    rows = tree_rows(tree, prefix)
     batch = batch_of([(prefix + i, 1) for i in range(7)], [[t[0]] * 7 for t in tables], kv)
     batch.positions = torch.tensor([prefix + row.depth for row in rows])
     batch.kv_len = (batch.positions + 1).int()

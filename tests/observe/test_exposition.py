@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.observe.energy import Energy
 from quire.observe.explanations import explain
+from quire.observe.exposition import render
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.observe.spans import Tracer
@@ -44,7 +45,7 @@ vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_count v
 
 def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(metrics.render().decode()):
+    for family in text_string_to_metric_families(render(metrics).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, []).append((sample.labels, sample.value))
     return found

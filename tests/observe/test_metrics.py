@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.observe.exposition import render
 from quire.observe.metrics import Histogram, Metrics
 from quire.types.events import EngineStats
 from quire.types.outputs import Delta
@@ -14,7 +15,7 @@ from quire.types.request import FinishReason
 def read(metrics: Metrics) -> dict[tuple[str, str], float]:
     return {
         (sample.name, sample.labels.get("finished_reason") or sample.labels.get("le") or ""): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(render(metrics).decode())
         for sample in family.samples
         if sample.labels["model_name"] == "m"
     }

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from quire.bench.suite import DATA
-from quire.generation.sampling.sampler import Sampler
 from quire.model.families.llama import LlamaFamily
 from quire.runtime.capacity import GIB, kv_capacity, working_memory
-from quire.runtime.executors.local import LocalExecutor
+from quire.runtime.executors.local_executor import LocalExecutor
 from quire.runtime.hardware import Hardware, resolve
-from quire.runtime.runner import ModelRunner
 from quire.runtime.slot_state import SlotState
 from quire.runtime.staging import Staging
+from quire.runtime.worker import ForwardWorker
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.plan import Capacity
@@ -92,37 +91,36 @@ class Watched:
 @pytest.mark.parametrize(
     ("context", "largest"), [(64, [40, 1, 1]), (30, [30, 10, 1]), (16, [16, 16, 8]), (8, [8, 8, 8])]
 )
-def test_the_largest_step_is_rehearsed(context, largest):
-    """All of the budget in as few rows as may be, and a token for everybody else; in nobody's slot. Then prompts."""
-    runner, cpu = object.__new__(ModelRunner), torch.device("cpu")
+def test_the_largest_step_is_warmed_up(context, largest):
+    """All of the budget in as few rows as may be, and a token for every other slot. Then prompts."""
+    worker, cpu = object.__new__(ForwardWorker), torch.device("cpu")
     capacity = Capacity(
         pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1, drafts=1
     )
-    runner._capacity, runner._slots = capacity, SlotState(LAYOUT, capacity, cpu, Staging(cpu, 1))
-    runner._slots.tokens[:3] = -1  # somebody's
-    runner._device, runner._kv, runner.model = cpu, None, Watched()
-    runner._sampler = Sampler(slots=3, vocab_size=9, device=cpu)
-    runner.rehearse()
+    worker.capacity, worker.slots = capacity, SlotState(LAYOUT, capacity, cpu, Staging(cpu, 1))
+    worker.slots.tokens[:3] = -1
+    worker.device, worker._kv, worker.model = cpu, None, Watched()
+    worker.warm_up()
     steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), [1] * 6]
-    assert runner.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]
+    assert worker.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]
 
 
 def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_it_took(monkeypatch):
     executor, made = object.__new__(LocalExecutor), []
 
-    class Runner:
-        """Known by what it knows, as runners and their captures are."""
+    class Worker:
+        """Referred to by what it refers to, as workers and their captured steps are."""
 
         def __init__(self):
             self.itself = self
 
     def too_large():
-        runner = Runner()
-        made.append(weakref.ref(runner))
+        worker = Worker()
+        made.append(weakref.ref(worker))
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(executor, "_make_runner", too_large, raising=False)
+    monkeypatch.setattr(executor, "_warmed_up", too_large, raising=False)
     executor._capacity = Capacity(pages=900, slots=30, max_model_len=64, max_batch_tokens=4000, depth=1)
     with pytest.raises(ConfigError, match=r"900 KV pages .* 4,000 tokens .* 30 answers .* lower kv_memory") as failed:
-        executor._awaken()
+        executor._make_worker()
     assert made[0]() is None and failed.value.__context__ is None

@@ -1,13 +1,12 @@
-"""What prepares captured steps: few layers that launch all, and leave everything alone that belongs to somebody."""
+"""Warm-up before capture: few layers launch all kernels, and change no slot but the null slot."""
 
 import json
 
 import torch
 
 from quire.assets import resolve
-from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.model import load_model
-from quire.runtime.runner import ModelRunner
+from quire.runtime.worker import ForwardWorker
 from quire.types.plan import Capacity
 
 CPU = torch.device("cpu")
@@ -37,20 +36,20 @@ def test_one_layer_of_each_kind_and_the_last(tmp_path):
 
 
 @torch.inference_mode()
-def test_nobodys_step_changes_nothing_of_anybodys(tmp_path):
-    """Nor what a proposer is shown: sketches run side by side."""
+def test_warm_up_changes_no_slot_but_the_null_slot(tmp_path):
+    """Nor the hidden-state tap: warm-ups run side by side."""
     model = model_of(tmp_path, **LLAMA)
     capacity = Capacity(pages=20, slots=6, max_model_len=256, max_batch_tokens=128, depth=1)
-    runner = ModelRunner(model, model.spec.kv_layout(page_size=16, dtype="float32"), capacity, CPU, None)
-    runner._tap = HiddenStateTap((1, 3))
-    shown = runner._tap.states
-    runner._slots.tokens[:6], runner.pages[1:] = 7, 5
-    captured = runner._captured
-    for sketch in captured._sketches:
+    worker = ForwardWorker(model, model.spec.kv_layout(page_size=16, dtype="float32"), capacity, CPU)
+    worker.tap_hidden_states((1, 3))
+    tapped = worker._tap.states
+    worker.slots.tokens[:6], worker.pages[1:] = 7, 5
+    captured = worker._captured
+    for warmup in captured._warmups:
         for size in [(rows, rows) for rows, tokens in captured.sizes() if rows == tokens]:
-            captured._step(sketch, *size, captured._nobodys(*size))
-    for rehearsal in runner._rehearsals(runner._sketch):
-        rehearsal()
-    assert runner._tap.states is shown and (runner._slots.tokens[:6] == 7).all() and (runner.pages[1:] == 5).all()
-    output = captured._step(captured._forward, 4, 4, captured._nobodys(4, 4))
-    assert output.shown.shape == (4, 3 * 64) and not runner._tap.states, "nothing is kept for longer than its pass"
+            captured._step(warmup, *size, captured._null_inputs(*size))
+    for step in worker._warmups(worker._warmup_model):
+        step()
+    assert worker._tap.states is tapped and (worker.slots.tokens[:6] == 7).all() and (worker.pages[1:] == 5).all()
+    output = captured._step(captured._forward, 4, 4, captured._null_inputs(4, 4))
+    assert output.hidden.shape == (4, 3 * 64) and not worker._tap.states, "nothing is kept for longer than its pass"

@@ -31,17 +31,17 @@ def page(i):
 @pytest.fixture(params=["fake", "host", "disk", pytest.param("remote", marks=needs_server)])
 def tier(request, tmp_path):
     signal = threading.Event()
-    seal = PageSigner(bytes(32), b"model", LAYOUT)
+    signer = PageSigner(bytes(32), b"model", LAYOUT)
     if request.param == "remote":
         with redis_server(tmp_path) as (url, _):
-            store = RemoteTier(connect(url), seal, signal)
+            store = RemoteTier(connect(url), signer, signal)
             yield store
             store.close()
         return
     store = {
         "fake": FakeTier,
         "host": lambda: HostTier(8, SIZE, signal),
-        "disk": lambda: DiskTier(DiskFolder(tmp_path / "kv"), seal, 1 << 20, signal),
+        "disk": lambda: DiskTier(DiskFolder(tmp_path / "kv"), signer, 1 << 20, signal),
     }[request.param]()
     yield store
     store.close()

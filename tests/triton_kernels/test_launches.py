@@ -23,7 +23,8 @@ from quire.model import load_model
 from quire.model.blocks import fused
 from quire.model.loading import load as loading
 from quire.model.quantization.fp8 import Fp8Scheme
-from quire.runtime.runner import ModelRunner
+from quire.runtime.sampling_head import SamplingHead
+from quire.runtime.worker import ForwardWorker
 from quire.types.plan import Admit, Capacity
 from quire.types.sampling_params import SamplingParams
 
@@ -64,13 +65,13 @@ def launched(monkeypatch):
     for module in (registry, fused, paged, sampler, order):
         monkeypatch.setattr(module, "why_not", lambda device: None)
     monkeypatch.setattr(loading, "fill_random", lambda model, seed: None)
-    for module, name in ((attention, "_ship"), (slots, "ship"), (sampler, "ship")):
+    for module, name in ((attention, "_ship"), (slots, "to_device"), (sampler, "to_device")):
         send = getattr(module, name)
         monkeypatch.setattr(module, name, lambda values, to, send=send: send(values, to).to(META))
     return seen
 
 
-def runner_of(folder, eight):
+def worker_of(folder, eight):
     config = json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()) | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(config))
     scheme = Fp8Scheme() if eight else None
@@ -80,25 +81,25 @@ def runner_of(folder, eight):
     )  # fmt: skip
     layout = model.spec.kv_layout(page_size=16, dtype="float8_e4m3fn" if eight else "bfloat16")
     capacity = Capacity(pages=99, slots=SLOTS, max_model_len=CONTEXT, max_batch_tokens=BUDGET, depth=2)
-    runner = ModelRunner(model, layout, capacity, META, None)
-    assert runner._captured._shared_sizes() and len(runner._sketch.layers) == 2
-    return runner
+    worker = ForwardWorker(model, layout, capacity, META)
+    assert worker._captured._shared_sizes() and len(worker._warmup_model.layers) == 2
+    return worker, SamplingHead(worker, None)
 
 
-def steps(runner, forward, sizes):
+def steps(worker, forward, sizes):
     """Of these sizes, and those over shared prefixes."""
-    captured = runner._captured
+    captured = worker._captured
     for size in sizes:
-        captured._step(forward, *size, captured._nobodys(*size))
+        captured._step(forward, *size, captured._null_inputs(*size))
     for rows in captured._shared_sizes():
-        captured._step(forward, rows, rows, captured._nobodys(rows, rows, shared=True))
+        captured._step(forward, rows, rows, captured._null_inputs(rows, rows, shared=True))
 
 
-def start(runner):
+def start(worker, head):
     """What it compiles in threads; what is captured and launched later adds nothing, as the tests show."""
-    steps(runner, runner._captured._sketches[-1], runner._captured._kinds())
-    for rehearsal in runner._rehearsals(runner._sketch):
-        rehearsal()
+    steps(worker, worker._captured._warmups[-1], worker._captured._compile_sizes())
+    for warm_up in [*worker._warmups(worker._warmup_model), head.warm_up]:
+        warm_up()
 
 
 def some_rows(rng):
@@ -115,16 +116,16 @@ def some_rows(rng):
 @torch.inference_mode()
 @pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
 def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
-    runner, rng = runner_of(tmp_path, eight), random.Random(7)
-    start(runner)
+    (worker, head), rng = worker_of(tmp_path, eight), random.Random(7)
+    start(worker, head)
     known = set(launched)
     assert {name for name, *_ in known} >= {"attend_kernel", "assemble_kernel", "truncated_kernel", "argmax_kernel"}
     for _ in range(150):
         rows = some_rows(rng)
         counts, lens = [count for count, _ in rows], [n for _, n in rows]
         table = torch.empty(4, len(rows), dtype=torch.int64, device=META)
-        input_ids, batch = runner._slots.batch(table, sum(counts), counts, lens)
-        runner.model.logits(runner.model.forward(input_ids, batch, runner._kv, last=True))
+        input_ids, batch = worker.slots.batch(table, sum(counts), counts, lens)
+        worker.model.logits(worker.model.forward(input_ids, batch, worker._kv, last=True))
     ways = [
         {"temperature": 0.0},
         {"temperature": 0.0, "logprobs": 0},
@@ -133,24 +134,24 @@ def test_what_service_launches_was_compiled_at_start(launched, tmp_path, eight):
         {"top_k": 3, "presence_penalty": 1.0},
     ]
     for slot, way in enumerate(ways):
-        runner._sampler.admit(Admit(slot, "a/0", [1, 2], 1, SamplingParams(**way), seed=1, branch=0, stop_ids=[]))
+        head._sampler.admit(Admit(slot, "a/0", [1, 2], 1, SamplingParams(**way), seed=1, branch=0, stop_ids=[]))
     for asked in ([0], [1], [2], [3], [4], [0, 0], [0, 1, 2, 3, 4] * 60):
-        logits = torch.empty(len(asked), runner.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
-        runner._sampler.sample(logits, asked, [2] * len(asked), runner._slots.tokens)
+        logits = torch.empty(len(asked), worker.model.spec.vocab_size, dtype=torch.bfloat16, device=META)
+        head._sampler.sample(logits, asked, [2] * len(asked), worker.slots.tokens)
     assert not launched - known
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("eight", [False, True], ids=["16 bits", "8 bits"])
 def test_a_start_compiles_all_that_is_captured(launched, tmp_path, eight):
-    runner = runner_of(tmp_path, eight)
-    captured = runner._captured
-    start(runner)
+    worker, head = worker_of(tmp_path, eight)
+    captured = worker._captured
+    start(worker, head)
     known = set(launched)
     launched.clear()
-    steps(runner, captured._forward, captured.sizes())
+    steps(worker, captured._forward, captured.sizes())
     assert launched <= known
     attending = {launch for launch in launched if launch[0] == "attend_kernel"}
     launched.clear()
-    steps(runner, captured._sketches[0], captured._kinds())
+    steps(worker, captured._warmups[0], captured._compile_sizes())
     assert {launch for launch in launched if launch[0] == "attend_kernel"} == attending, "ahead of all else"

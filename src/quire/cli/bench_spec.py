@@ -12,7 +12,7 @@ from quire.cli.options import JsonOption, with_engine_options
 from quire.types.config import EngineOptions
 
 if TYPE_CHECKING:
-    from quire.bench.speculation import Figures
+    from quire.bench.speculation_bench import Figures
 
 
 @with_engine_options(positional_model=False)
@@ -37,7 +37,7 @@ def spec(
     json_: JsonOption = None,
 ) -> None:
     """Answer the same prompts with and without speculation; report acceptance and single-stream speed."""
-    from quire.bench.speculation import WORKLOADS, plain_figures, rows
+    from quire.bench.speculation_bench import WORKLOADS, plain_figures, rows
 
     found: dict[str, dict[str, Figures]] = {}
     if synthetic is not None:
@@ -55,7 +55,7 @@ def _proposers(
     engine: EngineOptions, chosen: list[str], workloads: list[str], num: int, rounds: int, max_tokens: int, seed: int
 ) -> dict[str, dict[str, Figures]]:
     """All engines at once, so that they take turns on the same machine in the same state."""
-    from quire.bench.speculation import WORKLOADS, compare
+    from quire.bench.speculation_bench import WORKLOADS, compare
     from quire.engine.llm import LLM
     from quire.types.errors import ConfigError
 
@@ -76,7 +76,7 @@ def _synthetic(
     engine: EngineOptions, rate: float, k: int, batches: list[int], *, in_: int, out: int, rounds: int, seed: int
 ) -> dict[str, dict[str, Figures]]:
     """One engine after the other: on a GPU each takes all memory."""
-    from quire.bench.speculation import batched
+    from quire.bench.speculation_bench import batched
     from quire.engine.link import open_link
 
     found: dict[str, dict[str, Any]] = {f"batch {size}": {} for size in batches}
@@ -97,7 +97,7 @@ def _table(lines: list[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from quire.bench.speculation import HEADS
+    from quire.bench.speculation_bench import HEADS
 
     table = Table(*HEADS, box=None)
     for line in lines:

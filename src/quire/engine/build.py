@@ -6,7 +6,7 @@ import time
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executors.local import LocalExecutor
+from quire.runtime.executors.local_executor import LocalExecutor
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
 from quire.types.messages import EngineInfo
@@ -24,20 +24,21 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
     )
     core = EngineCore(options, executor)
     capacity = core.capacity
-    took = executor.took | {"first token": first_token(core)}
-    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
+    about = executor.describe()
+    startup_s = about.startup_s | {"first token": first_token(core)}
+    stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup_s.items())
     info = EngineInfo(
         model=model.name,
         max_model_len=capacity.longest,
         stream_len=capacity.max_model_len,
-        vocab_size=executor.vocab_size,
+        vocab_size=about.vocab_size,
         pages=capacity.pages - 1,
         page_size=options.cache.page_size,
         max_batch_tokens=capacity.max_batch_tokens,
         depth=capacity.depth,
-        device=str(executor.device),
-        dtype=str(executor.dtype).removeprefix("torch."),
-        reasons=[*executor.reasons, f"start-up: {stages}"],
+        device=about.device,
+        dtype=about.dtype,
+        reasons=[*about.reasons, f"start-up: {stages}"],
         slots=capacity.slots,
     )
     return core, info

@@ -6,9 +6,9 @@ Pieces are plain data; adding one to a prompt is what makes something happen. Re
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 
@@ -16,9 +16,6 @@ from quire.lang.where import OneOf, Where, where_of
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from quire.lang.prompt import Prompt
 
 MAX_TOKENS = 256
 
@@ -43,11 +40,19 @@ class Select:
     temperature: float = 0.0
 
 
+class Readable(Protocol):
+    """A prompt whose holes can be waited for and read."""
+
+    def __await__(self) -> Generator[Any, None, Any]: ...
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Join:
     """A text that is known once other prompts have got so far."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Readable, ...]
     name: str
     each: str
 
@@ -113,7 +118,7 @@ def select(
     return Select(name, chosen, by, temperature)
 
 
-def join(prompts: Iterable[Prompt], name: str, each: str = "{}\n") -> Join:
+def join(prompts: Iterable[Readable], name: str, each: str = "{}\n") -> Join:
     """What `prompts` put into their hole `name`, one after the other, each written as `each`. Nothing waits: whoever
     goes on from it does, until the last of them is known."""
     return Join(tuple(prompts), name, each)

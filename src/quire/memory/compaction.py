@@ -1,11 +1,11 @@
-"""A page table with some of its pages taken out: those kept move together, their keys are rotated accordingly.
+"""A page table with some of its pages taken out: those kept move together, their keys are turned to their new places.
 
     before   [ 7 | 3 | 9 | 4 | 8 ]   keep 0, 3, 4      rope_shifts: 4 by -2 pages, 8 by -2 pages
     after    [ 7 | 4 | 8 ]
 
-A page that another sequence sees, now or through the prefix index, is never changed: it is copied into a fresh one.
-From then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which
-pages are worth keeping.
+A page that others may read, now or through the prefix index, is never changed: it is shifted into a fresh one. From
+then on the table names no pages, because what they hold depends on tokens that are gone. Refuses to know: which pages
+are worth keeping.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
     if first < len(kept):
         change.deltas.append((0, first, table.pages[0][first:]))
     memory.break_promises(table)
-    table.published[0] = table.settled[0] = 0
+    table.published[0] = table.written_through[0] = 0
     table.next_publish = sys.maxsize
     table.writable_until = len(kept) * size
     return change, dropped, read

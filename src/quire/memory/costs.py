@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
-ENOUGH = 16  # tokens a step must compute to say something about prompts
-WEIGHT = 0.2  # of the latest measurement
+MIN_STEP_TOKENS = 16  # tokens a step must compute to say something about prompts
+EMA_WEIGHT = 0.2  # of the latest measurement
 
 
 class Costs:
@@ -19,7 +19,7 @@ class Costs:
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens."""
-        if tokens >= ENOUGH and seconds > 0:
+        if tokens >= MIN_STEP_TOKENS and seconds > 0:
             self._token = _mean(self._token, seconds / tokens)
 
     def moved(self, source: str, target: str, pages: int, seconds: float) -> None:
@@ -51,4 +51,4 @@ class Costs:
 
 def _mean(before: float | None, latest: float) -> float:
     """A moving mean of the logarithm: one slow step in a hundred does not decide."""
-    return latest if before is None else math.exp((1 - WEIGHT) * math.log(before) + WEIGHT * math.log(latest))
+    return latest if before is None else math.exp((1 - EMA_WEIGHT) * math.log(before) + EMA_WEIGHT * math.log(latest))

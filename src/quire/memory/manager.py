@@ -20,7 +20,7 @@ from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE, KVLayout
 from quire.types.plan import RopeShift
 
-ALL = 1 << 62
+UNLIMITED = 1 << 62
 Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
 
 
@@ -33,7 +33,15 @@ class PageTable:
     """
 
     __slots__ = (
-        "hashes", "named_until", "next_publish", "owner", "pages", "promises", "published", "settled", "writable_until",
+        "hashes",
+        "named_until",
+        "next_publish",
+        "owner",
+        "pages",
+        "promises",
+        "published",
+        "writable_until",
+        "written_through",
     )  # fmt: skip
 
     def __init__(self, groups: int, owner: str = ""):
@@ -41,9 +49,9 @@ class PageTable:
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
-        self.settled = [0] * groups  # ... and known to be computed
+        self.written_through = [0] * groups  # ... and computed, so that tiers have them
         self.promises: list[Key] = []
-        self.named_until = ALL
+        self.named_until = UNLIMITED
         self.writable_until = 0
         self.next_publish = 0
 
@@ -149,7 +157,7 @@ class KVManager:
         return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
 
     def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
-        """Whether a sequence is about to compute the page that follows a hit of `tokens`."""
+        """Whether another request is about to compute the page that follows a hit of `tokens`."""
         for group, size in enumerate(self._sizes):
             after = tokens // size
             if after < len(table.hashes[group]) and (after + 1) * size < limit:
@@ -258,7 +266,7 @@ class KVManager:
             pages[i] = NULL_PAGE
 
     def fork(self, table: PageTable) -> PageTable:
-        """A second table over the same pages; the first to write copies."""
+        """A second table over the same pages: copy-on-write."""
         child = PageTable(len(self._sizes), table.owner)
         table.writable_until = 0  # the next write of either must look whether it copies
         for group, pages in enumerate(table.pages):
@@ -278,9 +286,9 @@ class KVManager:
             self.give_back(pages[filled // size :][::-1], size, size - filled % size)
             self.give_back(pages[: filled // size][::-1], size)
             table.pages[group] = []
-            table.published[group] = table.settled[group] = 0
+            table.published[group] = table.written_through[group] = 0
         table.writable_until = table.next_publish = 0
-        table.named_until = ALL
+        table.named_until = UNLIMITED
 
     def break_promises(self, table: PageTable) -> None:
         self.index.withdraw(table.promises, table)

@@ -3,7 +3,7 @@
 A page is in exactly one of three places:
 
     blank    unreferenced, content worthless        taken first, last returned first
-    idle     unreferenced, content in the index     taken least recently used first, then forgotten
+    idle     unreferenced, content in the index     evicted least recently used first
     in use   one or more references
 
 `PagePool` hands out any pages; `ContiguousPool` has the same face but hands out one unbroken run per call, as
@@ -91,7 +91,7 @@ class PagePool:
         return last
 
     def forget_keys(self, keys: Iterable[Key]) -> int:
-        """Drop this content where no sequence uses it; how many pages that frees."""
+        """Drop this content where it is not referenced; how many pages that frees."""
         count = 0
         for group, name in keys:
             for page in self.index.run(group, [name]):

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from quire.types.clock import Clock
 from quire.types.transfer import Key
 
-AT_ONCE = 64  # names looked up together
-REMEMBERED = 65_536  # names of evicted pages kept, to tell a page that is gone from one that never was
+LOOKUP_BATCH = 64  # names looked up together
+MAX_EVICTED_NAMES = 65_536  # names of evicted pages kept, to tell a page that is gone from one that never was
 
 
 class Eviction(NamedTuple):
@@ -45,7 +45,7 @@ class PrefixIndex:
         pages: list[int] = []
         held: Callable[[Key], Any] = self._page.get
         keys = zip(repeat(group), names, strict=False)
-        while found := list(map(held, islice(keys, AT_ONCE))):
+        while found := list(map(held, islice(keys, LOOKUP_BATCH))):
             if None in found:
                 return pages + found[: found.index(None)]
             pages += found
@@ -69,7 +69,7 @@ class PrefixIndex:
         if key is not None:
             del self._page[key], self._parent[key]
             self._evicted[key] = Eviction(self._clock.now, taker)
-            if len(self._evicted) > REMEMBERED:
+            if len(self._evicted) > MAX_EVICTED_NAMES:
                 self._evicted.popitem(last=False)
 
     def evicted(self, key: Key) -> Eviction | None:

@@ -20,7 +20,7 @@ from quire.types.view import BLANK, CACHED, OWNED, SHARED, PrefixNode, TierPages
 MAX_CELLS = 4096
 MAX_NODES = 200
 MAX_PAGES = 8192  # pages of which the prefix tree is drawn
-REMEMBERED = 4096  # first pages remembered with their salt
+MAX_KNOWN_SALTS = 4096  # first pages remembered with their salt
 
 
 class PrefixExplainer:
@@ -68,7 +68,7 @@ class PrefixExplainer:
         (name,) = self._hasher.chain(self._hasher.root(""), tokens[: self._size])
         before = self._salts.pop(name, None)
         self._salts[name] = salt
-        if len(self._salts) > REMEMBERED:
+        if len(self._salts) > MAX_KNOWN_SALTS:
             self._salts.popitem(last=False)
         return before
 

@@ -66,7 +66,7 @@ class Ranking:
         self._rank(key, entry)
 
     def use(self, key: Key, worth: float) -> None:
-        """The page served a sequence, which would else have computed for `worth` seconds."""
+        """The page served a request, which would else have computed for `worth` seconds."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.uses += 1

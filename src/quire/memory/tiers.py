@@ -21,8 +21,8 @@ from quire.types.plan import StepPlan
 from quire.types.transfer import DEVICE, Drop, Key, TierSpec, Transfer, TransferDone
 
 ELSEWHERE = -1  # in place of a page: not on the device, but in a tier
-STAGED = 256 << 20  # bytes on their way into a tier at most
-REMEMBERED = 200_000  # pages remembered of a tier that looks after itself
+MAX_STAGED_BYTES = 256 << 20  # bytes on their way into a tier at most
+MAX_KNOWN_PAGES = 200_000  # pages remembered of a tier that looks after itself
 
 
 class Tier:
@@ -55,7 +55,7 @@ class Directory:
         self._clock = clock or Clock()
         self._index = index
         self._page_bytes = page_bytes
-        self._most = max(8, STAGED // page_bytes)
+        self._most = max(8, MAX_STAGED_BYTES // page_bytes)
         self._ids = 0
         self._queue: dict[tuple[str, str], Transfer] = {}  # not yet in a plan, by way
         self._drops: dict[str, list[Key]] = {}
@@ -123,7 +123,7 @@ class Directory:
             way.keys.append(key)
             way.pages.append(page)
         for way in ways.values():
-            self._queue[way.source, str(way.id)] = way  # each on its own: a sequence waits for this one
+            self._queue[way.source, str(way.id)] = way  # each on its own: a request waits for this one
         return [way.id for way in ways.values()]
 
     def find(self, tier: Tier, keys: list[Key]) -> int:
@@ -154,7 +154,7 @@ class Directory:
 
     def _make_room(self, tier: Tier) -> bool:
         """Room for one more page; what leaves goes one tier down. False if everything is pinned."""
-        most = tier.spec.pages or REMEMBERED
+        most = tier.spec.pages or MAX_KNOWN_PAGES
         while len(tier.holds) + len(tier.arriving) >= most:
             key = tier.holds.pop(self._clock.now)
             if key is None:
@@ -219,7 +219,7 @@ class Directory:
 
     def pin(self, keys: Iterable[Key], until: float) -> None:
         """Keep pages in whatever tier they are in, or come to."""
-        if len(self._pins) > REMEMBERED:
+        if len(self._pins) > MAX_KNOWN_PAGES:
             self._pins = {key: end for key, end in self._pins.items() if end > self._clock.now}
         for key in keys:
             self._pins[key] = until
@@ -241,7 +241,7 @@ class Directory:
 
     def forget(self) -> None:
         """What is queued to leave the device shall not: its content may be wrong, or is not wanted. Loads and
-        questions stay, pages are held for them."""
+        look-ups stay, requests hold pages for them."""
         for way, transfer in list(self._queue.items()):
             if transfer.source == DEVICE:
                 self.tier(transfer.target).arriving.difference_update(transfer.keys)

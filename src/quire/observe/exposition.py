@@ -6,18 +6,15 @@ Labels are vLLM's (model_name, engine), so dashboards made for it load. Refuses 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.observe.metrics import Metrics
 from quire.types.events import EngineStats
 from quire.types.histogram import Histogram
 from quire.types.memory_use import resident_bytes
-
-if TYPE_CHECKING:
-    from quire.observe.metrics import Metrics
 
 _Plain = type[GaugeMetricFamily] | type[CounterMetricFamily]
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from time import perf_counter
 
 from quire.observe.energy import Energy
-from quire.observe.exposition import render
 from quire.observe.window import Window
 from quire.types.events import EngineStats
 from quire.types.histogram import LATENCY, TOKENS, Histogram
@@ -23,7 +22,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """All metrics of one server. Feed it with `request` and `engine`; read it with `render`."""
+    """All metrics of one server. Feed it with `request` and `engine`; read it with `exposition.render`."""
 
     def __init__(self, model: str, energy: Energy | None = None):
         self.model = model
@@ -54,9 +53,6 @@ class Metrics:
         self.engine_up = stats is not None
         if stats is not None:
             self.stats = stats
-
-    def render(self) -> bytes:
-        return render(self)
 
 
 class RequestMeter:

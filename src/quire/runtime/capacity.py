@@ -1,13 +1,13 @@
 """How much fits: the KV pages that memory has room for beside weights and work, and which context they allow.
 
-Refuses to know: runners, plans.
+Refuses to know: workers, plans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from quire.generation.sampling.sampler import SLICE
+from quire.generation.sampling.sampler import SLICE_ROWS
 from quire.model import CompiledModel, DecoderSpec, Model
 from quire.runtime.drafters import Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
@@ -31,11 +31,11 @@ def kv_layout(
 
 def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec, layout: KVLayout, left: int) -> int:
     """About how many bytes of a GPU steps take at most, beside weights and pages; they and pages have what is `left`.
-    Runners rehearse their largest step, so that one for whom this is too little does not start."""
+    Workers run their largest step at warm-up, so that one for which this is too little does not start."""
     element, slots = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
-    rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a guess is one too
+    rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a draft token is a row too
     length = min(options.model.max_model_len or spec.max_position, left // layout.token_bytes)
-    drawn = min(rows, SLICE)
+    drawn = min(rows, SLICE_ROWS)
     width = 6 * spec.hidden + 3 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.intermediate
     forward = (resolved.max_batch_tokens + slots) * width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from

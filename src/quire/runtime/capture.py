@@ -1,12 +1,12 @@
 """Steps captured once and replayed: fixed sizes, so that a GPU runs the whole forward pass from one launch.
 
 A captured step is keyed by (tokens, rows). A real step takes the smallest that holds it and pads itself: spare
-rows belong to nobody's slot, and the first of them takes all spare tokens. What varies between replays is only
+rows belong to the null slot, and the first of them takes all spare tokens. What varies between replays is only
 the small integer table of rows, copied in before.
 
-    rows table [5, rows]:   slot | start | count | shift | slot that receives the drawn token (nobody's: draws nothing)
+    rows table [5, rows]:   slot | start | count | shift | slot that receives the greedy token (the null slot: none)
 
-Steps whose rows share prefixes are captured too, in a few sizes, with the lists of who shares what as a second table.
+Steps whose rows share prefixes are captured too, in a few sizes, with the groups that share one as a second table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from quire.kernels.triton import why_not
 from quire.kernels.triton.launch import compile_together, power_of_two
-from quire.runtime.prefix_groups import BLOCK, Lists, SharedPrefixes
+from quire.runtime.prefix_groups import BLOCK_HEADS, Lists, SharedPrefixes
 from quire.runtime.staging import Ints, Staging
 
 if TYPE_CHECKING:
@@ -35,13 +35,13 @@ MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are capt
 @dataclass
 class StepOutput:
     logits: torch.Tensor  # [rows, vocabulary], of each row's last token
-    best: torch.Tensor  # [rows], the greedy choice
-    shown: torch.Tensor  # [rows, hidden or more], what a proposer may see of each row's last token
+    greedy: torch.Tensor  # [rows], the likeliest token
+    hidden: torch.Tensor  # [rows, hidden or more], of each row's last token, as the tap has it
 
 
 # rows table, tokens, counts, kv_lens, shared prefixes
 Forward = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], StepOutput]
-Sketch = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], object]
+Warmup = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"], object]
 
 
 @dataclass
@@ -74,17 +74,17 @@ class CapturedSteps:
         max_rows: int,
         max_kv: int,
         max_tokens: int,
-        nobody: int,
+        null_slot: int,
         device: torch.device,
-        sketches: Sequence[Sketch],
+        warmups: Sequence[Warmup],
         sharing: SharedPrefixes | None = None,
     ):
-        """`sketches` launch what `forward` does in less time: the last all of it, those before it what is long to
-        compile."""
+        """`warmups` launch what `forward` does in less time: the last all of it, those before it what takes long
+        to compile."""
         self._forward = forward
-        self._sketches = sketches
+        self._warmups = warmups
         self._sharing = sharing
-        self._nobody = nobody
+        self._null_slot = null_slot
         self._device = device
         self._max_kv = max_kv
         self._row_sizes = row_buckets(max_rows)
@@ -112,16 +112,16 @@ class CapturedSteps:
 
     def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
-        side by side so. One stream has all their launches, and its order keeps what they share whole."""
+        side by side so. One stream has all their launches, and its order keeps shared buffers whole."""
 
         def run(job: Callable[[], Any]) -> None:
             with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(stream):
                 job()
 
         stream = torch.cuda.current_stream(self._device)
-        tables = [(*size, self._nobodys(*size)) for size in self._kinds()]
-        tables += [(n, n, self._nobodys(n, n, shared=True)) for n in self._shared_sizes()]
-        jobs: list[Callable[[], Any]] = [partial(self._step, part, *t) for part in self._sketches for t in tables]
+        tables = [(*size, self._null_inputs(*size)) for size in self._compile_sizes()]
+        tables += [(n, n, self._null_inputs(n, n, shared=True)) for n in self._shared_sizes()]
+        jobs: list[Callable[[], Any]] = [partial(self._step, part, *t) for part in self._warmups for t in tables]
         compile_together([partial(run, job) for job in [*jobs, *beside]], self._device)
         torch.cuda.synchronize()
         torch._C._cuda_clearCublasWorkspaces()  # each thread had its own
@@ -133,8 +133,8 @@ class CapturedSteps:
         mixed = [(t, r) for t in self._token_sizes for r in self._mixed_rows(t)]
         return single + mixed
 
-    def _kinds(self) -> list[tuple[int, int]]:
-        """Those of them that together launch all kernels that any does."""
+    def _compile_sizes(self) -> list[tuple[int, int]]:
+        """Sizes that together launch all kernels that any does."""
         sizes = [size for size in self.sizes() if size[0] <= 512]
         return list({(t == rows, t if t < 64 else power_of_two(t)): (t, rows) for t, rows in sizes}.values())
 
@@ -171,39 +171,39 @@ class CapturedSteps:
         return self._run(capture, table, (rows, rows), staging)
 
     def _run(self, capture: _Capture, table: Ints, size: tuple[int, int], staging: Staging) -> StepOutput:
-        capture.inputs.rows.copy_(staging.stage(pad_table(table, size, self._nobody)), non_blocking=True)
+        capture.inputs.rows.copy_(staging.stage(pad_table(table, size, self._null_slot)), non_blocking=True)
         capture.replay()
         return capture.output
 
     def _shared_sizes(self) -> list[int]:
         return [size for size in PREFIX_ROWS if size <= self._row_sizes[-1]] if self._sharing is not None else []
 
-    def _nobodys(self, tokens: int, rows: int, *, shared: bool = False) -> _Inputs:
-        """Tables of a step in which nobody has a row; `shared`: with lists of who shares prefixes."""
-        table = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._nobody)
+    def _null_inputs(self, tokens: int, rows: int, *, shared: bool = False) -> _Inputs:
+        """Tables of a step whose rows are all in the null slot; `shared`: with groups that share prefixes."""
+        table = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._null_slot)
         inputs = _Inputs(torch.from_numpy(table).to(self._device))
         if shared:
             assert self._sharing is not None
             flat = torch.zeros(self._sharing.length(rows), dtype=torch.int32, device=self._device)
             inputs.shared = flat.view(torch.int64)
-            inputs.lists = _views(flat, self._sharing.items(rows), rows, self._max_kv)
+            inputs.lists = _prefix_views(flat, self._sharing.items(rows), rows, self._max_kv)
             inputs.lists.items.fill_(-1)
         return inputs
 
-    def _step(self, forward: Sketch, tokens: int, rows: int, inputs: _Inputs) -> Any:
+    def _step(self, forward: Warmup, tokens: int, rows: int, inputs: _Inputs) -> Any:
         return forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
 
     def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
-        inputs = self._nobodys(tokens, rows, shared=shared)
-        self._step(self._sketches[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
+        inputs = self._null_inputs(tokens, rows, shared=shared)
+        self._step(self._warmups[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             output: StepOutput = self._step(self._forward, tokens, rows, inputs)
-        output = StepOutput(*(_lent(tensor) for tensor in (output.logits, output.best, output.shown)))
+        output = StepOutput(*(_borrowed(tensor) for tensor in (output.logits, output.greedy, output.hidden)))
         return _Capture(inputs, output, graph.replay)
 
 
-class _Lent:
+class _BorrowedMemory:
     """A tensor's memory as libraries hand arrays to each other, without keeping it."""
 
     def __init__(self, tensor: torch.Tensor):
@@ -213,13 +213,13 @@ class _Lent:
         }  # fmt: skip
 
 
-def _lent(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, free for the next capture to use: only one of them has an output that somebody still reads."""
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, free for the next capture to use: only the latest replay's output is ever read."""
     assert tensor.is_contiguous()
-    return torch.as_tensor(_Lent(tensor), device=tensor.device).view(tensor.dtype)
+    return torch.as_tensor(_BorrowedMemory(tensor), device=tensor.device).view(tensor.dtype)
 
 
-def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLists:
+def _prefix_views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLists:
     from quire.kernels.triton.paged_attention import PrefixLists
 
     at = 4 * items
@@ -227,7 +227,7 @@ def _views(flat: torch.Tensor, items: int, rows: int, longest: int) -> PrefixLis
         items=flat[:at].view(items, 4),
         members=flat[at : at + 2 * rows].view(rows, 2),
         row_begin=flat[at + 2 * rows : at + 3 * rows],
-        block_m=BLOCK,
+        block_m=BLOCK_HEADS,
         longest=longest,
     )
 
@@ -239,13 +239,13 @@ def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
     return counts, [max(max_kv, tokens + 1)] * rows
 
 
-def pad_table(table: Ints, size: tuple[int, int], nobody: int) -> Ints:
-    """A table of `size`: spare rows are nobody's, the first of them holds all spare tokens."""
+def pad_table(table: Ints, size: tuple[int, int], null_slot: int) -> Ints:
+    """A table of `size`: spare rows are in the null slot, the first of them holds all spare tokens."""
     tokens, rows = size
     padded = np.zeros((5, rows), dtype=np.int64)
     used = table.shape[1]
     padded[:, :used] = table
-    padded[0, used:] = padded[4, used:] = nobody
+    padded[0, used:] = padded[4, used:] = null_slot
     spare = tokens - int(table[2].sum())
     if tokens == rows:
         padded[2, used:] = 1

@@ -1,8 +1,8 @@
-"""A smaller model that drafts: it runs on a runner of its own, over pages of its own, through the same kind of plans.
+"""A draft model: a worker and a sampling head of its own, over pages of its own, run by the same kind of plans.
 
-It draws with the sequence's own parameters and noise, so where both models see much the same they draw the same. Its
-KV follows the sequence: tokens that it guessed and the target drew too are computed already, the others are written
-over. A sequence for which there are no pages is not drafted for.
+It samples with the sequence's own parameters and noise, so where both models' logits are close they sample the same.
+Its KV follows the sequence: accepted draft tokens are computed already, the others are written over. A sequence for
+which there are no pages is not drafted for.
 
 Refuses to know: the target, what becomes of its drafts.
 """
@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from quire.runtime.runner import ModelRunner
+from quire.runtime.sampling_head import SamplingHead
+from quire.runtime.step_result import run_step
+from quire.runtime.worker import ForwardWorker
 from quire.types.kv import KVLayout
-from quire.types.plan import Admit, Capacity, PageDelta, Row, Sample, StepPlan, Write
+from quire.types.plan import Admit, PageDelta, Row, Sample, StepPlan, Write
 from quire.types.seams import DraftContext
 
 
@@ -27,8 +29,10 @@ class _State:
 
 
 class DraftModelProposer:
-    def __init__(self, runner: ModelRunner, layout: KVLayout, capacity: Capacity):
-        self._runner = runner
+    def __init__(self, worker: ForwardWorker, head: SamplingHead, layout: KVLayout):
+        capacity = worker.capacity
+        self._worker = worker
+        self._head = head
         self._sizes = [group.tokens_per_page for group in layout.groups]
         self._free = list(range(capacity.pages - 1, 0, -1))
         self._chunk = capacity.max_batch_tokens
@@ -41,7 +45,7 @@ class DraftModelProposer:
             most = min(budget, self._length - len(context.tokens) - 1)
             if most > 0 and self._prepare(plan, context, len(context.tokens) + most):
                 served.append((context, most))
-        drafts = self._draw(plan, served) if served else {}
+        drafts = self._sample(plan, served) if served else {}
         return [drafts.get(context.slot, []) for context in contexts]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
@@ -61,25 +65,25 @@ class DraftModelProposer:
             return False
         if state is None:
             state = context.state = _State([], [[] for _ in self._sizes])
-            plan.admits.append(_plain(context.admit, context.tokens))
+            plan.admits.append(_without_extras(context.admit, context.tokens))
         for group, count in enumerate(missing):
             if count:
                 taken, self._free = self._free[-count:], self._free[:-count]
                 plan.deltas.append(PageDelta(context.slot, group, held[group], taken))
                 state.pages[group] += taken
-        right = 0
-        for mine, real in zip(state.computed, context.tokens[:-1], strict=False):
-            if mine != real:
+        valid = 0
+        for computed, known in zip(state.computed, context.tokens[:-1], strict=False):
+            if computed != known:
                 break
-            right += 1
-        del state.computed[right:]
-        plan.writes.append(Write(context.slot, right, context.tokens[right:]))
+            valid += 1
+        del state.computed[valid:]
+        plan.writes.append(Write(context.slot, valid, context.tokens[valid:]))
         return True
 
-    def _draw(self, plan: StepPlan, served: list[tuple[DraftContext, int]]) -> dict[int, list[int]]:
-        """Catch up, then draw token by token; values are read when all steps are under way."""
+    def _sample(self, plan: StepPlan, served: list[tuple[DraftContext, int]]) -> dict[int, list[int]]:
+        """Prefill what is missing, then decode token by token; values are read when all steps are in flight."""
         while any(len(c.tokens) - len(c.state.computed) > self._chunk for c, _ in served):
-            self._catch_up(plan, served)
+            self._prefill_chunk(plan, served)
             plan = StepPlan(step=0)
         steps = []
         for i in range(max(most for _, most in served)):
@@ -88,7 +92,7 @@ class DraftModelProposer:
                     known, start = len(context.tokens) + i, len(context.state.computed) if i == 0 else -1
                     plan.samples.append(Sample(len(plan.rows), context.slot, known))
                     plan.rows.append(Row(context.slot, known - 1 if i else start, 1 if i else known - start))
-            steps.append((plan, self._runner.run(plan)))
+            steps.append((plan, run_step(plan, self._worker, self._head)))
             plan = StepPlan(step=0)
         drafts: dict[int, list[int]] = {}
         for done, pending in steps:
@@ -98,17 +102,17 @@ class DraftModelProposer:
             context.state.computed = context.tokens + drafts[context.slot][:-1]
         return drafts
 
-    def _catch_up(self, plan: StepPlan, served: list[tuple[DraftContext, int]]) -> None:
-        """One chunk of each sequence that is far behind."""
+    def _prefill_chunk(self, plan: StepPlan, served: list[tuple[DraftContext, int]]) -> None:
+        """One chunk of each sequence that lacks more than one."""
         for context, _ in served:
             start = len(context.state.computed)
             if len(context.tokens) - start > self._chunk:
                 plan.rows.append(Row(context.slot, start, self._chunk))
                 context.state.computed = context.tokens[: start + self._chunk]
-        self._runner.run(plan).result()  # so that only a draft's steps are ever under way together
+        run_step(plan, self._worker, self._head).result()  # so that only a draft's steps are ever in flight together
 
 
-def _plain(admit: Admit, tokens: list[int]) -> Admit:
-    """The same draws, with nothing beside them to compute."""
+def _without_extras(admit: Admit, tokens: list[int]) -> Admit:
+    """The same samples, with no log-probabilities or grammar."""
     params = replace(admit.params, logprobs=None, prompt_logprobs=None, grammar=None)
     return replace(admit, tokens=list(tokens), params=params)

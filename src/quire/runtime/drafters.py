@@ -1,6 +1,6 @@
-"""Who guesses ahead: the option's words → a proposer, ready.
+"""Drafters: the `speculation` option → a proposer, ready.
 
-Knows: which kinds there are, and what each needs. Refuses to know: how any of them guesses.
+Knows: which kinds there are, and what each needs. Refuses to know: how any of them drafts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from quire.kernels.cpu.int8_linear import pack_linears
 from quire.model import CompiledModel, Model, load_model
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.hardware import Resolved
-from quire.runtime.runner import ModelRunner
+from quire.runtime.sampling_head import SamplingHead
+from quire.runtime.worker import ForwardWorker
 from quire.types.config import EngineOptions, SpeculationOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity
 
-# Kind → most tokens guessed at once unless said otherwise, and what stands behind the colon.
+# Kind → default draft length in tokens, and what follows the colon.
 KINDS = {
     "ngram": (8, ""),
     "suffix": (8, ""),
@@ -34,12 +35,12 @@ KINDS = {
     "eagle": (8, "PATH"),
     "synthetic": (4, "RATE"),
 }
-MOST = 16
-BRANCHES = 4  # that an EAGLE-type drafter follows at every depth
+MAX_DRAFT_TOKENS = 16
+TREE_WIDTH = 4  # branches an EAGLE-type drafter follows at every depth
 
 
 def draft_limit(options: SpeculationOptions) -> int:
-    """Most tokens guessed at once; 0 where nobody guesses."""
+    """Longest draft in tokens; 0 where speculation is off."""
     kind, _, argument = options.speculation.partition(":")
     if kind == "off":
         return 0
@@ -47,21 +48,23 @@ def draft_limit(options: SpeculationOptions) -> int:
         known = ", ".join(kind + (f":{what}" if what else "") for kind, (_, what) in KINDS.items())
         raise ConfigError(f"unknown speculation {options.speculation!r}; known: off, {known}")
     limit = KINDS[kind][0] if options.draft_tokens is None else options.draft_tokens
-    if not 1 <= limit <= MOST:
-        raise ConfigError(f"draft_tokens must be from 1 to {MOST}, got {limit}; to draft nothing, say speculation off")
+    if not 1 <= limit <= MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"draft_tokens must be from 1 to {MAX_DRAFT_TOKENS}, got {limit}; to draft nothing, say speculation off"
+        )
     return limit
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """A draft model in memory, and the pages it will need."""
+    """A draft model in memory, and the layout of its pages."""
 
     model: Model | CompiledModel
     layout: KVLayout
 
 
 def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | CompiledModel) -> Drafter | None:
-    """The model that drafts, if one shall: before memory is shared out, since it takes some."""
+    """The draft model, if there is one: before memory is divided, since it takes some."""
     kind, _, name = options.speculation.speculation.partition(":")
     if draft_limit(options.speculation) == 0 or kind != "draft":
         return None
@@ -96,10 +99,11 @@ def make_speculation(
         return Speculation(made, made.verify)
     if drafter is not None:
         model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
-        runner = ModelRunner(model, layout, own, model.device, grammars)
+        worker = ForwardWorker(model, layout, own, model.device)
+        head = SamplingHead(worker, grammars)
         if model.device.type == "cuda":
-            runner.capture()
-        return Speculation(DraftModelProposer(runner, layout, own))
+            worker.capture(beside=[head.warm_up])
+        return Speculation(DraftModelProposer(worker, head, layout))
     if kind in ("medusa", "eagle"):
         spec = target.spec
         heads = load_heads(
@@ -108,10 +112,10 @@ def make_speculation(
         if isinstance(target, CompiledModel):
             pack_linears(heads)
         if isinstance(heads, MedusaHeads):
-            return Speculation(MedusaProposer(heads), sees=())
+            return Speculation(MedusaProposer(heads), hidden_layers=())
         # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
-        width = BRANCHES if target.device.type == "cpu" else 1
-        return Speculation(EagleProposer(heads, width), sees=heads.layers)
+        width = TREE_WIDTH if target.device.type == "cpu" else 1
+        return Speculation(EagleProposer(heads, width), hidden_layers=heads.layers)
     return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
 
 

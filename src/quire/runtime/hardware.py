@@ -10,7 +10,7 @@ import torch
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
-STEP_TARGET = 0.3  # seconds on a GPU: as long as a full step of prompts takes an 8B model on one of today's, and a half
+STEP_TARGET_S = 0.3  # on a GPU: as long as a full prefill step takes an 8B model on one of today's, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -95,7 +95,7 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
         raise ConfigError("max_seqs and max_batch_tokens must be positive")
     target = scheduler.step_target
     if target is None:
-        target = STEP_TARGET if gpu else 0.0
+        target = STEP_TARGET_S if gpu else 0.0
     if target > 0:
         reasons.append(f"steps of about {target:g} s while answers are streamed: prompts are cut to fit")
     if target < 0:

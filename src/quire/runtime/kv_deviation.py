@@ -15,7 +15,7 @@ from quire.runtime.slot_state import SlotState
 from quire.runtime.staging import Staging
 from quire.types.plan import Probe
 
-LAYER = 1  # compared; all before it are computed whole
+COMPARED_LAYER = 1  # all before it are computed whole
 
 
 def probe(
@@ -26,7 +26,7 @@ def probe(
     table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
     input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
-    layer = min(LAYER, model.spec.layers - 1)
+    layer = min(COMPARED_LAYER, model.spec.layers - 1)
     (group,) = kv.layout.groups
     place = slice(group.layers.index(layer), group.layers.index(layer) + 1)
     where = batch.groups[0].kv_slots

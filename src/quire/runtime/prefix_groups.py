@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from quire.types.plan import StepPlan
 
-BLOCK = 64  # query heads attended together
-FEWEST = 16  # rows from which looking for groups pays
+BLOCK_HEADS = 64  # query heads of one tile
+MIN_ROWS = 16  # rows from which looking for groups pays
 
 Lists = npt.NDArray[np.int32]
 
@@ -21,7 +21,7 @@ class SharedPrefixes:
     def __init__(self, slots: int, page_size: int, group_heads: int):
         self._pages: list[list[int]] = [[] for _ in range(slots)]
         self._size = page_size
-        self._queries = max(1, BLOCK // group_heads)
+        self._queries = max(1, BLOCK_HEADS // group_heads)
         self._rows: list[int] = []
         self._found: tuple[Lists, Lists, Lists] | None = None
 
@@ -44,12 +44,12 @@ class SharedPrefixes:
     def lists(self, plan: StepPlan, rows: int) -> Lists | None:
         """Groups among the plan's single-token rows, laid out as `split` reads them, padded to `rows`; None if nothing
         worth it is shared."""
-        if len(plan.rows) < FEWEST:
+        if len(plan.rows) < MIN_ROWS:
             return None
         slots = [row.slot for row in plan.rows]
         if slots != self._rows:
             self._rows = slots
-            from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does whoever asks
+            from quire.kernels.triton.cascade import cut, find_groups  # needs triton, as does the caller
 
             groups = None
             if len(set(slots)) == len(slots):  # rows of one slot are not decoding: the next are elsewhere

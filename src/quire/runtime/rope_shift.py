@@ -18,7 +18,7 @@ from quire.types.plan import RopeShift, StepPlan
 
 Moved = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]  # group, where to, K, V
 
-ELEMENTS = 1 << 24  # K and V read at a time, as float32, where that is safe
+SLICE_ELEMENTS = 1 << 24  # K and V read at a time, as float32, where that is safe
 
 
 def begin_rope_shifts(plan: StepPlan, views: KVViews, inverse_frequencies: torch.Tensor | None) -> Callable[[], None]:
@@ -51,7 +51,7 @@ def begin_rope_shifts(plan: StepPlan, views: KVViews, inverse_frequencies: torch
 def _parts(shift: RopeShift, views: KVViews) -> list[RopeShift]:
     """The shift in pieces that are small in memory."""
     group = views.layout.groups[shift.group]
-    step = max(1, ELEMENTS // (group.token_heads * group.head_dim))
+    step = max(1, SLICE_ELEMENTS // (group.token_heads * group.head_dim))
     pieces = range(0, len(shift.sources), step)
     return [RopeShift(shift.group, shift.sources[i : i + step], shift.targets[i : i + step], shift.by) for i in pieces]
 

@@ -1,9 +1,9 @@
 """Slot state on the device: every sequence's tokens and page tables, changed by deltas only.
 
-    tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device drew but the host has not read
+    tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device sampled but the host has not read
     tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
 
-A step's batch is assembled on the device from these and five small integers a row. The last slot is nobody's:
+A step's batch is assembled on the device from these and five small integers a row. The last slot is the null slot:
 rows that pad a step to a captured size read and write there, and its pages are all the null page.
 """
 
@@ -29,7 +29,7 @@ class SlotState:
         self._device = device
         self._staging = staging
         self._assemble = choose_assemble(device)
-        self.nobody = capacity.slots
+        self.null_slot = capacity.slots
         self.tokens = torch.zeros(capacity.slots + 1, capacity.max_model_len, dtype=torch.int32, device=device)
         self._tables = [
             torch.zeros(capacity.slots + 1, -(-capacity.longest // g.tokens_per_page), dtype=torch.int32, device=device)
@@ -103,5 +103,5 @@ class SlotState:
         ]
 
     def store(self, slots: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Drawn tokens take their place in their slots, unread by the host."""
+        """Sampled tokens are stored in their slots, unread by the host."""
         self.tokens[slots, positions] = token_ids.int()

@@ -12,22 +12,22 @@ import torch
 
 Ints = npt.NDArray[np.int64]
 
-ELEMENTS = 1 << 18  # of one buffer, 2 MiB; what does not fit is pinned on the spot
+BUFFER_ELEMENTS = 1 << 18  # 2 MiB; what does not fit is pinned on the spot
 
 
 class Staging:
     def __init__(self, device: torch.device, depth: int):
         self._device = device
         self._used = 0
-        self._turn = 0
+        self._step = 0
         self._ring: list[torch.Tensor] = []
         if device.type == "cuda":
-            self._ring = [torch.empty(ELEMENTS, dtype=torch.int64, pin_memory=True) for _ in range(depth + 2)]
+            self._ring = [torch.empty(BUFFER_ELEMENTS, dtype=torch.int64, pin_memory=True) for _ in range(depth + 2)]
 
     def rotate(self) -> None:
         """A new step begins."""
         self._used = 0
-        self._turn += 1
+        self._step += 1
 
     def stage(self, array: Ints) -> torch.Tensor:
         """The array in memory the device can read by itself, untouched until the ring comes round."""
@@ -35,9 +35,9 @@ class Staging:
         if not self._ring:
             return tensor
         end = self._used + tensor.numel()
-        if end > ELEMENTS:
+        if end > BUFFER_ELEMENTS:
             return tensor.pin_memory()
-        place = self._ring[self._turn % len(self._ring)][self._used : end].view(tensor.shape)
+        place = self._ring[self._step % len(self._ring)][self._used : end].view(tensor.shape)
         self._used = end
         return place.copy_(tensor)
 

@@ -22,7 +22,7 @@ import torch
 from quire.types.plan import StepPlan
 from quire.types.transfer import DEVICE, KVTier, TierDone, TierJob, Transfer, TransferDone
 
-LOOK = 0.001  # seconds between looks at whether a GPU has copied
+POLL_INTERVAL_S = 0.001  # while copies of a GPU are in flight
 
 
 class Transfers:
@@ -32,7 +32,7 @@ class Transfers:
         self._signal = signal
         self._lock = threading.Lock()
         self._ids = count(1)
-        self._legs: dict[tuple[str, int], Callable[[TierDone], None]] = {}  # jobs under way, and what follows them
+        self._jobs: dict[tuple[str, int], Callable[[TierDone], None]] = {}  # jobs under transfer, and what follows them
         self._copies: list[tuple[Any, Callable[[], None]]] = []  # (event on the GPU, what follows it)
         self._done: list[TransferDone] = []
 
@@ -48,17 +48,17 @@ class Transfers:
         if not (plan.transfers or plan.drops):
             return
         with self._lock, torch.inference_mode() if self._gpu else nullcontext():
-            saves = [(way, self._take(way.pages)) for way in plan.transfers if way.source == DEVICE]
-            for way in plan.transfers:
-                if way.source != DEVICE:
-                    self._fetch(way)
+            saves = [(transfer, self._take(transfer.pages)) for transfer in plan.transfers if transfer.source == DEVICE]
+            for transfer in plan.transfers:
+                if transfer.source != DEVICE:
+                    self._fetch(transfer)
             for drop in plan.drops:  # after what is read from there, before what is put there
                 self._stores[drop.tier].submit(TierJob(next(self._ids), "drop", drop.keys))
-            for way, (buffers, copied) in saves:
+            for transfer, (buffers, copied) in saves:
                 if copied is None:
-                    self._put(way, buffers)
+                    self._put(transfer, buffers)
                 else:
-                    self._copies.append((copied, partial(self._put, way, buffers)))
+                    self._copies.append((copied, partial(self._put, transfer, buffers)))
 
     def poll(self, wait: float = 0.0) -> list[TransferDone]:
         """Transfers that have ended; waits so many seconds for the first."""
@@ -69,15 +69,15 @@ class Transfers:
                 self._advance()
                 done, self._done = self._done, []
                 left = deadline - time.monotonic()
-                if done or left <= 0 or not (self._legs or self._copies):
+                if done or left <= 0 or not (self._jobs or self._copies):
                     return done
-                pause = min(left, LOOK) if self._copies else left
+                pause = min(left, POLL_INTERVAL_S) if self._copies else left
             self._signal.wait(pause)
 
     def drain(self) -> None:
-        """Finish what is under way; poll() tells of it later."""
+        """Finish what is under transfer; poll() returns it later."""
         ended: list[TransferDone] = []
-        while self._legs or self._copies:
+        while self._jobs or self._copies:
             ended += self.poll(1.0)
         self._done += ended
 
@@ -89,8 +89,8 @@ class Transfers:
     def _advance(self) -> None:
         for name, store in self._stores.items():
             for done in store.poll():
-                follow = self._legs.pop((name, done.id), None)
-                if follow is not None:  # drops have no more to say
+                follow = self._jobs.pop((name, done.id), None)
+                if follow is not None:  # a drop has none
                     follow(done)
         waiting, self._copies = self._copies, []
         for event, after in waiting:
@@ -99,42 +99,52 @@ class Transfers:
             else:
                 self._copies.append((event, after))
 
-    def _submit(self, tier: str, kind: str, way: Transfer, buffers: Any, after: Callable[[TierDone], None]) -> None:
-        job = TierJob(next(self._ids), kind, way.keys, buffers)
-        self._legs[tier, job.id] = after
+    def _submit(
+        self, tier: str, kind: str, transfer: Transfer, buffers: Any, after: Callable[[TierDone], None]
+    ) -> None:
+        job = TierJob(next(self._ids), kind, transfer.keys, buffers)
+        self._jobs[tier, job.id] = after
         self._stores[tier].submit(job)
 
-    def _end(self, way: Transfer, moved: list[bool], seconds: float) -> None:
-        self._done.append(TransferDone(way.id, moved, seconds))
+    def _end(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
+        self._done.append(TransferDone(transfer.id, moved, seconds))
 
-    def _put(self, way: Transfer, buffers: list[np.ndarray]) -> None:
-        self._submit(way.target, "put", way, buffers, lambda done: self._end(way, done.done, done.seconds))
+    def _put(self, transfer: Transfer, buffers: list[np.ndarray]) -> None:
+        self._submit(
+            transfer.target, "put", transfer, buffers, lambda done: self._end(transfer, done.done, done.seconds)
+        )
 
-    def _fetch(self, way: Transfer) -> None:
+    def _fetch(self, transfer: Transfer) -> None:
         """Begin to read pages from a store, for the device or for another store."""
-        if not way.target:
-            self._submit(way.source, "find", way, None, lambda done: self._end(way, done.done, done.seconds))
-        elif way.target == DEVICE and self._rows is not None:
-            buffers = [self._rows[page] for page in way.pages]
-            self._submit(way.source, "get", way, buffers, lambda done: self._end(way, done.done, done.seconds))
+        if not transfer.target:
+            self._submit(
+                transfer.source, "find", transfer, None, lambda done: self._end(transfer, done.done, done.seconds)
+            )
+        elif transfer.target == DEVICE and self._rows is not None:
+            buffers = [self._rows[page] for page in transfer.pages]
+            self._submit(
+                transfer.source, "get", transfer, buffers, lambda done: self._end(transfer, done.done, done.seconds)
+            )
         else:
-            staged = self._buffer(len(way.keys))
+            staged = self._buffer(len(transfer.keys))
             free = self._mark() if self._gpu else None
-            follow = self._fill if way.target == DEVICE else self._pass_on
+            follow = self._fill if transfer.target == DEVICE else self._relay
             arrays = list(staged.numpy())
-            self._submit(way.source, "get", way, arrays, lambda done: follow(way, staged, free, done))
+            self._submit(transfer.source, "get", transfer, arrays, lambda done: follow(transfer, staged, free, done))
 
-    def _pass_on(self, way: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+    def _relay(self, transfer: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
         """From one store into the next."""
         found = got.done
-        some = Transfer(way.id, way.source, way.target, [k for k, ok in zip(way.keys, found, strict=True) if ok])
+        some = Transfer(
+            transfer.id, transfer.source, transfer.target, [k for k, ok in zip(transfer.keys, found, strict=True) if ok]
+        )
         pages = [page for page, ok in zip(staged.numpy(), found, strict=True) if ok]
 
         def end(done: TierDone) -> None:
             stored = iter(done.done)
-            self._end(way, [ok and next(stored) for ok in found], got.seconds + done.seconds)
+            self._end(transfer, [ok and next(stored) for ok in found], got.seconds + done.seconds)
 
-        self._submit(way.target, "put", some, pages, end)
+        self._submit(transfer.target, "put", some, pages, end)
 
     # ---- on a GPU -------------------------------------------------------------------------------------------
 
@@ -160,18 +170,18 @@ class Transfers:
             taken.record_stream(self._stream)
             return list(buffer.numpy()), self._mark()
 
-    def _fill(self, way: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+    def _fill(self, transfer: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
         """Copy what a store delivered into device pages, once the steps that used them are over."""
         places = [i for i, ok in enumerate(got.done) if ok]
         if not places:
-            return self._end(way, got.done, got.seconds)
+            return self._end(transfer, got.done, got.seconds)
         began = time.monotonic()
         assert self._stream is not None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(free)
             whole = staged if len(places) == len(got.done) else staged[places].pin_memory()
             arrived = whole.to(self._pages.device, non_blocking=True)
-            index = torch.tensor([way.pages[i] for i in places], pin_memory=True)
+            index = torch.tensor([transfer.pages[i] for i in places], pin_memory=True)
             self._pages[index.to(self._pages.device, non_blocking=True)] = arrived
             copied = self._mark()
-        self._copies.append((copied, lambda: self._end(way, got.done, got.seconds + time.monotonic() - began)))
+        self._copies.append((copied, lambda: self._end(transfer, got.done, got.seconds + time.monotonic() - began)))

@@ -81,13 +81,13 @@ class SchedulerOptions:
 
 @dataclass(frozen=True)
 class SpeculationOptions:
-    """Tokens guessed ahead."""
+    """Speculative decoding."""
 
     speculation: str = option(
-        "off", "who guesses: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)"
+        "off", "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)"
     )
-    draft_tokens: int | None = option(None, "most tokens guessed at once (default: by who guesses)")
-    draft_adapt: bool = option(True, "guess less, or nothing, where guesses have not paid lately")
+    draft_tokens: int | None = option(None, "longest draft, in tokens (default: by drafter)")
+    draft_adapt: bool = option(True, "draft less, or nothing, where drafts have not paid lately")
 
 
 @dataclass(frozen=True)

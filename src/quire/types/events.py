@@ -27,7 +27,7 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     embedding: list[float] | None = None  # of a request that asked for pooling
     forced: int = 0  # of these tokens, how many a grammar forced: they took no step
     score: float | None = None  # of an answer that beam search found
-    drafted: int = 0  # tokens guessed ahead for this event, and how many of them were right
+    drafted: int = 0  # draft tokens behind this event, and how many were accepted
     accepted: int = 0
     evicted: int = 0  # tokens whose KV was dropped so far, to keep the request's budget
     blended: int = 0  # prompt tokens whose KV came from another place
@@ -73,8 +73,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     recomputed_tokens: int = 0  # of chunks, computed again because their place changes them
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
-    drafts: int = 0  # guesses, of one token or several
-    drafted_tokens: int = 0  # guessed ahead
+    drafts: int = 0  # of one token or several
+    drafted_tokens: int = 0  # draft tokens
     accepted_tokens: int = 0  # ... of them, right: steps saved
     evicted_tokens: int = 0  # whose KV was dropped to keep a request's budget
     preemptions: int = 0
@@ -105,12 +105,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
     @property
     def acceptance(self) -> float:
-        """Of the tokens guessed ahead, how many were right."""
+        """Share of draft tokens that were accepted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def accepted_length(self) -> float:
-        """Tokens that a step with a guess comes to: those guessed right, and the one every step draws."""
+        """Tokens a step with a draft yields: the accepted ones, and the one every step samples."""
         return 1 + self.accepted_tokens / self.drafts if self.drafts else 1.0
 
     @property

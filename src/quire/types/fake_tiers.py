@@ -8,12 +8,12 @@ from collections import OrderedDict
 from quire.types.plan import StepPlan
 from quire.types.transfer import DEVICE, Bytes, Key, TierDone, TierJob, TierSpec, Transfer, TransferDone
 
-Entry = tuple[int, int, int]  # digest, position it was rotated to, digest of what had been forgotten
+Entry = tuple[int, int, int]  # digest, position it was rotated to, digest of what had been evicted
 Entries = dict[tuple[int, int], Entry]  # by (page, offset)
 
 
 class FakeTier:
-    """A KVTier in a dictionary: jobs are done when somebody looks, gets and finds first."""
+    """A KVTier in a dictionary: jobs are done at `poll`, gets and finds first."""
 
     def __init__(self) -> None:
         self._pages: OrderedDict[Key, Bytes] = OrderedDict()

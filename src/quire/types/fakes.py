@@ -1,9 +1,9 @@
 """Fakes of the seams, for tests and experiments without a device.
 
 `FakeExecutor` has no model but a memory that never lies: each KV entry is a digest of the whole token history
-that led to it, the position it was rotated to, and what had been forgotten by then. It checks that every row would
-read exactly its own history through its page table (but what was forgotten of it), whatever was shared, copied,
-turned, preempted or re-used, and draws tokens that depend on that history alone.
+that led to it, the position it was rotated to, and what had been evicted by then. It checks that every row would
+read exactly its own history through its page table (but what was evicted of it), whatever was shared, copied,
+shifted, preempted or re-used, and draws tokens that depend on that history alone.
 
 `FakeGrammars` knows choices only, and finds what may follow by looking at every token and every choice.
 """
@@ -24,7 +24,7 @@ from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, RopeShift, Row, StepPlan, StepResult, TokenLogprobs
-from quire.types.seams import DraftContext, Tree
+from quire.types.seams import DraftContext, DraftTree, ExecutorInfo
 
 _MASK = (1 << 61) - 1
 
@@ -63,11 +63,11 @@ class _Slot:
         self.tokens = list(admit.tokens)
         self.digests: list[int] = []
         self.tables: list[dict[int, int]] = [{} for _ in range(groups)]
-        self.turned: int | None = None  # from this position on, KV is not quite what its history makes it
+        self.shifted: int | None = None  # from this position on, KV is not quite what its history makes it
 
     def holds(self, position: int) -> int:
         """What is found at a position: its history, or where that is not quite true, its token."""
-        approximate = self.turned is not None and position >= self.turned
+        approximate = self.shifted is not None and position >= self.shifted
         return ~self.tokens[position] if approximate else self.digest(position)
 
     def digest(self, position: int) -> int:
@@ -87,16 +87,16 @@ class _Slot:
             del self.digests[len(self.tokens) :]
 
 
-def fake_guess(slot: _Slot, most: int, vocab: int) -> list[int]:
+def fake_draft(slot: _Slot, most: int, vocab: int) -> list[int]:
     """Up to `most` of the tokens that follow, one of them sometimes wrong."""
     state = _mix(len(slot.tokens), most)
-    guess: list[int] = []
-    while len(guess) < min(most, state % (most + 2)):
-        guess.append(fake_token([*slot.tokens, *guess], slot.admit.seed, slot.admit.branch, vocab))
-    wrong = (state >> 8) % (most + 2)
-    if wrong < len(guess):
-        guess[wrong] = (guess[wrong] + 1) % vocab
-    return guess
+    draft: list[int] = []
+    while len(draft) < min(most, state % (most + 2)):
+        draft.append(fake_token([*slot.tokens, *draft], slot.admit.seed, slot.admit.branch, vocab))
+    rejected = (state >> 8) % (most + 2)
+    if rejected < len(draft):
+        draft[rejected] = (draft[rejected] + 1) % vocab
+    return draft
 
 
 class FakeTicket:
@@ -121,6 +121,9 @@ class FakeExecutor:
     def start(self) -> Capacity:
         return self.capacity
 
+    def describe(self) -> ExecutorInfo:
+        return ExecutorInfo(device="none", dtype="none", vocab_size=self.vocab, reasons=[], startup_s={})
+
     def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         ready: Future[Any] = Future()
         ready.set_result(None)
@@ -142,15 +145,15 @@ class FakeExecutor:
             table.update(enumerate(delta.pages, delta.index))
             self._inherit(self._slots[delta.slot], delta.group)
         self._copy(plan)
-        guesses = [fake_guess(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
-        for row, guess in zip(plan.rows, guesses, strict=True):
-            self._slots[row.slot].tokens += guess
-            self._write(self._slots[row.slot], row, len(guess))
-        for row, guess in zip(plan.rows, guesses, strict=True):
-            self._read(self._slots[row.slot], row, len(guess))
-        for row, guess in zip(plan.rows, guesses, strict=True):
-            self._slots[row.slot].cut(len(guess))
-        result = self._draw(plan, guesses)
+        drafts = [fake_draft(self._slots[row.slot], row.drafts, self.vocab) for row in plan.rows]
+        for row, draft in zip(plan.rows, drafts, strict=True):
+            self._slots[row.slot].tokens += draft
+            self._write(self._slots[row.slot], row, len(draft))
+        for row, draft in zip(plan.rows, drafts, strict=True):
+            self._read(self._slots[row.slot], row, len(draft))
+        for row, draft in zip(plan.rows, drafts, strict=True):
+            self._slots[row.slot].cut(len(draft))
+        result = self._draw(plan, drafts)
         result.deviations = [[self._deviation(p.slot, p.start + i) for i in range(p.count)] for p in plan.probes]
         if self.tiers is not None:
             result.transfers = self.tiers.poll(self._kv, some=not plan.computes)
@@ -174,33 +177,33 @@ class FakeExecutor:
             self._blend(plan.rope_shifts, [self._slots[admit.slot] for admit in plan.admits])
 
     def _blend(self, rope_shifts: list[RopeShift], fresh: list[_Slot]) -> None:
-        """What was turned into a fresh slot from another history stands for its tokens alone, and only in that slot."""
+        """What was shifted into a fresh slot from another history stands for its tokens alone, in that slot only."""
         size = self.layout.groups[0].tokens_per_page
         changed = {}
         for slot in fresh:
             history = {slot.digest(i) for i in range(len(slot.tokens))}
             owned = {page: index for index, page in slot.tables[0].items()}
             for place in (divmod(target, size) for rope_shift in rope_shifts for target in rope_shift.targets):
-                digest, position, forgotten = self._kv[place]
+                digest, position, evicted = self._kv[place]
                 if place[0] in owned and digest not in history:
-                    changed[place] = ~self._token[digest], position, forgotten
+                    changed[place] = ~self._token[digest], position, evicted
                     at = owned[place[0]] * size + place[1]
-                    slot.turned = at if slot.turned is None else min(slot.turned, at)
+                    slot.shifted = at if slot.shifted is None else min(slot.shifted, at)
         self._kv |= changed
 
     def _inherit(self, slot: _Slot, group: int) -> None:
-        """A branch of a request shares what was turned for it."""
+        """A branch of a request shares what was shifted for it."""
         size, request = self.layout.groups[group].tokens_per_page, slot.admit.key.split("/")[0]
         for other in self._slots.values():
-            if other.turned is not None and other.admit.key.split("/")[0] == request:
-                at = other.turned // size
+            if other.shifted is not None and other.admit.key.split("/")[0] == request:
+                at = other.shifted // size
                 if slot.tables[group].get(at) == other.tables[group][at]:
-                    slot.turned = other.turned
+                    slot.shifted = other.shifted
 
-    def _write(self, slot: _Slot, row: Row, guessed: int) -> None:
-        end = row.start + row.count + guessed
-        assert end <= len(slot.tokens), "asked to compute tokens nobody knows"
-        forgotten = self._forgotten(slot, row)
+    def _write(self, slot: _Slot, row: Row, drafted: int) -> None:
+        end = row.start + row.count + drafted
+        assert end <= len(slot.tokens), "asked to compute tokens that are not known"
+        evicted = self._evicted(slot, row)
         for group, spec in enumerate(self.layout.groups):
             size = spec.tokens_per_page
             for index in range(row.start, end):
@@ -208,10 +211,10 @@ class FakeExecutor:
                 page = slot.tables[group][place // size]
                 assert page != 0, "a live position points at the null page"
                 held = slot.digest(index) if row.shift else slot.holds(index)
-                self._kv[page, place % size] = held, place, forgotten
+                self._kv[page, place % size] = held, place, evicted
                 self._token[slot.digest(index)] = slot.tokens[index]
 
-    def _forgotten(self, slot: _Slot, row: Row) -> int:
+    def _evicted(self, slot: _Slot, row: Row) -> int:
         """A digest of which tokens before a row are gone, 0 where none are."""
         if not row.shift:
             return 0
@@ -231,43 +234,43 @@ class FakeExecutor:
         seen = [range(max(row.start, row.shift + p * size), row.start + row.count) for p in pages]
         return [sum(_mix(d, q) % 1024 / 1024 for q in queries) for d, queries in zip(first, seen, strict=True)]
 
-    def _read(self, slot: _Slot, row: Row, guessed: int) -> None:
+    def _read(self, slot: _Slot, row: Row, drafted: int) -> None:
         """What a row sees is its own history in order, each entry where it was rotated to; with a shift, some of it."""
-        count = row.start + row.count + guessed - row.shift
+        count = row.start + row.count + drafted - row.shift
         for group, spec in enumerate(self.layout.groups):
             size = spec.tokens_per_page
             first = 0 if spec.window is None else max(0, row.start - spec.window + 1)
             seen = [self._kv.get((slot.tables[group][p // size], p % size)) for p in range(first, count)]
             if row.shift:
-                history = {slot.digest(i): i for i in range(row.start + row.count + guessed)}
+                history = {slot.digest(i): i for i in range(row.start + row.count + drafted)}
                 indices = [history.get(entry[0], -1) for entry in seen if entry is not None]
                 assert len(indices) == len(set(indices)) == count and indices == sorted(indices), (
                     f"{slot.admit.key}: sees another history, or its own out of order"
                 )
-                assert [entry[1] for entry in seen if entry] == list(range(count)), f"{slot.admit.key}: not turned"
+                assert [entry[1] for entry in seen if entry] == list(range(count)), f"{slot.admit.key}: not shifted"
                 continue
             for p, entry in enumerate(seen, first):
                 assert entry == (slot.holds(p), p, 0), f"{slot.admit.key}: position {p} holds another history"
 
-    def _draw(self, plan: StepPlan, guesses: list[list[int]]) -> StepResult:
-        drawn, logprobs, drafts = [], {}, {}
+    def _draw(self, plan: StepPlan, drafts: list[list[int]]) -> StepResult:
+        drawn, logprobs, draft_counts = [], {}, {}
         ends = [row.start + row.count for row in plan.rows]
         for i, sample in enumerate(plan.samples):
             slot = self._slots[sample.slot]
             assert ends[sample.row] == sample.position == len(slot.tokens), "sample is not at the end of its row"
             admit = slot.admit
-            right: list[int] = []
-            for token in guesses[sample.row]:
-                if token != fake_token([*slot.tokens, *right], admit.seed, admit.branch, self.vocab):
+            accepted: list[int] = []
+            for token in drafts[sample.row]:
+                if token != fake_token([*slot.tokens, *accepted], admit.seed, admit.branch, self.vocab):
                     break
-                right.append(token)
-            tokens = right + fake_draw([*slot.tokens, *right], admit, self.vocab)
-            drawn.append((slot, sample.position, tokens, len(right) + 1))
-            if guesses[sample.row]:
-                drafts[i] = len(guesses[sample.row]), len(right)
+                accepted.append(token)
+            tokens = accepted + fake_draw([*slot.tokens, *accepted], admit, self.vocab)
+            drawn.append((slot, sample.position, tokens, len(accepted) + 1))
+            if drafts[sample.row]:
+                draft_counts[i] = len(drafts[sample.row]), len(accepted)
             if admit.params.logprobs is not None:
                 options = fake_options(slot.tokens, admit.params.logprobs, self.vocab)
-                logprobs[i] = [TokenLogprobs(token, -0.5, 1, *options) for token in tokens[: len(right) + 1]]
+                logprobs[i] = [TokenLogprobs(token, -0.5, 1, *options) for token in tokens[: len(accepted) + 1]]
         for slot, position, tokens, known in drawn:
             for at, token in enumerate(tokens[:known], position):
                 slot.store(at, token)
@@ -282,7 +285,7 @@ class FakeExecutor:
             mass=mass,
             step=plan.step,
             tokens=[tokens for _, _, tokens, _ in drawn],
-            drafts=drafts,
+            drafts=draft_counts,
             logprobs=logprobs,
             scores=scores,
             pooled=pooled,
@@ -379,11 +382,11 @@ class FakeGrammar:
 class FakeProposer:
     """A Proposer that always says the same."""
 
-    def __init__(self, draft: list[int] | Tree):
+    def __init__(self, draft: list[int] | DraftTree):
         self._draft = draft
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | Tree]:
-        return [self._draft if isinstance(self._draft, Tree) else self._draft[:budget] for budget in budgets]
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | DraftTree]:
+        return [self._draft if isinstance(self._draft, DraftTree) else self._draft[:budget] for budget in budgets]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         pass

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from quire.types.errors import InputError
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark"]
 MAX_GRAMMAR = 256 << 10  # characters of one grammar
+TokenMasks = npt.NDArray[np.uint8]  # [rows, bytes]: a bit a token, lowest first
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ import secrets
 import struct
 from collections.abc import Sequence
 
-DIGEST = 16
-RUN = 16  # pages named at a time where they were named before
-RUNS = 2048  # such runs remembered, about 4 KiB each
+DIGEST_BYTES = 16
+RUN_PAGES = 16  # pages named at a time where they were named before
+MAX_RUNS = 2048  # such runs remembered, about 4 KiB each
 
 
 def new_key() -> bytes:
@@ -33,17 +33,17 @@ class PageHasher:
 
     def root(self, salt: str) -> bytes:
         seed = f"{self._size}:{salt}".encode()
-        return hashlib.blake2b(seed, digest_size=DIGEST, key=self._key, person=b"quire-root").digest()
+        return hashlib.blake2b(seed, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-root").digest()
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""
         named = tokens[first * self._size : len(tokens) // self._size * self._size]
         data = struct.pack(f"{len(named)}i", *named)  # several times as fast as an array of them
         page = 4 * self._size
-        whole = len(data) // (page * RUN) * page * RUN
+        whole = len(data) // (page * RUN_PAGES) * page * RUN_PAGES
         hashes: list[bytes] = []
-        for start in range(0, whole, page * RUN):
-            run = self._run(parent, data[start : start + page * RUN], page)
+        for start in range(0, whole, page * RUN_PAGES):
+            run = self._run(parent, data[start : start + page * RUN_PAGES], page)
             hashes += run
             parent = run[-1]
         return hashes + self._hash(parent, data[whole:], page)
@@ -52,7 +52,7 @@ class PageHasher:
         found = self._runs.pop((parent, data), None)  # and in again, as the latest
         if found is None:
             found = self._hash(parent, data, page)
-            if len(self._runs) >= RUNS:
+            if len(self._runs) >= MAX_RUNS:
                 del self._runs[next(iter(self._runs))]
         self._runs[parent, data] = found
         return found
@@ -61,6 +61,6 @@ class PageHasher:
         hashes = []
         for start in range(0, len(data), page):
             content = parent + data[start : start + page]
-            parent = hashlib.blake2b(content, digest_size=DIGEST, key=self._key, person=b"quire-page").digest()
+            parent = hashlib.blake2b(content, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-page").digest()
             hashes.append(parent)
         return hashes

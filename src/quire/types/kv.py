@@ -18,10 +18,10 @@ NULL_PAGE = 0  # never allocated: padding rows and windows that have moved on po
 
 
 class KVKind(msgspec.Struct, frozen=True):
-    """How a page keeps the numbers of one token and head."""
+    """How a page stores the numbers of one token and head."""
 
     bits: int  # of one number
-    scaled: bool = False  # whether fp16 scales of its own are kept beside them
+    scaled: bool = False  # whether fp16 scales are stored beside them
 
     def scales(self, head_dim: int) -> int:
         """8 bits: one scale; 4 bits: a scale and a minimum for each 32 numbers, all scales first."""

@@ -22,7 +22,7 @@ class Delta(msgspec.Struct, kw_only=True):
     blended_tokens: int = 0  # of the prompt, reused from another place
     forced_tokens: int = 0  # of these tokens, how many a grammar forced
     score: float | None = None  # of an answer that beam search found
-    drafted_tokens: int = 0  # guessed ahead on the way to these tokens
+    drafted_tokens: int = 0  # drafted on the way to these tokens
     accepted_tokens: int = 0  # ... of them, right
     evicted_tokens: int = 0  # whose KV was dropped so far, to keep a budget
 
@@ -37,7 +37,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     forced_tokens: int = 0
     score: float | None = None  # beam search: log-probability, penalised by length
-    drafted_tokens: int = 0  # guessed ahead
+    drafted_tokens: int = 0  # drafted
     accepted_tokens: int = 0  # ... of them, right: steps saved
     evicted_tokens: int = 0  # of prompt and answer: KV was dropped to keep a budget
 

@@ -1,19 +1,19 @@
-"""What one step is asked to do, and what came of it.
+"""The plan of one step, and its result.
 
-There is no prefill and no decode here. A row says "slot s: compute the KV of `count` tokens from position
-`start`"; a sample says "from the last position of row r, draw the next token of slot s". Chunked prefill is a
+There is no prefill phase and no decode phase. A row says "slot s: compute the KV of `count` tokens from position
+`start`"; a sample says "from the last position of row r, sample the next token of slot s". Chunked prefill is a
 row with many tokens and no sample, decode a row of one with one sample, `n` branches one row with n samples.
 
 The worker keeps, per slot, all known tokens, the page table and the sampling state; a plan sends only what
 changed. Token values sampled by an earlier step are read from the slot on the device, so a plan never needs
 them: it can be made while that step still runs.
 
-A row may carry a draft budget: the worker then guesses up to so many tokens that follow, computes them too, and draws
-at each of their positions. The draws up to the first that differs from its guess are what plain steps would have
-drawn; the rest is forgotten. What was guessed never leaves the worker.
+A row may carry a draft budget: the worker then drafts up to so many tokens that follow, computes them too, and samples
+at each of their positions. The samples up to the first that differs from its draft token are accepted, and are what
+steps without drafts would have sampled; the rest is discarded. Drafts never leave the worker.
 
 Order inside a step: device pages that transfers read, frees, admits, writes, page deltas, page copies, rope shifts,
-probes, forward over rows, samples (drawn tokens are stored into their slots). A plan with nothing to compute waits
+probes, forward over rows, samples (sampled tokens are stored into their slots). A plan with nothing to compute waits
 for a transfer, but not for long.
 """
 
@@ -36,11 +36,11 @@ class Admit(msgspec.Struct):
     seed: int
     branch: int
     stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
-    salt: str = ""  # what is learnt from this sequence is used for none of another salt
+    salt: str = ""  # drafts learnt from this sequence serve none of another salt
 
 
 class Write(msgspec.Struct):
-    """Tokens of a slot, from position `start`, that the device did not draw itself."""
+    """Tokens of a slot, from position `start`, that the device did not sample itself."""
 
     slot: int
     start: int
@@ -72,7 +72,7 @@ class Row(msgspec.Struct):
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known
     token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
-    these positions, "last" for that of the last. `drafts`: how many tokens may be guessed after these; pages are there
+    these positions, "last" for that of the last. `drafts`: how many tokens may be drafted after these; pages are there
     for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
     more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
     attention these tokens pay to each page.
@@ -98,7 +98,7 @@ class Probe(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """Draw the token at `position` of `slot` from the last logits of rows[row]."""
+    """Sample the token at `position` of `slot` from the last logits of rows[row]."""
 
     row: int
     slot: int
@@ -118,7 +118,7 @@ class StepPlan(msgspec.Struct):
     probes: list[Probe] = []
     transfers: list[Transfer] = []
     drops: list[Drop] = []
-    rests: bool = False  # nobody guesses from what this step shows: it need show nothing
+    rests: bool = False  # no proposer reads this step's hidden states: they need not be returned
 
     @property
     def tokens(self) -> int:
@@ -140,12 +140,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 
 class StepResult(msgspec.Struct):
-    """`tokens[i]` belongs to `plan.samples[i]`: the guesses that were right, the token drawn after them, and those that
+    """`tokens[i]` belongs to `plan.samples[i]`: the accepted draft tokens, the token sampled after them, and those that
     a grammar forces after it. Those forced are not in the slot; a later plan writes them."""
 
     step: int
     tokens: list[list[int]]
-    drafts: dict[int, tuple[int, int]] = {}  # by sample index: tokens guessed, and how many of them were right
+    drafts: dict[int, tuple[int, int]] = {}  # by sample index: tokens drafted, and how many were accepted
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
@@ -159,20 +159,20 @@ class StepResult(msgspec.Struct):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What an executor can hold: the frame within which the scheduler plans."""
+    """What an executor can hold: the limits within which the scheduler plans."""
 
     pages: int  # page 0 is the null page and is not among those to hand out
     slots: int
     max_model_len: int  # tokens one sequence may have
     max_batch_tokens: int
     depth: int  # steps in flight
-    drafts: int = 0  # tokens the worker can guess at once for a row
-    adapts: bool = True  # whether fewer are guessed, or none, where that pays better
+    drafts: int = 0  # longest draft for a row, in tokens
+    adapts: bool = True  # whether drafts are shorter, or none, where that pays better
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens
     rope_shifts: bool = False  # whether cached keys can be moved to other positions
     step_target: float = 0.0  # seconds a step may take while answers are streamed; 0: any
-    naming: bytes = b""  # key under which pages are named; empty: any, nobody else needs to know the names
+    naming: bytes = b""  # key of the page hashes; empty: any, they are not shared
 
     @property
     def longest(self) -> int:

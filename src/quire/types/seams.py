@@ -28,12 +28,24 @@ class Ticket(Protocol):
     def result(self) -> StepResult: ...
 
 
+class ExecutorInfo(msgspec.Struct, frozen=True):
+    """What an executor runs on, for people to read."""
+
+    device: str
+    dtype: str
+    vocab_size: int
+    reasons: list[str]  # of its decisions, a line each
+    startup_s: dict[str, float]  # seconds by stage of the start
+
+
 class Executor(Protocol):
     """Runs plans on a device (or on several, or on none: the simulator)."""
 
     layout: KVLayout
 
     def start(self) -> Capacity: ...
+
+    def describe(self) -> ExecutorInfo: ...
 
     def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         """Make ready what requests with this grammar will need, beside the steps; a bad one ends in InputError."""
@@ -64,7 +76,7 @@ class Executor(Protocol):
 
 
 class Grammar(Protocol):
-    """What one answer may still become. An error is final: `fill` then allows nothing that could be relied on."""
+    """The state of constrained decoding in one answer. An error is final: `fill` then allows nothing to rely on."""
 
     @property
     def error(self) -> str:
@@ -83,7 +95,7 @@ class Grammar(Protocol):
     def accept(self, tokens: Sequence[int]) -> None: ...
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, whatever is drawn; not yet accepted."""
+        """Tokens that must come next, whatever is sampled (jump-ahead); not yet accepted."""
         ...
 
     def rollback(self, count: int) -> None:
@@ -101,7 +113,7 @@ class GrammarBackend(Protocol):
 
 class DraftContext:
     """A sequence as a proposer sees it. It lives as long as its slot is filled; a proposer may keep what it likes in
-    `state`. For those who ask for it, `hidden` holds, while they observe, the hidden states that tokens were drawn
+    `state`. For those that read hidden states, `hidden` holds, during `observe`, those that tokens were sampled
     from: one each, but none for tokens that a grammar forced."""
 
     __slots__ = ("admit", "hidden", "slot", "state", "tokens")
@@ -114,14 +126,14 @@ class DraftContext:
         self.hidden: Any = None
 
 
-class Tree(NamedTuple):
-    """Guesses that may contradict each other: each follows another, or what is known."""
+class DraftTree(NamedTuple):
+    """A draft whose tokens branch: each follows another, or the last known token."""
 
     tokens: list[int]
-    parents: list[int]  # which each one follows, always one before it; -1: what is known
+    parents: list[int]  # index of the token each follows, always one before it; -1: the last known token
 
-    def trunk(self) -> list[int]:
-        """One of its branches, by every first child."""
+    def first_branch(self) -> list[int]:
+        """The chain of every first child."""
         found, node = [], -1
         while node in self.parents:
             node = self.parents.index(node)
@@ -130,14 +142,14 @@ class Tree(NamedTuple):
 
 
 class Proposer(Protocol):
-    """Guesses what comes next. A guess costs time when it is wrong, never correctness."""
+    """Drafts tokens that may come next. A rejected draft costs time, never correctness."""
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> Sequence[list[int] | Tree]:
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> Sequence[list[int] | DraftTree]:
         """For each context up to so many tokens that may follow; none is fine."""
         ...
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
-        """These tokens were added to the context (guesses that were right among them)."""
+        """These tokens were added to the context (accepted draft tokens among them)."""
         ...
 
     def forget(self, context: DraftContext) -> None:
@@ -193,7 +205,7 @@ class TensorInfo(msgspec.Struct, frozen=True):
 
 
 class WeightSource(Protocol):
-    """A model's weight files behind one face. Bytes are raw and mapped, not copied; blocks stay quantised."""
+    """A model's weight files behind one interface. Bytes are raw and mapped, not copied; blocks stay quantised."""
 
     def metadata(self) -> dict[str, Any]:
         """The model's own description: config.json of a safetensors directory, the key-values of a GGUF."""

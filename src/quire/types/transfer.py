@@ -2,7 +2,7 @@
 
     device ──► host memory ──► local disk ──► remote        a page is named by its key (group, hash), wherever it is
 
-A plan starts transfers; they end when they end, and a later result says so. Device pages a transfer reads are read
+A plan starts transfers; the result of a later step reports their end. Device pages a transfer reads are read
 before the step writes anything; device pages it fills belong to it until it has ended.
 """
 
@@ -22,8 +22,8 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Transfer(msgspec.Struct):
-    """Copy pages from one tier to another. `pages` are the device's, where it is one of the two. Without a target,
-    nothing moves: it is only asked which of the keys the source has."""
+    """Copy pages from one tier to another. `pages` are the device's, where it is one of the two. Without a target
+    nothing moves: it is a look-up of which keys the source has."""
 
     id: int
     source: str
@@ -33,7 +33,7 @@ class Transfer(msgspec.Struct):
 
 
 class Drop(msgspec.Struct):
-    """Forget pages of a tier."""
+    """Delete pages of a tier."""
 
     tier: str
     keys: list[Key]
@@ -49,7 +49,7 @@ class TierSpec(msgspec.Struct, frozen=True):
     """A tier below the device, as its store found it at start."""
 
     name: str
-    pages: int  # most pages it may hold; 0: it looks after that itself
+    pages: int  # most pages it may hold; 0: it evicts by itself
     keys: list[Key] = []  # what it holds already, least recently used first
     kept: bool = False  # outlives the engine, or is shared: pages go there as soon as they are computed
 
@@ -70,7 +70,7 @@ class TierDone(msgspec.Struct):
 
 
 class KVTier(Protocol):
-    """A store of pages. It moves bytes and checks them; where which page is, and which goes, others decide."""
+    """A store of pages. It moves and verifies bytes; which page is where, and which is evicted, `memory/` decides."""
 
     def submit(self, job: TierJob) -> None:
         """Queue a job; gets and finds overtake puts. Buffers are the store's until the job is done."""
@@ -81,7 +81,7 @@ class KVTier(Protocol):
         ...
 
     def cancel(self, job_id: int) -> None:
-        """Do not begin the job if it has not begun; it ends either way, and poll() tells."""
+        """Do not begin the job if it has not begun; it ends either way, and poll() returns it."""
         ...
 
     def scan(self) -> list[Key]:

@@ -1,4 +1,4 @@
-"""A picture of the engine at one moment, for people: requests, steps, pages, prefixes. No token of anybody's."""
+"""A picture of the engine at one moment, for people: requests, steps, pages, prefixes. No tokens."""
 
 from __future__ import annotations
 

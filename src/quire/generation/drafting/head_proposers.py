@@ -1,6 +1,6 @@
 """Proposers over the target's own hidden states: see `heads`.
 
-Between a step and the next they keep, for each sequence, the hidden states from which its last tokens were drawn.
+Between a step and the next they keep, for each sequence, the hidden states from which its last tokens were sampled.
 Refuses to know: how the networks were trained, what becomes of drafts.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from quire.generation.drafting.heads import WINDOW, EagleDrafter, MedusaHeads
-from quire.types.seams import DraftContext, Tree
+from quire.generation.drafting.heads import WINDOW_TOKENS, EagleDrafter, MedusaHeads
+from quire.types.seams import DraftContext, DraftTree
 
-BLOCK = 4096  # rows recorded together
-DEEP = 5  # tokens ahead, at most: as far as drafters are trained to go on by themselves
+RECORD_BLOCK_ROWS = 4096  # copied into one tensor
+MAX_DEPTH = 5  # tokens ahead: as far as drafters are trained to draft from their own states
 
 
 class MedusaProposer:
@@ -23,137 +23,139 @@ class MedusaProposer:
         self._heads = heads
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
-        able = [i for i, context in enumerate(contexts) if context.state is not None]
+        ready = [i for i, context in enumerate(contexts) if context.state is not None]
         drafts: list[list[int]] = [[] for _ in contexts]
-        if able:
-            hidden = torch.stack([contexts[i].state for i in able])
-            tokens = torch.tensor([contexts[i].tokens[-1] for i in able], device=hidden.device)
+        if ready:
+            hidden = torch.stack([contexts[i].state for i in ready])
+            tokens = torch.tensor([contexts[i].tokens[-1] for i in ready], device=hidden.device)
             count = max(budgets)
             best = torch.stack([logits.argmax(-1) for logits in self._heads(hidden, tokens)[:count]], -1)
-            for i, guess in zip(able, self._heads.words.ids[best].tolist(), strict=True):
-                drafts[i] = guess[: budgets[i]]
+            for i, draft in zip(ready, self._heads.words.ids[best].tolist(), strict=True):
+                drafts[i] = draft[: budgets[i]]
         return drafts
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
-        drawn = context.hidden
-        # Where a grammar forced tokens, nothing is known of the last one's place.
-        context.state = drawn[-1].float() if drawn is not None and len(drawn) == len(tokens) else None
+        hidden = context.hidden
+        # Where a grammar forced tokens, the last one's hidden state is missing.
+        context.state = hidden[-1].float() if hidden is not None and len(hidden) == len(tokens) else None
 
     def forget(self, context: DraftContext) -> None:
         pass
 
 
-class _Trail:
-    """The last positions of a sequence: what the layer reads there, keys and values; and what is new since."""
+class _Window:
+    """The last positions of a sequence: the layer's input, keys and values there; and what came since."""
 
-    __slots__ = ("hidden", "joined", "pages", "tokens")
+    __slots__ = ("hidden", "joined", "kv", "tokens")
 
     def __init__(self) -> None:
         self.hidden: list[torch.Tensor] = []
         self.tokens: list[int] = []
         self.joined: torch.Tensor | None = None
-        self.pages: torch.Tensor | None = None  # [up to WINDOW, 2 hidden]
+        self.kv: torch.Tensor | None = None  # [up to WINDOW_TOKENS, 2 hidden]
 
 
 class EagleProposer:
-    """`width`: branches that it follows at every depth; with one, drafts are chains."""
+    """`width`: branches followed at every depth; with one, drafts are chains."""
 
     def __init__(self, drafter: EagleDrafter, width: int = 1):
         self._drafter = drafter
         self._width = width
 
-    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | Tree]:
-        able = [i for i, context in enumerate(contexts) if context.state is not None]
-        drafts: list[list[int] | Tree] = [[] for _ in contexts]
-        if able:
-            trails = [contexts[i].state for i in able]
-            self._read(trails)
-            most = [budgets[i] for i in able]
-            for i, guess in zip(able, self._draw(trails, most), strict=True):
-                drafts[i] = guess
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int] | DraftTree]:
+        ready = [i for i, context in enumerate(contexts) if context.state is not None]
+        drafts: list[list[int] | DraftTree] = [[] for _ in contexts]
+        if ready:
+            windows = [contexts[i].state for i in ready]
+            self._extend(windows)
+            most = [budgets[i] for i in ready]
+            for i, draft in zip(ready, self._draft(windows, most), strict=True):
+                drafts[i] = draft
         return drafts
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
-        drawn = context.hidden
-        if drawn is None or len(drawn) != len(tokens):
-            context.state = None  # nothing was shown, or a grammar forced tokens: positions without a hidden state
+        hidden = context.hidden
+        if hidden is None or len(hidden) != len(tokens):
+            context.state = None  # not tapped, or a grammar forced tokens: positions without a hidden state
             return
-        trail = context.state = context.state or _Trail()
-        trail.hidden.append(drawn)
-        trail.tokens.extend(tokens)
-        if len(trail.tokens) > 2 * WINDOW:  # nobody asks: keep no more than will be read
-            trail.hidden, trail.tokens = [torch.cat(trail.hidden)[-WINDOW:]], trail.tokens[-WINDOW:]
+        window = context.state = context.state or _Window()
+        window.hidden.append(hidden)
+        window.tokens.extend(tokens)
+        if len(window.tokens) > 2 * WINDOW_TOKENS:  # while no draft is asked for: keep no more than will be read
+            window.hidden, window.tokens = [torch.cat(window.hidden)[-WINDOW_TOKENS:]], window.tokens[-WINDOW_TOKENS:]
 
     def forget(self, context: DraftContext) -> None:
         pass
 
-    def _read(self, trails: list[_Trail]) -> None:
+    def _extend(self, windows: list[_Window]) -> None:
         """Keys and values of the positions that are new, all sequences at once."""
-        counts = [len(trail.tokens) for trail in trails]
+        counts = [len(window.tokens) for window in windows]
         if not sum(counts):
             return
-        hidden = torch.cat([part for trail in trails for part in trail.hidden]).float()
-        tokens = torch.tensor([token for trail in trails for token in trail.tokens], device=hidden.device)
-        joined, pages = self._drafter.inputs(self._drafter.features(hidden), tokens)
-        for trail, new, entries in zip(trails, joined.split(counts), pages.split(counts), strict=True):
+        hidden = torch.cat([part for window in windows for part in window.hidden]).float()
+        tokens = torch.tensor([token for window in windows for token in window.tokens], device=hidden.device)
+        joined, kv = self._drafter.inputs(self._drafter.features(hidden), tokens)
+        for window, new, entries in zip(windows, joined.split(counts), kv.split(counts), strict=True):
             if len(new):
-                trail.joined = new[-1]
-                trail.pages = entries if trail.pages is None else torch.cat((trail.pages, entries))
-                trail.pages = trail.pages[-WINDOW:]
-                trail.hidden, trail.tokens = [], []
+                window.joined = new[-1]
+                window.kv = entries if window.kv is None else torch.cat((window.kv, entries))
+                window.kv = window.kv[-WINDOW_TOKENS:]
+                window.hidden, window.tokens = [], []
 
-    def _draw(self, trails: list[_Trail], budgets: list[int]) -> list[list[int] | Tree]:
-        """Depth by depth the likeliest few branches are followed; of all guesses met, the likeliest are the draft."""
+    def _draft(self, windows: list[_Window], budgets: list[int]) -> list[list[int] | DraftTree]:
+        """Depth by depth the likeliest few branches are followed; of all candidates, the likeliest are the draft."""
         drafter = self._drafter
-        found = [trail.pages for trail in trails if trail.pages is not None]
-        pages = torch.stack([F.pad(p, (0, 0, WINDOW - len(p), 0)) for p in found])  # [n, WINDOW, 2 hidden]
-        lengths = torch.tensor([len(p) for p in found], device=pages.device)
-        apart = torch.arange(WINDOW - 1, -1, -1, device=pages.device)[None]
-        seen = (apart < lengths[:, None])[:, None]  # [n, 1, WINDOW]
-        joined = torch.stack([trail.joined for trail in trails if trail.joined is not None])[:, None]  # [n, t, hidden]
-        own: list[torch.Tensor] = []
-        chance = joined.new_zeros(len(trails), 1)  # of the branches followed, as logarithms: [n, t]
-        met: list[tuple[torch.Tensor, torch.Tensor]] = []  # guesses [n, t * width] and their chances
-        picks: list[torch.Tensor] = []  # which of them were followed, [n, t of the next depth]
-        depth = min(DEEP, max(budgets))
+        found = [window.kv for window in windows if window.kv is not None]
+        kv = torch.stack([F.pad(p, (0, 0, WINDOW_TOKENS - len(p), 0)) for p in found])  # [n, WINDOW_TOKENS, 2 hidden]
+        lengths = torch.tensor([len(p) for p in found], device=kv.device)
+        distances = torch.arange(WINDOW_TOKENS - 1, -1, -1, device=kv.device)[None]
+        mask = (distances < lengths[:, None])[:, None]  # [n, 1, WINDOW_TOKENS]
+        joined = torch.stack([window.joined for window in windows if window.joined is not None])[
+            :, None
+        ]  # [n, t, hidden]
+        draft_kv: list[torch.Tensor] = []
+        logprob = joined.new_zeros(len(windows), 1)  # of the branches followed: [n, t]
+        candidates: list[tuple[torch.Tensor, torch.Tensor]] = []  # tokens [n, t * width] and their log-probabilities
+        followed_at: list[torch.Tensor] = []  # which of them were followed, [n, t of the next depth]
+        depth = min(MAX_DEPTH, max(budgets))
         for ahead in range(depth):
-            states = drafter(joined, pages, apart + ahead, seen, own)
+            states = drafter(joined, kv, distances + ahead, mask, draft_kv)
             best = drafter.logits(states).log_softmax(-1).topk(self._width)  # [n, t, width]
-            tokens, chances = drafter.words.ids[best.indices].flatten(1), (chance[..., None] + best.values).flatten(1)
-            met.append((tokens, chances))
+            tokens, logprobs = drafter.words.ids[best.indices].flatten(1), (logprob[..., None] + best.values).flatten(1)
+            candidates.append((tokens, logprobs))
             if ahead + 1 < depth:
-                chance, pick = chances.topk(self._width)
-                picks.append(pick)
+                logprob, pick = logprobs.topk(self._width)
+                followed_at.append(pick)
                 parent = (pick // self._width)[..., None]
-                own = [part.take_along_dim(parent, 1) for part in own]
+                draft_kv = [part.take_along_dim(parent, 1) for part in draft_kv]
                 states = states.take_along_dim(parent, 1)
                 joined, entries = drafter.inputs(states, tokens.take_along_dim(pick, 1))
-                own.append(entries)
-        return _chosen(met, picks, self._width, budgets)
+                draft_kv.append(entries)
+        return _best_trees(candidates, followed_at, self._width, budgets)
 
 
-def _chosen(
-    met: list[tuple[torch.Tensor, torch.Tensor]], picks: list[torch.Tensor], width: int, budgets: list[int]
-) -> list[list[int] | Tree]:
-    """The likeliest guesses of each sequence: no guess is likelier than the one it follows, so they make a tree."""
-    tokens, chances = (torch.cat(part, 1).tolist() for part in zip(*met, strict=True))  # [n, guesses]
-    followed = [pick.tolist() for pick in picks]
-    begins = [sum(part.shape[1] for part, _ in met[:depth]) for depth in range(len(met))]
-    drafts: list[list[int] | Tree] = []
+def _best_trees(
+    candidates: list[tuple[torch.Tensor, torch.Tensor]], followed_at: list[torch.Tensor], width: int, budgets: list[int]
+) -> list[list[int] | DraftTree]:
+    """The likeliest candidates of each sequence: none is likelier than the one it follows, so they make a tree."""
+    tokens, logprobs = (torch.cat(part, 1).tolist() for part in zip(*candidates, strict=True))  # [n, candidates]
+    followed = [pick.tolist() for pick in followed_at]
+    begins = [sum(part.shape[1] for part, _ in candidates[:depth]) for depth in range(len(candidates))]
+    drafts: list[list[int] | DraftTree] = []
     for i, budget in enumerate(budgets):
-        parents = [-1] * met[0][0].shape[1]
+        parents = [-1] * candidates[0][0].shape[1]
         for depth, pick in enumerate(followed):
             parents += [begins[depth] + parent for parent in pick[i] for _ in range(width)]
-        likely = sorted(sorted(range(len(parents)), key=lambda g: -chances[i][g])[:budget])
-        place = {guess: at for at, guess in enumerate(likely)} | {-1: -1}
-        tree = Tree([tokens[i][g] for g in likely], [place[parents[g]] for g in likely])
-        chain = tree.parents == list(range(-1, len(likely) - 1))
+        chosen = sorted(sorted(range(len(parents)), key=lambda g: -logprobs[i][g])[:budget])
+        index = {g: at for at, g in enumerate(chosen)} | {-1: -1}
+        tree = DraftTree([tokens[i][g] for g in chosen], [index[parents[g]] for g in chosen])
+        chain = tree.parents == list(range(-1, len(chosen) - 1))
         drafts.append(tree.tokens if chain else tree)
     return drafts
 
 
 class Recorder:
-    """Guesses nothing and keeps all: tokens drawn and the hidden states they were drawn from, to train on."""
+    """Drafts nothing and records all: tokens sampled and the hidden states they were sampled from, to train on."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[list[int], list[torch.Tensor]]] = {}
@@ -167,16 +169,16 @@ class Recorder:
         known, states = self.answers.setdefault(context.admit.key, ([], []))
         if context.hidden is not None and len(context.hidden) == len(tokens):
             known += tokens
-            states.append(self._stored(context.hidden))
+            states.append(self._copied(context.hidden))
 
     def forget(self, context: DraftContext) -> None:
         pass
 
-    def _stored(self, rows: torch.Tensor) -> torch.Tensor:
+    def _copied(self, rows: torch.Tensor) -> torch.Tensor:
         if rows.device.type != "cpu":
-            return rows  # a view of what its step showed, kept as it is
+            return rows  # a view of what its step returned, kept as it is
         if self._used + len(rows) > len(self._block):
-            self._block = torch.empty(BLOCK, rows.shape[-1])
+            self._block = torch.empty(RECORD_BLOCK_ROWS, rows.shape[-1])
             self._used = 0
         place = self._block[self._used : self._used + len(rows)]
         self._used += len(rows)

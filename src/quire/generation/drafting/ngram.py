@@ -1,7 +1,8 @@
-"""Proposers that look up what followed before: in the sequence itself (n-gram), or in earlier answers too (suffix).
+"""Prompt lookup: proposers that draft what followed the same tokens before, in the sequence (n-gram) or in earlier
+answers too (suffix).
 
-They know tokens only, cost microseconds, and pay where answers repeat their prompt, themselves or each other. What is
-learnt from one salt's answers is used for that salt alone, so no tenant's words show in another's speed.
+They read tokens only, cost microseconds, and pay where answers repeat their prompt, themselves or each other. What is
+counted in one salt's answers is used for that salt alone, so that no tenant's text shows in another's speed.
 
 Refuses to know: models, logits.
 """
@@ -13,17 +14,17 @@ from collections.abc import Sequence
 
 from quire.types.seams import DraftContext
 
-SIZES = (6, 4, 3, 2)  # tokens that must agree, most first
-NEXT = 4  # different continuations remembered after the same tokens
-SURE = 0.3  # a guess ends where its chance falls below
-KEPT = 1 << 18  # token runs remembered over all salts
+NGRAM_SIZES = (6, 4, 3, 2)  # tokens that must agree, most first
+MAX_CONTINUATIONS = 4  # counted after the same tokens
+MIN_PROBABILITY = 0.3  # of a whole draft: it ends where that falls below
+MAX_NGRAMS = 1 << 18  # counted over all salts
 
 
 class NGramProposer:
     """What followed the last time the latest few tokens stood in this sequence."""
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
-        return [self._guess(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
+        return [self._draft(context, budget) for context, budget in zip(contexts, budgets, strict=True)]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         pass  # `propose` reads what is new
@@ -31,10 +32,10 @@ class NGramProposer:
     def forget(self, context: DraftContext) -> None:
         pass
 
-    def _guess(self, context: DraftContext, budget: int) -> list[int]:
-        tokens, seen = context.tokens, _seen(context)
-        for size in SIZES:
-            at = seen.last.get(tuple(tokens[-size:])) if len(tokens) > size else None
+    def _draft(self, context: DraftContext, budget: int) -> list[int]:
+        tokens, index = context.tokens, _index(context)
+        for size in NGRAM_SIZES:
+            at = index.last.get(tuple(tokens[-size:])) if len(tokens) > size else None
             if at is not None:
                 # A run that reaches the end goes on with itself: so do lists and tables.
                 period = len(tokens) - at
@@ -42,48 +43,48 @@ class NGramProposer:
         return []
 
 
-class _Seen:
-    """Where in a sequence each short run of tokens ended last, the run at its very end left out."""
+class _NGramIndex:
+    """Where in a sequence each n-gram ended last, the one at its very end left out."""
 
-    __slots__ = ("last", "upto")
+    __slots__ = ("indexed", "last")
 
     def __init__(self) -> None:
         self.last: dict[tuple[int, ...], int] = {}
-        self.upto = 0
+        self.indexed = 0
 
 
-def _seen(context: DraftContext) -> _Seen:
+def _index(context: DraftContext) -> _NGramIndex:
     if context.state is None:
-        context.state = _Seen()
-    seen: _Seen = context.state
-    tokens, last = context.tokens, seen.last
-    for end in range(max(1, seen.upto), len(tokens)):
-        for size in SIZES:
+        context.state = _NGramIndex()
+    index: _NGramIndex = context.state
+    tokens, last = context.tokens, index.last
+    for end in range(max(1, index.indexed), len(tokens)):
+        for size in NGRAM_SIZES:
             if end >= size:
                 last[tuple(tokens[end - size : end])] = end
-    seen.upto = len(tokens)
-    return seen
+    index.indexed = len(tokens)
+    return index
 
 
 class SuffixProposer:
     """The likeliest continuation by counts over earlier answers of the same salt; where they have none, what the
     sequence itself says."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self, max_ngrams: int = MAX_NGRAMS) -> None:
+        self._max_ngrams = max_ngrams
         self._counts: OrderedDict[tuple[str | int, ...], dict[int, int]] = OrderedDict()
-        self._own = NGramProposer()
+        self._in_sequence = NGramProposer()
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
         return [
-            self._guess(context, budget) or self._own.propose([context], [budget])[0]
+            self._draft(context, budget) or self._in_sequence.propose([context], [budget])[0]
             for context, budget in zip(contexts, budgets, strict=True)
         ]
 
     def observe(self, context: DraftContext, tokens: Sequence[int]) -> None:
         known, salt = context.tokens, context.admit.salt
         for at in range(len(known) - len(tokens), len(known)):
-            for size in SIZES:
+            for size in NGRAM_SIZES:
                 if at >= size:
                     self._count((salt, *known[at - size : at]), known[at])
 
@@ -94,30 +95,32 @@ class SuffixProposer:
         after = self._counts.setdefault(key, {})
         self._counts.move_to_end(key)
         after[token] = after.get(token, 0) + 1
-        if len(after) > NEXT:
+        if len(after) > MAX_CONTINUATIONS:
             del after[min(after, key=lambda t: after[t])]
-        if len(self._counts) > self._kept:
+        if len(self._counts) > self._max_ngrams:
             self._counts.popitem(last=False)
 
-    def _guess(self, context: DraftContext, budget: int) -> list[int]:
-        tail, salt = context.tokens[-SIZES[0] :], context.admit.salt
-        guess: list[int] = []
-        chance = 1.0
-        while len(guess) < budget:
-            after = next((a for s in SIZES if len(tail) >= s and (a := self._counts.get((salt, *tail[-s:])))), None)
+    def _draft(self, context: DraftContext, budget: int) -> list[int]:
+        tail, salt = context.tokens[-NGRAM_SIZES[0] :], context.admit.salt
+        draft: list[int] = []
+        probability = 1.0
+        while len(draft) < budget:
+            after = next(
+                (a for s in NGRAM_SIZES if len(tail) >= s and (a := self._counts.get((salt, *tail[-s:])))), None
+            )
             if not after:
                 break
             token = max(after, key=lambda t: after[t])
-            chance *= after[token] / sum(after.values())
-            if chance < SURE:
+            probability *= after[token] / sum(after.values())
+            if probability < MIN_PROBABILITY:
                 break
-            guess.append(token)
-            tail = [*tail, token][-SIZES[0] :]
-        return guess
+            draft.append(token)
+            tail = [*tail, token][-NGRAM_SIZES[0] :]
+        return draft
 
 
 class SyntheticProposer:
-    """For measuring speeds only: any tokens, of which a set share is taken for right. Answers mean nothing."""
+    """For measuring speeds only: arbitrary tokens, of which a set share is accepted. Answers mean nothing."""
 
     def __init__(self, rate: float, vocab: int):
         self._rate, self._vocab = rate, vocab
@@ -133,12 +136,12 @@ class SyntheticProposer:
     def forget(self, context: DraftContext) -> None:
         pass
 
-    def verify(self, draft: Sequence[int], drawn: Sequence[int]) -> int:
-        right = 0
-        while right < len(draft) and self._chance() < self._rate:
-            right += 1
-        return right
+    def verify(self, draft: Sequence[int], sampled: Sequence[int]) -> int:
+        accepted = 0
+        while accepted < len(draft) and self._uniform() < self._rate:
+            accepted += 1
+        return accepted
 
-    def _chance(self) -> float:
+    def _uniform(self) -> float:
         self._state = (self._state * 6364136223846793005 + 1442695040888963407) % (1 << 64)
         return (self._state >> 11) / (1 << 53)

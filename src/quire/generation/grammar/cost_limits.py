@@ -17,63 +17,64 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from quire.generation.grammar.pattern_product import SchemaWays, Unbounded, dicts, lark_ways
+from quire.generation.grammar.pattern_product import SchemaProduct, Unbounded, dicts, lark_product
 from quire.types.grammar import GrammarSpec
 
-OPTIONAL = 480  # optional properties of one object: about four ways to go on for each, of 2,000
-OPTIONAL_SQUARED = 500_000  # over all objects
-PATTERNS = 50  # patternProperties of one object
-DIVISOR = 20_000  # the least common multiple of all multipleOf, without its point
-WAYS = 20_000  # for patterns that must all hold to go on together
-EMBEDDED, DECODER = re.compile(r"%json\s*"), json.JSONDecoder()  # schemas in a Lark grammar
-DATA = {"const", "default", "enum", "examples"}  # what they hold is no schema
+MAX_OPTIONAL_PROPERTIES = 480  # optional properties of one object: about four ways to go on for each, of 2,000
+MAX_OPTIONAL_SQUARED = 500_000  # over all objects
+MAX_PATTERN_PROPERTIES = 50  # patternProperties of one object
+MAX_DIVISOR = 20_000  # the least common multiple of all multipleOf, without its point
+MAX_PRODUCT = 20_000  # of patterns that must all match (`pattern_product`)
+EMBEDDED_SCHEMA, DECODER = re.compile(r"%json\s*"), json.JSONDecoder()  # schemas in a Lark grammar
+DATA_KEYWORDS = {"const", "default", "enum", "examples"}  # what they hold is no schema
 
 
-def excess(spec: GrammarSpec) -> str:
+def cost_excess(spec: GrammarSpec) -> str:
     """Why a grammar is too large to be compiled; nothing if it is not, or is no grammar at all."""
     if spec.kind == "lark" and spec.source.lstrip().startswith("{"):
         return "it must be in Lark's notation"  # the compiler would take its own, too
     try:
         schemas = list(_schemas(spec))
-        nodes = list(dicts(schemas, without=DATA))
+        nodes = list(dicts(schemas, without=DATA_KEYWORDS))
     except (ValueError, RecursionError):
         return ""  # the compiler says it better
-    return _large(nodes) or _together(spec, schemas)
+    return _size_excess(nodes) or _product_excess(spec, schemas)
 
 
-def _large(nodes: list[dict[str, Any]]) -> str:
+def _size_excess(nodes: list[dict[str, Any]]) -> str:
     squares, multiple = 0, Fraction(0)
     for node in nodes:
         optional = _optional(node)
-        if optional > OPTIONAL:
-            return f"an object has {optional} optional properties, at most {OPTIONAL} are taken; require more of them"
+        if optional > MAX_OPTIONAL_PROPERTIES:
+            most = MAX_OPTIONAL_PROPERTIES
+            return f"an object has {optional} optional properties, at most {most} are taken; require more of them"
         squares += optional**2
-        if squares > OPTIONAL_SQUARED:
+        if squares > MAX_OPTIONAL_SQUARED:
             return "its objects have too many optional properties together; require more of them, or split it"
         patterns = node.get("patternProperties")
-        if isinstance(patterns, dict) and len(patterns) > PATTERNS:
-            return f"an object has {len(patterns)} patternProperties, at most {PATTERNS} are taken"
+        if isinstance(patterns, dict) and len(patterns) > MAX_PATTERN_PROPERTIES:
+            return f"an object has {len(patterns)} patternProperties, at most {MAX_PATTERN_PROPERTIES} are taken"
         multiple = _common(multiple, node.get("multipleOf"))
-        if _digits(multiple) > DIVISOR:
-            return f"its multipleOf come to a divisor above {DIVISOR}; take smaller ones"
+        if _digits(multiple) > MAX_DIVISOR:
+            return f"its multipleOf come to a divisor above {MAX_DIVISOR}; take smaller ones"
     return ""
 
 
-def _together(spec: GrammarSpec, schemas: list[Any]) -> str:
+def _product_excess(spec: GrammarSpec, schemas: list[Any]) -> str:
     try:
-        most = max((SchemaWays(schema).most(WAYS) for schema in schemas), default=1)
+        most = max((SchemaProduct(schema).largest(MAX_PRODUCT) for schema in schemas), default=1)
         if spec.kind == "lark":
-            most = max(most, lark_ways(spec.source))
+            most = max(most, lark_product(spec.source))
     except Unbounded as error:
         return str(error)
-    return "too many patterns must hold for the same text; take fewer or simpler ones" if most > WAYS else ""
+    return "too many patterns must hold for the same text; take fewer or simpler ones" if most > MAX_PRODUCT else ""
 
 
 def _schemas(spec: GrammarSpec) -> Iterator[Any]:
     if spec.kind == "json_schema":
         yield json.loads(spec.source)
     elif spec.kind == "lark":
-        for found in EMBEDDED.finditer(spec.source):
+        for found in EMBEDDED_SCHEMA.finditer(spec.source):
             yield DECODER.raw_decode(spec.source, found.end())[0]
 
 

@@ -1,9 +1,9 @@
 """Grammars by llguidance: JSON schemas, regular expressions, choices and Lark grammars against a model's own tokens.
 
 Masks are computed lazily from an Earley parser over a derivative-based lexer, so compiling is quick, and what a grammar
-may cost is bounded by what `bounds` counts and the limits below; anybody's grammars were tried before, by a process
-that can be ended (`trial`). Compiling walks the grammar recursively, so it happens on a stack deep enough for any
-grammar of the permitted size.
+may cost is bounded by what `cost_limits` counts and the limits below; grammars of clients were compiled before, by a
+process that can be killed (`sandbox_client`). Compiling walks the grammar recursively, so it happens on a stack deep
+enough for any grammar of the permitted size.
 
 Knows: llguidance (imported when first used). Refuses to know: torch, slots, requests.
 """
@@ -23,18 +23,18 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from quire.generation.grammar.cost_limits import excess
+from quire.generation.grammar.cost_limits import cost_excess
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 T = TypeVar("T")
 
-SECONDS = 10.0  # of computing; what takes longer is refused
-PATIENCE = 1.7  # times these seconds are waited for them, on a machine that is busy otherwise
-POLL = 0.02
-COMPILERS = 4  # at once; one that was given up counts until it ends
-STACK = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
-MAX_REASON = 400  # characters of a refusal
+MAX_COMPILE_CPU_S = 10.0  # what takes longer is refused
+MAX_WAIT_RATIO = 1.7  # of wall-clock to CPU seconds, on a machine that is busy otherwise
+POLL_INTERVAL_S = 0.02
+MAX_COMPILERS = 4  # threads at once; an abandoned one counts until it ends
+STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
+MAX_REASON_CHARS = 400  # characters of a refusal
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -53,7 +53,7 @@ class LLGuidanceBackend:
                 tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
             except ImportError as error:
                 raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
-        return _on_a_deep_stack(lambda: compile_grammar(spec, tokenizer), SECONDS)
+        return _run_on_deep_stack(lambda: compile_grammar(spec, tokenizer), MAX_COMPILE_CPU_S)
 
 
 def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
@@ -64,12 +64,12 @@ def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
     # Too many ways to begin, or to go on from the beginning, shows only when tried; an answer that need be no object
     # may yet become one.
     for opening in ("", "{") if spec.kind in ("json_object", "json_schema") else ("",):
-        if error := _tried(grammar.fork(), tokenizer.tokenize_str(opening)):
+        if error := _first_mask_error(grammar.fork(), tokenizer.tokenize_str(opening)):
             raise _refusal(spec, error)
     return grammar
 
 
-def _tried(grammar: LLGuidanceGrammar, opening: list[int]) -> str:
+def _first_mask_error(grammar: LLGuidanceGrammar, opening: list[int]) -> str:
     """What goes wrong in the first masks after an opening, if it is allowed at all."""
     row = np.empty(grammar.words * 4, np.uint8)
     grammar.fill(row)
@@ -143,10 +143,10 @@ def make_tokenizer(vocabulary: Vocabulary) -> Any:
 
 
 def _grammar(spec: GrammarSpec) -> str:
-    """The specification in llguidance's own words."""
+    """The specification in llguidance's notation."""
     from llguidance import LLMatcher
 
-    if reason := excess(spec):
+    if reason := cost_excess(spec):
         raise _refusal(spec, reason)
     if spec.kind in ("json_object", "json_schema"):
         source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
@@ -172,18 +172,18 @@ def _choices(spec: GrammarSpec) -> list[str]:
 
 
 def _refusal(spec: GrammarSpec, reason: str) -> InputError:
-    if len(reason) > MAX_REASON:
-        reason = reason[:MAX_REASON] + " ..."
+    if len(reason) > MAX_REASON_CHARS:
+        reason = reason[:MAX_REASON_CHARS] + " ..."
     return InputError(f"the {spec.kind} grammar cannot be used: {reason}", param="grammar", code="invalid_grammar")
 
 
 _spawning = threading.Lock()  # the stack size of new threads is one setting for the whole process
-_compiling = threading.Semaphore(COMPILERS)
+_compiling = threading.Semaphore(MAX_COMPILERS)
 
 
-def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
+def _run_on_deep_stack(work: Callable[[], T], seconds: float) -> T:
     done: Future[T] = Future()
-    room = _compiling
+    slots = _compiling
 
     def body() -> None:
         try:
@@ -191,37 +191,37 @@ def _on_a_deep_stack(work: Callable[[], T], seconds: float) -> T:
         except BaseException as error:
             done.set_exception(error)
         finally:
-            room.release()
+            slots.release()
 
     began = time.monotonic()
-    if not room.acquire(timeout=seconds):
+    if not slots.acquire(timeout=seconds):
         raise OverloadedError("too many large grammars are being compiled; retry shortly")
-    thread = threading.Thread(target=body, name="quire-grammar", daemon=True)  # nothing waits for one given up
+    thread = threading.Thread(target=body, name="quire-grammar", daemon=True)  # nothing waits for an abandoned one
     with _spawning:
-        usual = threading.stack_size(STACK)
+        usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
             threading.stack_size(usual)
     while True:
         try:
-            return done.result(POLL)
+            return done.result(POLL_INTERVAL_S)
         except TimeoutError:
             waited = time.monotonic() - began
         if done.done():  # and may have ended with an error of that very kind
             return done.result()
-        if _computed(thread, waited) > seconds:
+        if _cpu_seconds(thread, waited) > seconds:
             raise InputError(
                 f"the grammar takes longer than {seconds:g} s to compile; make it smaller",
                 param="grammar",
                 code="invalid_grammar",
             )
-        if waited > PATIENCE * seconds:
+        if waited > MAX_WAIT_RATIO * seconds:
             raise OverloadedError(f"no grammar was compiled within {waited:.1f} s, the machine is busy; retry shortly")
 
 
-def _computed(thread: threading.Thread, waited: float) -> float:
-    """Seconds a thread has computed, where the system tells: on a busy machine, less than it was waited for."""
+def _cpu_seconds(thread: threading.Thread, waited: float) -> float:
+    """CPU seconds of a thread, where the system tells: on a busy machine, less than wall-clock time."""
     try:
         fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Patterns that must all hold for one text, counted before a compiler is asked.
+"""The product of patterns that must all match one text, bounded before a compiler is asked.
 
 To tell whether patterns leave anything to say, the compiler multiplies the ways each of them may go on at a byte; at
 once, or in the middle of an answer, when the text comes to where they differ. How many that are is at most the product
@@ -21,8 +21,8 @@ from urllib.parse import unquote
 ATOM = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[(?:\\.|[^\]\\])*|\.", re.DOTALL)
 KINDS = re.compile(r"\[|\.|\\[pPdDsSwW]")  # how atoms begin that are more than one character
 FLAGS = re.compile(r"\(\?[a-zA-Z-]+[:)]")  # the same atom may then mean something else
-FORMAT = 12  # a format's weight
-COMBINED = 20_000  # sets of schemas that are looked at
+FORMAT_WEIGHT = 12
+MAX_SCHEMA_SETS = 20_000  # that are looked at
 LARK = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/\w*|<[^<>\s]+>|[\w-]+|[^\S\n]+|.', re.DOTALL)
 DEFINED = re.compile(r"\s*[!?]*([A-Za-z_][\w-]*)")  # a line with a colon that begins so
 All = frozenset[Any]  # what applies to one value: ids of schemas, and alternatives, each a frozenset of All
@@ -38,7 +38,7 @@ def weight(pattern: str) -> int:
     return 2 + len(atoms if FLAGS.search(pattern) else set(atoms))
 
 
-def lark_ways(source: str) -> int:
+def lark_product(source: str) -> int:
     """Of the terminal of a Lark grammar that has the most."""
     bodies = _definitions(source)
     known: dict[str, int] = {}
@@ -79,7 +79,7 @@ def _definitions(source: str) -> dict[str, list[list[list[str]]]]:
     return bodies
 
 
-class SchemaWays:
+class SchemaProduct:
     """Of a JSON schema."""
 
     def __init__(self, root: Any):
@@ -88,7 +88,7 @@ class SchemaWays:
         self._own: dict[All, int] = {}
         self._known: dict[All, tuple[list[dict[str, Any]], list[frozenset[All]]]] = {}
 
-    def most(self, limit: int) -> int:
+    def largest(self, limit: int) -> int:
         """Of the value that has the most; the search ends at the first above the limit."""
         nodes = list(dicts(self._root))  # all: a reference may point anywhere
         names = sorted(weight(name) for node in nodes for name in _dict(node.get("patternProperties")))
@@ -101,21 +101,21 @@ class SchemaWays:
         try:
             while left and most <= limit:
                 value = left.pop()
-                most = max(most, self._ways(value))
+                most = max(most, self._product(value))
                 for child in {self._child(value, key) for key in self._keys(value)} - seen:
                     seen.add(child)
                     left.append(child)
-                if len(seen) > COMBINED:
+                if len(seen) > MAX_SCHEMA_SETS:
                     raise Unbounded("its schemas combine in too many ways")
         except RecursionError:
             raise Unbounded("its schemas are nested too deeply for so many patterns") from None
         return most
 
-    def _ways(self, value: All) -> int:
+    def _product(self, value: All) -> int:
         if value not in self._own:
             self._own[value] = 1  # a choice that contains itself
             nodes, choices = self._flat(value)
-            options = (max(map(self._ways, choice), default=1) for choice in choices)
+            options = (max(map(self._product, choice), default=1) for choice in choices)
             self._own[value] = math.prod(map(_weight, nodes)) * math.prod(options)
         return self._own[value]
 
@@ -199,7 +199,7 @@ def _either(options: Iterable[All]) -> All:
 
 def _weight(node: dict[str, Any]) -> int:
     pattern, format = node.get("pattern"), node.get("format")
-    return (weight(pattern) if isinstance(pattern, str) else 1) * (FORMAT if isinstance(format, str) else 1)
+    return (weight(pattern) if isinstance(pattern, str) else 1) * (FORMAT_WEIGHT if isinstance(format, str) else 1)
 
 
 def dicts(value: Any, without: Container[str] = ()) -> Iterator[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Grammars compiled on trial by processes that can be ended: no call to the compiler can be taken back, and what it
-takes in time and memory is known only afterwards.
+"""The grammar sandbox: grammars of clients are compiled first by processes that can be killed, since a call to the
+compiler cannot be cancelled, and its time and memory are known only afterwards.
 
     vocabulary ──► '' ──► grammar ──► '' or why not ──► grammar ──► ...        (lines of JSON, through pipes)
 
-A process takes one grammar after another, and ends with its parent. The system ends it when a grammar computes too long
-or takes too much memory; the next one then has to wait for another process to start.
+A process compiles one grammar after another, and ends with its parent. The system kills it when a grammar takes too
+much CPU time or memory; the next grammar then waits for another process to start.
 
 Knows: `quire.generation.grammar.sandbox_process` by name. Refuses to know: the compiler.
 """
@@ -26,15 +26,15 @@ import msgspec
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
-SECONDS = 0.5  # of computing; what takes longer is refused. An engine waits longer for what was let in
-PROCESSES = 4  # at once
-PATIENCE = 6.0  # times the seconds of computing are waited for them, on a machine that is busy otherwise
-START = 30.0  # seconds for a process to start
-PASSED = 4096  # grammars known to be good
+MAX_COMPILE_CPU_S = 0.5  # what takes longer is refused; the engine allows more for what passed
+MAX_PROCESSES = 4
+MAX_WAIT_RATIO = 6.0  # of wall-clock to CPU seconds, on a machine that is busy otherwise
+START_TIMEOUT_S = 30.0
+MAX_PASSED = 4096  # grammars remembered as compiled
 _Child = tuple[Vocabulary, "subprocess.Popen[bytes]"]
 
 
-class Alphabet(msgspec.Struct):
+class SandboxVocabulary(msgspec.Struct):
     """A vocabulary of single bytes, as it travels."""
 
     tokens: list[bytes]
@@ -43,13 +43,13 @@ class Alphabet(msgspec.Struct):
 
 
 class GrammarSandbox:
-    def __init__(self, seconds: float = SECONDS):
+    def __init__(self, seconds: float = MAX_COMPILE_CPU_S):
         self._seconds = seconds
-        self._room = threading.Semaphore(PROCESSES)
+        self._slots = threading.Semaphore(MAX_PROCESSES)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
         self._passed: OrderedDict[bytes, None] = OrderedDict()
-        weakref.finalize(self, _end, self._idle)
+        weakref.finalize(self, _kill, self._idle)
 
     def check(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
         """InputError with the reason if a grammar makes no sense, or takes too long or too much memory. `vocabulary`
@@ -59,53 +59,53 @@ class GrammarSandbox:
             if name in self._passed:
                 self._passed.move_to_end(name)
                 return
-        if not self._room.acquire(timeout=PATIENCE * self._seconds):
+        if not self._slots.acquire(timeout=MAX_WAIT_RATIO * self._seconds):
             raise OverloadedError("too many large grammars are being compiled; retry shortly")
         try:
-            self._try(spec, vocabulary)
+            self._compile(spec, vocabulary)
         finally:
-            self._room.release()
+            self._slots.release()
         with self._lock:
             self._passed[name] = None
-            if len(self._passed) > PASSED:
+            if len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
 
-    def _try(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
-        child = self._idling(vocabulary) or self._started(vocabulary)
-        answer = _ask(child, spec, PATIENCE * self._seconds)
+    def _compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+        child = self._take_idle(vocabulary) or self._start(vocabulary)
+        answer = _request(child, spec, MAX_WAIT_RATIO * self._seconds)
         if answer is None:
-            late = child[1].wait() == -signal.SIGPROF
-            much = f"longer than {self._seconds:g} s to compile" if late else "too much memory"
+            timed_out = child[1].wait() == -signal.SIGPROF
+            much = f"longer than {self._seconds:g} s to compile" if timed_out else "too much memory"
             raise _refused(f"the grammar takes {much}; make it smaller")
         with self._lock:
             self._idle.append(child)
         if answer:
             raise _refused(answer)
 
-    def _idling(self, vocabulary: Vocabulary) -> _Child | None:
-        """One that is free; of those that are not wanted, few are kept."""
+    def _take_idle(self, vocabulary: Vocabulary) -> _Child | None:
+        """One that is free, out of the pool; of the others a few are kept."""
         with self._lock:
             living = [child for child in self._idle if child[1].poll() is None]
             found = next((child for child in living if child[0] is vocabulary), None)
-            kept = [child for child in living if child is not found][: PROCESSES - 1]
-            _end([child for child in self._idle if child is not found and child not in kept])
+            kept = [child for child in living if child is not found][: MAX_PROCESSES - 1]
+            _kill([child for child in self._idle if child is not found and child not in kept])
             self._idle[:] = kept
             return found
 
-    def _started(self, vocabulary: Vocabulary) -> _Child:
+    def _start(self, vocabulary: Vocabulary) -> _Child:
         pipe = subprocess.PIPE
         alone = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "quire.generation.grammar.sandbox_process", str(self._seconds)]
         child = vocabulary, subprocess.Popen(command, stdin=pipe, stdout=pipe, env=alone)
-        alphabet = Alphabet(list(vocabulary.tokens), sorted(vocabulary.special), list(vocabulary.ends))
-        if (answer := _ask(child, alphabet, START)) != "":
-            _end([child])
+        sent = SandboxVocabulary(list(vocabulary.tokens), sorted(vocabulary.special), list(vocabulary.ends))
+        if (answer := _request(child, sent, START_TIMEOUT_S)) != "":
+            _kill([child])
             raise ConfigError(answer or "the process that tries grammars does not start")
         return child
 
 
-def _ask(child: _Child, question: msgspec.Struct, seconds: float) -> str | None:
-    """The answer; nothing if the process ended over it."""
+def _request(child: _Child, question: msgspec.Struct, seconds: float) -> str | None:
+    """The reply; None if the process was killed over it."""
     _, process = child
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -120,7 +120,7 @@ def _ask(child: _Child, question: msgspec.Struct, seconds: float) -> str | None:
     except BrokenPipeError:
         pass
     except BaseException:
-        _end([child])
+        _kill([child])
         raise
     return None
 
@@ -129,7 +129,7 @@ def _refused(reason: str) -> InputError:
     return InputError(reason, param="grammar", code="invalid_grammar")
 
 
-def _end(children: list[_Child]) -> None:
+def _kill(children: list[_Child]) -> None:
     for _, process in children:
         process.kill()
         process.communicate()

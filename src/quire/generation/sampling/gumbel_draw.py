@@ -20,18 +20,18 @@ import torch.nn.functional as F
 
 from quire.generation.sampling.noise import gumbel
 from quire.generation.sampling.slot_params import Params
-from quire.generation.sampling.top_k import best, leading
+from quire.generation.sampling.top_k import argmax_tokens, top_k_tokens
 
-_NUCLEUS_GUESS = 256  # tokens that usually hold top_p of the mass
-_NEVER = float("-inf")
+_NUCLEUS_TOKENS = 256  # that usually hold top_p of the mass
+_NEG_INF = float("-inf")
 
 
 def draw_plain(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_p: bool) -> torch.Tensor:
     """From the whole vocabulary, or what min-p leaves of it: no order needed. [m, vocab] → int64 [m]"""
     if min_p:
-        logits = logits.masked_fill(logits < _floor(logits.amax(-1, keepdim=True), params), _NEVER)
+        logits = logits.masked_fill(logits < _floor(logits.amax(-1, keepdim=True), params), _NEG_INF)
     noise = gumbel(keys, torch.arange(logits.shape[-1], device=logits.device))
-    return best(noise.mul_(params.temperature).add_(logits))
+    return argmax_tokens(noise.mul_(params.temperature).add_(logits))
 
 
 def draw_fused(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, truncated: bool) -> torch.Tensor:
@@ -45,26 +45,26 @@ def draw_fused(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, trun
     return draw(logits, keys, temperature, top_k, top_p, log_min_p)
 
 
-def draw_leading(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, width: int) -> torch.Tensor:
+def draw_top_k(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, width: int) -> torch.Tensor:
     """From the top-k tokens, each row's k being at most `width`. [m, vocab] → int64 [m]"""
-    return _draw_prefix(*leading(logits, width), keys, params)[0]
+    return _draw_prefix(*top_k_tokens(logits, width), keys, params)[0]
 
 
 def draw_nucleus(logits: torch.Tensor, keys: torch.Tensor, params: Params, *, min_p: bool) -> torch.Tensor:
     """From the top-p tokens of the whole vocabulary. [m, vocab] → int64 [m]"""
     vocab = logits.shape[-1]
-    if logits.is_cuda or vocab <= _NUCLEUS_GUESS:
-        return _draw_prefix(*leading(logits, vocab), keys, params)[0]
+    if logits.is_cuda or vocab <= _NUCLEUS_TOKENS:
+        return _draw_prefix(*top_k_tokens(logits, vocab), keys, params)[0]
     # On a CPU values may be looked at: try the likeliest few, and order all tokens only of rows that need more.
     top = logits.amax(-1, keepdim=True)
     relative = _relative(logits, top, params)
     if min_p:
-        relative.masked_fill_(logits < _floor(top, params), _NEVER)
+        relative.masked_fill_(logits < _floor(top, params), _NEG_INF)
     mass = relative.softmax(-1).amax(-1, keepdim=True).reciprocal_()  # the top token weighs 1, its share is 1 / mass
-    drawn, covered = _draw_prefix(*leading(logits, _NUCLEUS_GUESS), keys, params, mass)
+    drawn, covered = _draw_prefix(*top_k_tokens(logits, _NUCLEUS_TOKENS), keys, params, mass)
     rest = (~covered).nonzero().squeeze(-1)
     if len(rest):
-        drawn[rest] = _draw_prefix(*leading(logits[rest], vocab), keys[rest], params.select(rest))[0]
+        drawn[rest] = _draw_prefix(*top_k_tokens(logits[rest], vocab), keys[rest], params.select(rest))[0]
     return drawn
 
 
@@ -80,15 +80,15 @@ def _draw_prefix(
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     allowed = (ranks < params.top_k) & (logits >= _floor(top, params))
     # Double precision, summed from the top: neither a row's neighbours nor zeros at the end change the sums.
-    upto = _relative(logits, top, params).exp_().mul_(allowed).cumsum(-1, dtype=torch.float64)
-    limit = params.top_p * (upto[:, -1:] if mass is None else mass)
-    keep = allowed & (F.pad(upto[:, :-1], (1, 0)) < limit)
+    cumulative = _relative(logits, top, params).exp_().mul_(allowed).cumsum(-1, dtype=torch.float64)
+    limit = params.top_p * (cumulative[:, -1:] if mass is None else mass)
+    keep = allowed & (F.pad(cumulative[:, :-1], (1, 0)) < limit)
     keep[:, 0] = True
-    covered = (upto[:, -1:] >= limit).squeeze(-1)
+    covered = (cumulative[:, -1:] >= limit).squeeze(-1)
     if not logits.is_cuda:  # values may be looked at: go on with no more tokens than were kept
         most = int(keep.sum(-1).max())
         logits, ids, keep = logits[:, :most], ids[:, :most], keep[:, :most]
-    scores = gumbel(keys, ids).mul_(params.temperature).add_(logits).masked_fill_(~keep, _NEVER)
+    scores = gumbel(keys, ids).mul_(params.temperature).add_(logits).masked_fill_(~keep, _NEG_INF)
     return ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1), covered
 
 

@@ -1,4 +1,4 @@
-"""Changes to logits that depend on parameters and history, made in place on a flat view.
+"""Logit processors: bias, bad words, penalties and grammar masks, applied in place on a flat view.
 
 Each function takes the logits of a whole batch [n, vocab] and the rows (int64 [m]) it concerns. Several entries
 may name the same token of a row; they then either write equal values or add zeros and infinities, so the order in
@@ -13,8 +13,8 @@ import torch
 
 from quire.generation.sampling.slot_params import PAD, Params
 
-_NEVER = float("-inf")
-_LEAST = -1e30  # of a token that a grammar allows, whatever else forbids it: the grammar has the last word
+_NEG_INF = float("-inf")
+_MIN_ALLOWED_LOGIT = -1e30  # of a token that a grammar allows, whatever else forbids it: grammars go last
 
 
 def add_bias(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> None:
@@ -24,11 +24,11 @@ def add_bias(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, values
 
 def forbid(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> None:
     """ids int64 [m, s]; PAD forbids nothing"""
-    change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(ids != PAD, _NEVER)
+    change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(ids != PAD, _NEG_INF)
     add_bias(logits, rows, ids.clamp(min=0), change)
 
 
-def forbid_words(
+def apply_bad_words(
     logits: torch.Tensor,
     rows: torch.Tensor,
     starts: torch.Tensor,  # int32 [m, words, length]: all tokens of a word but the last, padded in front
@@ -36,17 +36,17 @@ def forbid_words(
     tails: torch.Tensor,  # int32 [m, length]: the tokens before the one to draw; PAD before the first
 ) -> None:
     """Forbid the last token of each word whose other tokens have just been produced (or prompted)."""
-    begun = ((starts == tails.unsqueeze(1)) | (starts == PAD)).all(-1)
-    forbid(logits, rows, ends.masked_fill(~begun, PAD))
+    matched = ((starts == tails.unsqueeze(1)) | (starts == PAD)).all(-1)
+    forbid(logits, rows, ends.masked_fill(~matched, PAD))
 
 
-def tail(tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
+def last_tokens(tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, length: int) -> torch.Tensor:
     """The `length` tokens before `positions`. tokens int32 [slots, max_len] → int32 [m, length]"""
     at = positions.unsqueeze(-1) + torch.arange(-length, 0, device=tokens.device)
     return tokens[slots.unsqueeze(-1), at.clamp(min=0)].masked_fill_(at < 0, PAD)
 
 
-def penalise(
+def apply_penalties(
     logits: torch.Tensor,
     rows: torch.Tensor,
     params: Params,
@@ -69,17 +69,17 @@ def penalise(
     logits.view(-1).scatter_(0, flat, values.view(-1))
 
 
-def allow(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor) -> None:
     """Forbid all tokens but those whose bit is set. masks uint8 [m, bytes], lowest bit first; `rows` ascend"""
     bytes_, shifts = (torch.arange(count, dtype=torch.uint8, device=masks.device) for count in (256, 8))
     banned = (bytes_.unsqueeze(-1) >> shifts).bitwise_and_(1) == 0  # [256, 8]: what each byte forbids
     # Looked up and added, without a branch for every token: a third of the time that filling takes.
-    table = torch.zeros(banned.shape, device=masks.device).masked_fill_(banned, _NEVER)
+    table = torch.zeros(banned.shape, device=masks.device).masked_fill_(banned, _NEG_INF)
     change = table.index_select(0, masks.flatten().int()).view(len(masks), -1)[:, : logits.shape[-1]]
     if len(masks) == len(logits):
-        logits.clamp_(min=_LEAST).add_(change)
+        logits.clamp_(min=_MIN_ALLOWED_LOGIT).add_(change)
     else:
-        logits.index_copy_(0, rows, logits.index_select(0, rows).clamp_(min=_LEAST).add_(change))
+        logits.index_copy_(0, rows, logits.index_select(0, rows).clamp_(min=_MIN_ALLOWED_LOGIT).add_(change))
 
 
 def _flat(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.generation.sampling.top_k import leading
+from quire.generation.sampling.top_k import top_k_tokens
 from quire.types.plan import TokenLogprobs
 
 
 @dataclass(frozen=True)
 class LogprobTensors:
-    """Log-probabilities of m positions, on the device until someone asks for them."""
+    """Log-probabilities of m positions, on the device until `to_host`."""
 
     tokens: torch.Tensor  # int64 [m]
     logprobs: torch.Tensor  # float32 [m]
@@ -50,7 +50,7 @@ def score_rows(logits: torch.Tensor, targets: torch.Tensor, tops: Sequence[int |
     width = min(max((top for top in tops if top is not None), default=0), logits.shape[-1])
     chosen = targets.unsqueeze(-1)  # [m, 1]
     logprobs = logits.log_softmax(-1)
-    top_ids = leading(logits, width)[1] if width else chosen[:, :0]
+    top_ids = top_k_tokens(logits, width)[1] if width else chosen[:, :0]
     return LogprobTensors(
         tokens=targets,
         logprobs=logprobs.gather(-1, chosen).squeeze(-1),

@@ -1,7 +1,7 @@
 """The sampler: logits of many slots to one token each, hundreds of rows at once.
 
-Which passes run is decided on the host from what the slots asked for at admission; values stay on the device and are
-never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens every
+Which passes run is decided on the host from the slots' parameters at admission; values stay on the device and are
+never waited for. Rows that draw in the same way are drawn together. History is read from the worker's tokens all_rows
 time and never kept, so forks, preemption and rolled-back drafts need no care here.
 
 Refuses to know: the model, pages, requests, where a row's logits came from.
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.generation.grammar.grammar_store import Masks
-from quire.generation.sampling import logit_processors as edits
-from quire.generation.sampling.gumbel_draw import draw_fused, draw_leading, draw_nucleus, draw_plain
+from quire.generation.sampling import logit_processors as processors
+from quire.generation.sampling.gumbel_draw import draw_fused, draw_nucleus, draw_plain, draw_top_k
 from quire.generation.sampling.logprobs import LogprobTensors, join, score_rows
 from quire.generation.sampling.noise import row_keys
-from quire.generation.sampling.slot_params import DRAWS, EDITS, Ints, Need, SlotTable, ship
-from quire.generation.sampling.top_k import best
+from quire.generation.sampling.slot_params import DRAWS, PROCESSORS, Ints, Need, SlotTable, to_device
+from quire.generation.sampling.top_k import argmax_tokens
 from quire.kernels.cpu import CompiledDraw
 from quire.kernels.triton import why_not
+from quire.types.grammar import TokenMasks
 from quire.types.plan import Admit
 
-SLICE = 256  # rows drawn at once: copies of their logits must fit beside everything else, however many there are
+SLICE_ROWS = 256  # rows drawn at once: copies of their logits must fit beside everything else, however many there are
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rows:
     host_needs: Ints
     host_slots: Ints
     host_positions: Ints
-    every: bool  # m == n
+    all_rows: bool  # m == n
 
     @property
     def index(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class Rows:
 
     def of(self, batch: torch.Tensor) -> torch.Tensor:
         """[n, ...] → [m, ...]"""
-        return batch if self.every else batch.index_select(0, self.index)
+        return batch if self.all_rows else batch.index_select(0, self.index)
 
 
 class Sampler:
@@ -80,14 +80,14 @@ class Sampler:
         """Whether these slots want the most likely token and nothing else."""
         return self._table.wanted(slots) in (Need.GREEDY, Need(0))
 
-    def rehearse(self) -> None:
-        """Each of the kernels there are for draws, before anybody waits until it is made."""
+    def warm_up(self) -> None:
+        """Launch each of the sampling kernels, so that they are compiled before the first request."""
         if not self._fused:
             return
         slot = torch.zeros(1, dtype=torch.int64, device=self._table.device)
         params = self._table.params(slot)
         logits = torch.zeros(1, self._vocab, device=slot.device)
-        best(logits)
+        argmax_tokens(logits)
         for truncated in (False, True):
             draw_fused(logits, row_keys(params.stream.squeeze(-1), slot), params, truncated=truncated)
 
@@ -97,42 +97,48 @@ class Sampler:
         slots: list[int],
         positions: list[int],  # index in its slot of each token to draw: as many tokens are known before it
         tokens: torch.Tensor,  # int32 [slots, max_len]
-        masks: Masks | None = None,  # one row for each of these slots that has a grammar, in their order
+        masks: TokenMasks | None = None,  # one row for each of these slots that has a grammar, in their order
     ) -> Sampled:
         table = self._table
         table.flush()
         host_slots, host_positions = np.array(slots, np.int64), np.array(positions, np.int64)
         needs = table.needs(host_slots, host_positions)
         if self._draw_all is None and Need(int(np.bitwise_or.reduce(needs))) in (Need.GREEDY, Need(0)):
-            return Sampled(best(logits))  # the latter: no rows
-        parts, ruled = [], 0
-        for first in range(0, max(len(slots), 1), SLICE):
-            rows = slice(first, first + SLICE)
-            before, ruled = ruled, ruled + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
-            theirs = masks[before:ruled] if masks is not None else None
+            return Sampled(argmax_tokens(logits))  # the latter: no rows
+        parts, masked = [], 0
+        for first in range(0, max(len(slots), 1), SLICE_ROWS):
+            rows = slice(first, first + SLICE_ROWS)
+            before, masked = masked, masked + int(((needs[rows] & int(Need.GRAMMAR)) != 0).sum())
+            part_masks = masks[before:masked] if masks is not None else None
             part = logits[rows].float()
-            parts.append(self._sample(part, needs[rows], host_slots[rows], host_positions[rows], tokens, theirs))
+            parts.append(self._sample(part, needs[rows], host_slots[rows], host_positions[rows], tokens, part_masks))
         if len(parts) == 1:
             return parts[0]
         drawn = torch.cat([part.token_ids for part in parts])
         return Sampled(drawn, join([(part.logprobs, len(part.token_ids)) for part in parts]))
 
     def _sample(
-        self, logits: torch.Tensor, needs: Ints, slots: Ints, positions: Ints, tokens: torch.Tensor, masks: Masks | None
+        self,
+        logits: torch.Tensor,
+        needs: Ints,
+        slots: Ints,
+        positions: Ints,
+        tokens: torch.Tensor,
+        masks: TokenMasks | None,
     ) -> Sampled:
         """Of one slice. float32 [n, vocab]"""
         wanted = Need(int(np.bitwise_or.reduce(needs)))
         passed = wanted & ~DRAWS if self._draw_all is not None else wanted
         passes = self._passes(passed, needs, slots, positions) if passed else {}
-        edited = self._edit(logits, passes, tokens, masks) if wanted & EDITS else logits
+        processed = self._process(logits, passes, tokens, masks) if wanted & PROCESSORS else logits
         if self._draw_all is not None:
             greedy = (needs & int(Need.GREEDY)) != 0
-            drawn = self._draw_all(edited, self._table.numbers, slots, positions, greedy)
+            drawn = self._draw_all(processed, self._table.numbers, slots, positions, greedy)
         else:
             drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
             for need in DRAWS & wanted:
                 rows = passes[need]
-                drawn.index_copy_(0, rows.index, self._draw(need, rows, rows.of(edited)))
+                drawn.index_copy_(0, rows.index, self._draw(need, rows, rows.of(processed)))
         if Need.LOGPROBS not in wanted:
             return Sampled(drawn)
         rows = passes[Need.LOGPROBS]
@@ -143,41 +149,41 @@ class Sampler:
         """The rows of every pass, sent to the device in one copy."""
         picked = [np.flatnonzero(needs & int(need)) for need in wanted]
         flat = np.concatenate(picked)
-        sent = ship(np.stack([flat, slots[flat], positions[flat]]), self._table.device)
+        sent = to_device(np.stack([flat, slots[flat], positions[flat]]), self._table.device)
         parts = sent.split([len(rows) for rows in picked], 1)
         return {
             need: Rows(part, needs[rows], slots[rows], positions[rows], len(rows) == len(slots))
             for need, rows, part in zip(wanted, picked, parts, strict=True)
         }
 
-    def _edit(
-        self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: Masks | None
+    def _process(
+        self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: TokenMasks | None
     ) -> torch.Tensor:
         """A copy with logit bias, bad words, minimum length, penalties and grammars applied, in this order."""
         table = self._table
         logits = logits.clone(memory_format=torch.contiguous_format)
         if rows := passes.get(Need.BIAS):
             ids, values = table.bias_ids.read(rows.slots), table.bias_values.read(rows.slots)
-            edits.add_bias(logits, rows.index, ids, values)
+            processors.add_bias(logits, rows.index, ids, values)
         if rows := passes.get(Need.BAD_WORDS):
             starts, ends = table.word_starts.read(rows.slots), table.word_ends.read(rows.slots)
-            tails = edits.tail(tokens, rows.slots, rows.positions, starts.shape[-1])
-            edits.forbid_words(logits, rows.index, starts, ends, tails)
+            tails = processors.last_tokens(tokens, rows.slots, rows.positions, starts.shape[-1])
+            processors.apply_bad_words(logits, rows.index, starts, ends, tails)
         if rows := passes.get(Need.MIN_TOKENS):
-            edits.forbid(logits, rows.index, table.stop_ids.read(rows.slots))
+            processors.forbid(logits, rows.index, table.stop_ids.read(rows.slots))
         if rows := passes.get(Need.PENALTIES):
             known = tokens[:, : rows.host_positions.max()].index_select(0, rows.slots)
             params = table.params(rows.slots)
-            edits.penalise(logits, rows.index, params, known, rows.positions, counts=rows.any(Need.COUNTS))
+            processors.apply_penalties(logits, rows.index, params, known, rows.positions, counts=rows.any(Need.COUNTS))
         if rows := passes.get(Need.GRAMMAR):
             assert masks is not None, "a slot with a grammar needs its mask"
-            edits.allow(logits, rows.index, ship(masks, table.device))
+            processors.apply_masks(logits, rows.index, to_device(masks, table.device))
         return logits
 
     def _draw(self, need: Need, rows: Rows, logits: torch.Tensor) -> torch.Tensor:
         """[m, vocab] → int64 [m]"""
         if need is Need.GREEDY:
-            return best(logits)
+            return argmax_tokens(logits)
         table = self._table
         params = table.params(rows.slots)
         keys = row_keys(params.stream.squeeze(-1), rows.positions)
@@ -185,6 +191,6 @@ class Sampler:
             return draw_fused(logits, keys, params, truncated=need is not Need.PLAIN or rows.any(Need.MIN_P))
         if need is Need.PLAIN:
             return draw_plain(logits, keys, params, min_p=rows.any(Need.MIN_P))
-        if need is Need.NUCLEUS:
+        if need is Need.TOP_P:
             return draw_nucleus(logits, keys, params, min_p=rows.any(Need.MIN_P))
-        return draw_leading(logits, keys, params, width=int(table.top_k[rows.host_slots].max()))
+        return draw_top_k(logits, keys, params, width=int(table.top_k[rows.host_slots].max()))

@@ -23,7 +23,7 @@ from quire.types.sampling_params import SamplingParams
 
 Ints = npt.NDArray[np.int64]
 
-MAX_LEADING = 1024  # top-k up to this is one narrow selection; larger ones go separately, not to widen everybody's
+MAX_NARROW_TOP_K = 1024  # top-k up to this is one narrow selection; larger ones go separately, not to widen other rows'
 MIN_TEMPERATURE = 1e-6  # colder than this differs from it by less than rounding does
 PAD = -1  # no token has this id
 
@@ -33,9 +33,9 @@ class Need(enum.IntFlag):
 
     GREEDY = enum.auto()
     PLAIN = enum.auto()  # any token may be drawn
-    LEADING = enum.auto()  # top-k up to MAX_LEADING
-    WIDE = enum.auto()  # top-k beyond it
-    NUCLEUS = enum.auto()  # top-p without top-k
+    TOP_K = enum.auto()  # top-k up to MAX_NARROW_TOP_K
+    WIDE_TOP_K = enum.auto()  # top-k beyond it
+    TOP_P = enum.auto()  # top-p without top-k
     MIN_P = enum.auto()
     BIAS = enum.auto()
     BAD_WORDS = enum.auto()
@@ -46,8 +46,8 @@ class Need(enum.IntFlag):
     GRAMMAR = enum.auto()
 
 
-DRAWS = Need.GREEDY | Need.PLAIN | Need.LEADING | Need.WIDE | Need.NUCLEUS
-EDITS = Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
+DRAWS = Need.GREEDY | Need.PLAIN | Need.TOP_K | Need.WIDE_TOP_K | Need.TOP_P
+PROCESSORS = Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SlotTable:
         self.top_k: Ints = np.zeros(slots, np.int64)
         self.logprobs: Ints = np.zeros(slots, np.int64)  # how many of the top are wanted; -1: nothing at all
         self._needs: Ints = np.zeros(slots, np.int64)
-        self._free_to_stop: Ints = np.zeros(slots, np.int64)  # position from which stop ids may be drawn
+        self._min_length: Ints = np.zeros(slots, np.int64)  # position from which stop ids may be drawn
         self._ints: Ints = np.zeros((slots, _INTS), np.int64)
         self._floats = np.zeros((slots, _FLOATS), np.float64)
         self._dirty: set[int] = set()
@@ -97,8 +97,8 @@ class SlotTable:
         self.top_k[slot] = top_k
         self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         self._needs[slot] = _needs(params, top_k < self._vocab)
-        self._free_to_stop[slot] = admit.prompt_len + params.min_tokens
-        self._ints[slot] = (_wrap(admit.seed), admit.branch, top_k, admit.prompt_len, slot)
+        self._min_length[slot] = admit.prompt_len + params.min_tokens
+        self._ints[slot] = (_to_int64(admit.seed), admit.branch, top_k, admit.prompt_len, slot)
         self._floats[slot] = (
             params.top_p if params.top_p < 1.0 else math.inf,
             max(params.temperature, MIN_TEMPERATURE),
@@ -125,7 +125,7 @@ class SlotTable:
         if self._dirty:
             slots = list(self._dirty)
             self._dirty.clear()
-            rows = ship(np.concatenate([self._ints[slots], self._floats[slots].view(np.int64)], 1), self.device)
+            rows = to_device(np.concatenate([self._ints[slots], self._floats[slots].view(np.int64)], 1), self.device)
             rows[:, 0] = streams(rows[:, 0], rows[:, 1])
             self._rows.index_copy_(0, rows[:, _INTS - 1], rows)
 
@@ -141,7 +141,7 @@ class SlotTable:
     def needs(self, slots: Ints, positions: Ints) -> Ints:
         """What each row asks for when it draws this position: a minimum length once reached is no more asked for."""
         needs: Ints = self._needs[slots]
-        return np.where(positions < self._free_to_stop[slots], needs, needs & ~int(Need.MIN_TOKENS))
+        return np.where(positions < self._min_length[slots], needs, needs & ~int(Need.MIN_TOKENS))
 
     def params(self, slots: torch.Tensor) -> Params:
         """int64 [m] → the numbers of these slots"""
@@ -177,20 +177,20 @@ class PaddedLists:
         shape = [max(have, _power_of_two(want)) for have, want in zip(old.shape[1:], longest, strict=True)]
         if shape != list(old.shape[1:]):
             self._data = old.new_full((len(old), *shape), self._fill)
-            _place(self._data, old)
+            _right_align(self._data, old)
         padded = np.full((len(waiting), *shape), self._fill)
         for row, values in zip(padded, waiting.values(), strict=True):
-            _place(row, values)
-        slots = ship(np.array(list(waiting)), old.device)
-        self._data.index_copy_(0, slots, ship(padded, old.device).to(old.dtype))
+            _right_align(row, values)
+        slots = to_device(np.array(list(waiting)), old.device)
+        self._data.index_copy_(0, slots, to_device(padded, old.device).to(old.dtype))
 
 
-def _place(target: Any, source: Any) -> None:
+def _right_align(target: Any, source: Any) -> None:
     """Write into the last corner: on every axis padding comes first."""
     target[tuple(slice(have - want, None) for have, want in zip(target.shape, source.shape, strict=True))] = source
 
 
-def ship(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """Host to device without waiting: through pinned memory where there is a device to wait for."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
@@ -200,9 +200,9 @@ def _needs(params: SamplingParams, top_k: bool) -> Need:
     if params.greedy:
         needs = Need.GREEDY
     elif top_k:
-        needs = Need.LEADING if params.top_k <= MAX_LEADING else Need.WIDE
+        needs = Need.TOP_K if params.top_k <= MAX_NARROW_TOP_K else Need.WIDE_TOP_K
     else:
-        needs = Need.NUCLEUS if params.top_p < 1.0 else Need.PLAIN
+        needs = Need.TOP_P if params.top_p < 1.0 else Need.PLAIN
     for need, wanted in (
         (Need.MIN_P, params.min_p > 0.0 and not params.greedy),
         (Need.BIAS, params.logit_bias),
@@ -218,7 +218,7 @@ def _needs(params: SamplingParams, top_k: bool) -> Need:
     return needs
 
 
-def _wrap(seed: int) -> int:
+def _to_int64(seed: int) -> int:
     """Any integer to the 64 bits that noise is keyed by."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)
 

@@ -18,7 +18,7 @@ _ARGMAX_BLOCK = 64
 _LOW_BITS = 0xFFFFFFFF
 
 
-def best(logits: torch.Tensor) -> torch.Tensor:
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
     """The most likely token of each row. [n, vocab] → int64 [n]"""
     if why_not(logits.device) is None:
         from quire.kernels.triton.sampling_kernels import argmax
@@ -33,7 +33,7 @@ def best(logits: torch.Tensor) -> torch.Tensor:
     return (block * _ARGMAX_BLOCK + inside).squeeze(-1)
 
 
-def leading(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def top_k_tokens(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first k tokens of each row in order. [n, vocab] → logits [n, k], ids int64 [n, k]"""
     if k * _SELECT_BLOCK * 2 > logits.shape[-1]:  # too many to leave blocks out
         ids = _smallest(_sort_keys(logits), k) & _LOW_BITS
@@ -41,8 +41,8 @@ def leading(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     # A token among the first k lies in one of the k blocks with the best best token. Blocks hold consecutive ids
     # and stay in ascending order, so ties still fall to the lower id.
     blocks = _blocks(logits, _SELECT_BLOCK)
-    chosen = leading(blocks.amax(-1), k)[1].sort(dim=-1).values  # [n, k]
-    values, at = leading(_take_blocks(blocks, chosen), k)
+    chosen = top_k_tokens(blocks.amax(-1), k)[1].sort(dim=-1).values  # [n, k]
+    values, at = top_k_tokens(_take_blocks(blocks, chosen), k)
     return values, chosen.gather(-1, at // _SELECT_BLOCK) * _SELECT_BLOCK + at % _SELECT_BLOCK
 
 

@@ -1,11 +1,11 @@
-"""The disk tier: one sealed file a page, in a directory that one engine at a time uses and that outlives it.
+"""The disk tier: one signed file a page, in a directory that one engine at a time uses and that outlives it.
 
     DIR/secret                    32 random bytes, for this user only: names and checksums are keyed with them
     DIR/lock                      held while an engine runs
     DIR/<namespace>/ab/<name>     pages of one model and layout; the name is the key's
 
 A file appears whole or not at all (written beside, then renamed). Files that are damaged, cut short, swapped or of
-another model fail their seal and are a miss. Refuses to know: which page is worth keeping.
+another model fail verification and are a miss. Refuses to know: which page is worth keeping.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.runtime.tiers.worker_thread import ThreadedTier
 from quire.types.errors import ConfigError
 from quire.types.transfer import DISK, Bytes, Key
 
-SECRET = 32
-PART = ".part"
+SECRET_BYTES = 32
+PARTIAL_SUFFIX = ".part"
 
 
 class DiskFolder:
@@ -49,9 +49,9 @@ class DiskFolder:
         file = self.path / "secret"
         with contextlib.suppress(FileNotFoundError):
             found = file.read_bytes()
-            if len(found) == SECRET and wanted in (b"", found):
+            if len(found) == SECRET_BYTES and wanted in (b"", found):
                 return found
-        made = wanted or secrets.token_bytes(SECRET)
+        made = wanted or secrets.token_bytes(SECRET_BYTES)
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "wb") as out:
             out.write(made)
@@ -64,18 +64,18 @@ class DiskFolder:
 
 class DiskTier(ThreadedTier):
     name = DISK
-    apart = True
+    separate_reader = True
 
     def __init__(
-        self, folder: DiskFolder, seal: PageSigner, size: int, signal: threading.Event, *, fsync: bool = False
+        self, folder: DiskFolder, signer: PageSigner, size: int, signal: threading.Event, *, fsync: bool = False
     ):
         self._folder = folder
-        self._seal = seal
+        self._signer = signer
         self._fsync = fsync
-        self._root = folder.path / seal.namespace
+        self._root = folder.path / signer.namespace
         self._root.mkdir(exist_ok=True)
         # Whole blocks: what a file of this size takes.
-        self._file = -(-(seal.page_bytes + seal.overhead) // 4096) * 4096
+        self._file = -(-(signer.page_bytes + signer.overhead) // 4096) * 4096
         self.pages = size // self._file
         if self.pages < 1:
             raise ConfigError(f"--kv-disk {size} bytes is less than one page of {self._file} bytes; allow more")
@@ -103,7 +103,7 @@ class DiskTier(ThreadedTier):
     def _clean(self, size: int) -> None:
         """Remove what a crash left half-written, and what engines of other models left if all together is too much."""
         for file in self._files(self._root):
-            if file.name.endswith(PART):
+            if file.name.endswith(PARTIAL_SUFFIX):
                 file.unlink(missing_ok=True)
         others = [d for d in self._folder.path.iterdir() if d.is_dir() and d != self._root and len(d.name) == 32]
         others.sort(key=lambda d: d.stat().st_mtime)
@@ -127,11 +127,11 @@ class DiskTier(ThreadedTier):
 
     def _put_one(self, key: Key, page: Bytes) -> bool:
         path = self._path(key)
-        part = path.with_name(path.name + PART)
+        part = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
             path.parent.mkdir(exist_ok=True)
             with open(part, "wb") as out:
-                out.write(self._seal.close(key, page))
+                out.write(self._signer.sign(key, page))
                 if self._fsync:
                     out.flush()
                     os.fsync(out.fileno())
@@ -140,7 +140,7 @@ class DiskTier(ThreadedTier):
                 _sync_directory(path.parent)
         except OSError as error:
             part.unlink(missing_ok=True)
-            self._complain(error)
+            self._warn(error)
             return False
         return True
 
@@ -155,7 +155,7 @@ class DiskTier(ThreadedTier):
             os.utime(path)  # its last use, for the next start
         except OSError:
             return False
-        return self._seal.open(key, data, into)
+        return self._signer.verify(key, data, into)
 
     def _find(self, keys: list[Key]) -> list[bool]:
         return [self._path(key).exists() for key in keys]

@@ -27,8 +27,8 @@ from quire.types.transfer import DISK, HOST, REMOTE, KVTier, TierSpec
 
 log = logging.getLogger(__name__)
 
-DISK_SIZE = 16 << 30  # where none is said
-SAMPLE = 4096  # bytes of each tensor, at three places, that go into a fingerprint
+DEFAULT_DISK_BYTES = 16 << 30  # where none is said
+FINGERPRINT_SAMPLE_BYTES = 4096  # bytes of each tensor, at three places, that go into a fingerprint
 
 
 @dataclass
@@ -62,15 +62,15 @@ def open_tiers(options: CacheOptions, layout: KVLayout, fingerprint: bytes, *, p
         secret = folder.secret()
     if not secret:
         return tiers
-    seal = PageSigner(secret, fingerprint, layout)
-    tiers.naming = seal.naming
+    signer = PageSigner(secret, fingerprint, layout)
+    tiers.naming = signer.naming
     if folder is not None:
-        disk = DiskTier(folder, seal, size, tiers.signal, fsync=options.kv_fsync)
+        disk = DiskTier(folder, signer, size, tiers.signal, fsync=options.kv_fsync)
         found = disk.scan()
         why = f"disk tier: {folder.path}, up to {disk.pages} KV pages, {len(found)} there already"
         tiers.add(TierSpec(DISK, disk.pages, found, kept=True), disk, why)
     if client is not None:
-        tiers.add(TierSpec(REMOTE, 0, kept=True), RemoteTier(client, seal, tiers.signal), "remote tier: shared")
+        tiers.add(TierSpec(REMOTE, 0, kept=True), RemoteTier(client, signer, tiers.signal), "remote tier: shared")
     elif options.kv_remote:
         tiers.reasons.append("remote tier: off until the next start, the server did not answer")
     return tiers
@@ -83,7 +83,7 @@ def _folder(disk: str | None) -> tuple[DiskFolder | None, int]:
     if not colon or "/" in size:
         path, size = disk, ""
     folder = DiskFolder(Path(path).expanduser())
-    return folder, parse_size(size) if size else min(DISK_SIZE, shutil.disk_usage(folder.path).free // 2)
+    return folder, parse_size(size) if size else min(DEFAULT_DISK_BYTES, shutil.disk_usage(folder.path).free // 2)
 
 
 def _server(url: str | None, folder: DiskFolder | None) -> tuple[Any, bytes]:
@@ -107,6 +107,6 @@ def fingerprint(source: WeightSource, how: str, *, weights: bool = True) -> byte
     for name, info in sorted(source.tensors().items()) if weights else ():
         digest.update(msgspec.msgpack.encode(info))
         data = source.read(name).reshape(-1)
-        for start in (0, max(0, len(data) // 2), max(0, len(data) - SAMPLE)):
-            digest.update(data[start : start + SAMPLE].tobytes())
+        for start in (0, max(0, len(data) // 2), max(0, len(data) - FINGERPRINT_SAMPLE_BYTES)):
+            digest.update(data[start : start + FINGERPRINT_SAMPLE_BYTES].tobytes())
     return digest.digest()

@@ -1,8 +1,8 @@
-"""The remote tier: sealed pages on a Redis or Valkey server that several engines share.
+"""The remote tier: signed pages on a Redis or Valkey server that several engines share.
 
 How long pages stay is the server's own business (`maxmemory-policy allkeys-lru`). A server that does not answer is left
-alone for a while: every job ends at once with nothing done, and what was wanted is computed. Refuses to know: who else
-is there.
+alone for a while: every job ends at once with nothing done, and what was wanted is computed. Refuses to know: other
+engines.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quire.runtime.tiers.worker_thread import ThreadedTier
 from quire.types.errors import ConfigError
 from quire.types.transfer import REMOTE, Bytes, Key
 
-PATIENCE = 2.0  # seconds a server may take to answer
-PAUSE = 5.0  # seconds it is left alone when it did not
-BATCH = 16 << 20  # bytes asked for, or sent, at a time
-SECRET = "quire:secret"
+SOCKET_TIMEOUT_S = 2.0
+RETRY_AFTER_S = 5.0  # after a server did not answer
+BATCH_BYTES = 16 << 20  # of one request
+SECRET_NAME = "quire:secret"
 
 
 def connect(url: str) -> Any:
@@ -33,23 +33,23 @@ def connect(url: str) -> Any:
         raise ConfigError("--kv-remote needs the redis package; install it with: pip install 'quire[redis]'") from None
     if urlsplit(url).scheme not in ("redis", "rediss", "unix"):
         raise ConfigError(f"cannot use {url!r} as --kv-remote; write it like redis://host:6379/0")
-    return redis.Redis.from_url(url, socket_timeout=PATIENCE, socket_connect_timeout=PATIENCE)
+    return redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
 
 
 def shared_secret(client: Any, offered: bytes = b"") -> bytes:
     """The secret that all engines on a server key their names with: the first one offered."""
-    client.set(SECRET, offered or secrets.token_bytes(32), nx=True)
-    return bytes(client.get(SECRET))
+    client.set(SECRET_NAME, offered or secrets.token_bytes(32), nx=True)
+    return bytes(client.get(SECRET_NAME))
 
 
 class RemoteTier(ThreadedTier):
     name = REMOTE
-    apart = True
+    separate_reader = True
 
-    def __init__(self, client: Any, seal: PageSigner, signal: threading.Event):
+    def __init__(self, client: Any, signer: PageSigner, signal: threading.Event):
         self._client = client
-        self._seal = seal
-        self._batch = max(1, BATCH // seal.page_bytes)
+        self._signer = signer
+        self._batch = max(1, BATCH_BYTES // signer.page_bytes)
         self._down_until = 0.0
         super().__init__(signal)
 
@@ -59,19 +59,19 @@ class RemoteTier(ThreadedTier):
         try:
             return super()._do(job)
         except Exception:
-            self._down_until = time.monotonic() + PAUSE
+            self._down_until = time.monotonic() + RETRY_AFTER_S
             raise
 
     def _name(self, key: Key) -> str:
         group, name = key
-        return f"quire:{self._seal.namespace}:{group}:{name.hex()}"
+        return f"quire:{self._signer.namespace}:{group}:{name.hex()}"
 
     def _put(self, keys: list[Key], pages: Sequence[Bytes]) -> list[bool]:
         done: list[bool] = []
         for start in range(0, len(keys), self._batch):
             pipe = self._client.pipeline(transaction=False)
             for key, page in zip(keys[start : start + self._batch], pages[start : start + self._batch], strict=True):
-                pipe.set(self._name(key), self._seal.close(key, page))
+                pipe.set(self._name(key), self._signer.sign(key, page))
             done += [answer is True for answer in pipe.execute(raise_on_error=False)]
         return done
 
@@ -81,7 +81,7 @@ class RemoteTier(ThreadedTier):
             part = keys[start : start + self._batch]
             found = self._client.mget([self._name(key) for key in part])
             done += [
-                data is not None and self._seal.open(key, data, buffer)
+                data is not None and self._signer.verify(key, data, buffer)
                 for key, data, buffer in zip(part, found, into[start : start + self._batch], strict=True)
             ]
         return done

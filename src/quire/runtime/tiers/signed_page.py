@@ -1,9 +1,9 @@
-"""A page as it lies outside the engine: sealed, so that nothing but this page of this model is taken for it.
+"""A signed page, as it is stored outside the engine: nothing but this page of this model is taken for it.
 
     "QKVP" | header length, 2 bytes | header (msgpack) | page | checksum, 16 bytes
 
 The checksum is keyed BLAKE2b over all before it; the key comes from the store's secret and the model's fingerprint.
-Refuses to know: where it lies.
+Refuses to know: where it is stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.types.transfer import Bytes, Key
 
 MAGIC = b"QKVP"
 VERSION = 1
-CHECKSUM = 16
+CHECKSUM_BYTES = 16
 _START = struct.Struct("<4sH")
 
 
@@ -35,7 +35,7 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class PageSigner:
-    """Seals pages of one engine's kind, and opens what such an engine sealed."""
+    """Signs pages of one kind of engine, and verifies what such an engine signed."""
 
     def __init__(self, secret: bytes, fingerprint: bytes, layout: KVLayout):
         self.fingerprint = fingerprint
@@ -50,22 +50,22 @@ class PageSigner:
 
     @property
     def overhead(self) -> int:
-        """Bytes a sealed page has beside the page."""
-        return len(self._header((0, bytes(16)))) + CHECKSUM
+        """Bytes a signed page has beside the page."""
+        return len(self._header((0, bytes(16)))) + CHECKSUM_BYTES
 
-    def close(self, key: Key, page: Bytes) -> bytes:
+    def sign(self, key: Key, page: Bytes) -> bytes:
         body = self._header(key) + page.tobytes()
         return body + self._checksum(body)
 
-    def open(self, key: Key, data: bytes, into: Bytes) -> bool:
+    def verify(self, key: Key, data: bytes, into: Bytes) -> bool:
         """Put the page where it belongs; False, and nothing is changed, if this is not that page, whole."""
         header = self._header(key)  # equal pages have equal headers: nothing foreign is ever decoded
-        if len(data) != len(header) + self.page_bytes + CHECKSUM or not data.startswith(header):
+        if len(data) != len(header) + self.page_bytes + CHECKSUM_BYTES or not data.startswith(header):
             return False
         view = memoryview(data)
-        if not hmac.compare_digest(self._checksum(view[:-CHECKSUM]), bytes(view[-CHECKSUM:])):
+        if not hmac.compare_digest(self._checksum(view[:-CHECKSUM_BYTES]), bytes(view[-CHECKSUM_BYTES:])):
             return False
-        np.copyto(into, np.frombuffer(view[len(header) : -CHECKSUM], dtype=np.uint8))
+        np.copyto(into, np.frombuffer(view[len(header) : -CHECKSUM_BYTES], dtype=np.uint8))
         return True
 
     def _header(self, key: Key) -> bytes:
@@ -75,7 +75,7 @@ class PageSigner:
         return _START.pack(MAGIC, len(packed)) + packed
 
     def _checksum(self, body: bytes | memoryview) -> bytes:
-        return hashlib.blake2b(body, digest_size=CHECKSUM, key=self._key).digest()
+        return hashlib.blake2b(body, digest_size=CHECKSUM_BYTES, key=self._key).digest()
 
 
 def _derive(secret: bytes, kind: bytes, purpose: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""What all stores share: a queue, a thread that works through it, answers for whoever polls.
+"""What all tier stores share: a job queue, a thread that works through it, results for `poll`.
 
-Gets and finds overtake puts and drops, since somebody waits for them; otherwise jobs keep their order. Where a page is
-replaced in one stroke they have a thread of their own. An error ends a job, never the thread.
+Gets and finds overtake puts and drops, since requests wait for them; otherwise jobs keep their order. Where pages are
+replaced atomically they have a thread of their own. An error ends a job, never the thread.
 
 Refuses to know: what a store is made of.
 """
@@ -19,7 +19,7 @@ from quire.types.transfer import Bytes, Key, TierDone, TierJob
 
 log = logging.getLogger(__name__)
 
-QUIET = 30.0  # seconds between complaints about the same store
+WARNING_INTERVAL_S = 30.0  # for the same store
 _STOP = TierJob(-1, "stop", [])
 _Jobs = queue.PriorityQueue[tuple[int, int, float, TierJob]]  # (rank, order, submitted, job)
 
@@ -28,15 +28,17 @@ class ThreadedTier:
     """`signal` is set whenever a job has ended."""
 
     name = "tier"
-    apart = False  # whether pages may be read while others, or the same, are written
+    separate_reader = False  # whether pages may be read while others, or the same, are written
 
     def __init__(self, signal: threading.Event):
         self._signal = signal
-        self._queues = [_Jobs() for _ in range(2 if self.apart else 1)]  # the last takes what changes the store
+        self._queues = [
+            _Jobs() for _ in range(2 if self.separate_reader else 1)
+        ]  # the last takes what changes the store
         self._order = count()
         self._done: queue.SimpleQueue[TierDone] = queue.SimpleQueue()
         self._cancelled: set[int] = set()
-        self._complained = 0.0
+        self._warned_at = 0.0
         self._threads = [
             threading.Thread(target=self._work, args=(jobs,), name=f"quire-{self.name}", daemon=True)
             for jobs in self._queues
@@ -78,7 +80,7 @@ class ThreadedTier:
                 try:
                     done = self._do(job)
                 except Exception as error:
-                    self._complain(error)
+                    self._warn(error)
             self._done.put(TierDone(job.id, done, time.monotonic() - began))
             self._signal.set()
 
@@ -89,11 +91,11 @@ class ThreadedTier:
             return self._get(job.keys, job.buffers)
         return self._find(job.keys) if job.kind == "find" else self._drop(job.keys)
 
-    def _complain(self, error: Exception) -> None:
-        """A store that fails is slower than none, but it is no reason to stop; say so, not too often."""
+    def _warn(self, error: Exception) -> None:
+        """A store that fails is slower than none, but no reason to stop: log it, not too often."""
         now = time.monotonic()
-        if now - self._complained > QUIET:
-            self._complained = now
+        if now - self._warned_at > WARNING_INTERVAL_S:
+            self._warned_at = now
             log.warning(
                 "the %s tier failed (its pages are computed again): %s: %s", self.name, type(error).__name__, error
             )

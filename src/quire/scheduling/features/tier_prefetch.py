@@ -238,11 +238,11 @@ class TierPrefetch(SchedulingFeature):
         """Pages that a step computed go to the tiers that are kept."""
         for group, size in enumerate(self._sizes):
             last = min(upto // size, table.published[group])
-            for i in range(table.settled[group], last):
+            for i in range(table.written_through[group], last):
                 key, page = (group, table.hashes[group][i]), table.pages[group][i]
                 if page != NULL_PAGE and self._memory.holds(key, page):
                     self.directory.save(key, page)
-            table.settled[group] = max(table.settled[group], last)
+            table.written_through[group] = max(table.written_through[group], last)
 
     def preempted(self, seq: Sequence) -> None:
         """Choose whether the pages a sequence is about to lose are worth saving, or are computed again."""

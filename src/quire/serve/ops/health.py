@@ -10,6 +10,7 @@ import asyncio
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from quire.observe import exposition
 from quire.observe.metrics import CONTENT_TYPE
 from quire.serve.core.generation import Serving
 from quire.serve.core.rate_limits import DRAIN_RETRY
@@ -54,6 +55,6 @@ def metrics_router(serving: Serving) -> APIRouter:
             serving.metrics.engine(await engine_stats(serving))
         except EngineDeadError:
             serving.metrics.engine(None)
-        return Response(serving.metrics.render() + gauges.render(serving), media_type=CONTENT_TYPE)
+        return Response(exposition.render(serving.metrics) + gauges.render(serving), media_type=CONTENT_TYPE)
 
     return routes

@@ -26,18 +26,19 @@ from quire.model.quantization.key_channel_scales import key_factors
 from quire.runtime.capacity import capacity_for, kv_layout
 from quire.runtime.drafters import load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
-from quire.runtime.runner import ModelRunner
-from quire.runtime.step_result import PendingStep
+from quire.runtime.sampling_head import SamplingHead
+from quire.runtime.step_result import PendingStep, run_step
 from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
 from quire.runtime.transfers import Transfers
+from quire.runtime.worker import ForwardWorker
 from quire.types.config import CacheOptions, EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.seams import Grammar, Proposer, Ticket, WeightSource
+from quire.types.seams import ExecutorInfo, Grammar, Proposer, Ticket, WeightSource
 
-PATIENCE = 0.02  # seconds a plan without rows waits for a transfer
+TRANSFER_WAIT_S = 0.02  # of a plan that computes nothing, for the first transfer to end
 
 
 class LocalExecutor:
@@ -53,16 +54,16 @@ class LocalExecutor:
         resolved = resolve(options, hardware)
         if hardware.device == "cpu":
             torch.set_num_threads(resolved.threads)
-        self.device = torch.device(resolved.device)
-        self.dtype = DTYPES[resolved.dtype]
-        self.took: dict[str, float] = {}  # seconds of each stage of starting
-        self._saved: tuple[list[int], torch.Tensor | None] = ([], None)  # pages, while asleep
+        self._device = torch.device(resolved.device)
+        self._dtype = DTYPES[resolved.dtype]
+        self._startup_s: dict[str, float] = {}  # by stage
+        self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
         began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_model(
                 source,
-                device=self.device,
-                dtype=self.dtype,
+                device=self._device,
+                dtype=self._dtype,
                 random_weights=options.model.random_weights,
                 length=options.model.max_model_len,
                 compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
@@ -70,7 +71,7 @@ class LocalExecutor:
                 invariant=options.device.invariant,
                 progress=report,
             )
-        self.took["weights"] = time.perf_counter() - began
+        self._startup_s["weights"] = time.perf_counter() - began
         if isinstance(self.model, CompiledModel):
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
@@ -78,20 +79,20 @@ class LocalExecutor:
         kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
-        self.reasons = [*resolved.reasons, *self.model.reasons, why]
+        self._reasons = [*resolved.reasons, *self.model.reasons, why]
         self._speculation, self._drafter = options.speculation, drafter
-        self.vocab_size = spec.vocab_size
-        self._graphs = self.device.type == "cuda" and options.device.graphs
-        self._threaded = self.device.type == "cpu" and resolved.depth > 1
+        self._graphs = self._device.type == "cuda" and options.device.graphs
+        self._threaded = self._device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
-        self._runner: ModelRunner | None = None
+        self._worker: ForwardWorker | None = None
+        self._head: SamplingHead | None = None
         self._transfers: Transfers | None = None
         model, device = options.model, options.device
-        how = (self.device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
+        how = (self._device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
-        self.reasons += self._tiers.reasons
+        self._reasons += self._tiers.reasons
         self._grammars = GrammarStore(LLGuidanceBackend(), lambda: vocabulary(spec.vocab_size))  # not self: a cycle
 
     def _rescale_keys(self) -> str:
@@ -102,15 +103,24 @@ class LocalExecutor:
         self.model.reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
         return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
 
+    def describe(self) -> ExecutorInfo:
+        return ExecutorInfo(
+            device=str(self._device),
+            dtype=str(self._dtype).removeprefix("torch."),
+            vocab_size=self.model.spec.vocab_size,
+            reasons=list(self._reasons),
+            startup_s=dict(self._startup_s),
+        )
+
     def start(self) -> Capacity:
-        self._runner = self._awaken()
+        self._worker, self._head = self._make_worker()
         return self._capacity
 
-    def _awaken(self) -> ModelRunner:
-        runner = None
+    def _make_worker(self) -> tuple[ForwardWorker, SamplingHead]:
+        made = None
         with suppress(torch.OutOfMemoryError):
-            runner = self._make_runner()
-        if runner is None:  # what was made is garbage by now, with the error that held it
+            made = self._warmed_up()
+        if made is None:  # what was allocated is garbage by now, with the error that held it
             gc.collect()
             torch.cuda.empty_cache()
             size = self._capacity
@@ -120,74 +130,75 @@ class LocalExecutor:
             )
         if self._tiers.stores:
             self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
-            self._transfers.use(runner.pages)
-        return runner
+            self._transfers.use(made[0].pages)
+        return made
 
-    def _make_runner(self) -> ModelRunner:
-        """And all that a GPU does only once, the largest step too, before anybody waits for it."""
+    def _warmed_up(self) -> tuple[ForwardWorker, SamplingHead]:
+        """Worker and head, after all that a GPU does only once, and the largest step."""
         began = time.perf_counter()
         speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
-        runner = ModelRunner(self.model, self.layout, self._capacity, self.device, self._grammars, speculation)
-        self.took["KV pages"] = time.perf_counter() - began
+        worker = ForwardWorker(self.model, self.layout, self._capacity, self._device)
+        head = SamplingHead(worker, self._grammars, speculation)
+        self._startup_s["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()
-            runner.capture()
-            self.took["captured steps"] = time.perf_counter() - began
-        if self.device.type == "cuda":
+            worker.capture(beside=[head.warm_up])
+            self._startup_s["captured steps"] = time.perf_counter() - began
+        if self._device.type == "cuda":
             began = time.perf_counter()
-            runner.rehearse()
-            torch.cuda.synchronize(self.device)
-            self.took["largest step"] = time.perf_counter() - began
-        return runner
+            worker.warm_up()
+            head.warm_up()
+            torch.cuda.synchronize(self._device)
+            self._startup_s["largest step"] = time.perf_counter() - began
+        return worker, head
 
     def sleep(self, pages: list[int]) -> None:
-        if self.device.type == "cpu" or isinstance(self.model, CompiledModel):
+        if self._device.type == "cpu" or isinstance(self.model, CompiledModel):
             raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
-        assert self._runner is not None
+        assert self._worker is not None
         if self._transfers is not None:
             self._transfers.drain()
-        self._saved = (pages, self._runner.read_pages(pages))
-        self._runner.close()
-        self._runner = None
+        self._saved_pages = (pages, self._worker.read_pages(pages))
+        self._close_worker()
         gc.collect()  # as in close()
         self.model.to(torch.device("cpu"))
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
         assert not isinstance(self.model, CompiledModel)
-        self.model.to(self.device)
-        self._runner = self._awaken()
-        self._runner.write_pages(*self._saved)
-        self._saved = ([], None)
+        self.model.to(self._device)
+        self._worker, self._head = self._make_worker()
+        self._worker.write_pages(*self._saved_pages)
+        self._saved_pages = ([], None)
 
     def _open_tiers(self, cache: CacheOptions) -> Tiers:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
             return Tiers()
-        return open_tiers(cache, self.layout, bytes.fromhex(self.kind), pinned=self.device.type == "cuda")
+        return open_tiers(cache, self.layout, bytes.fromhex(self.kind), pinned=self._device.type == "cuda")
 
     def read_pages(self, pages: list[int]) -> list[bytes]:
-        content = self._in_order(lambda runner: runner.read_pages(pages))
+        content = self._in_order(lambda worker: worker.read_pages(pages))
         return [page.numpy().tobytes() for page in content]
 
     def write_pages(self, pages: list[int], content: list[bytes]) -> None:
         stacked = torch.frombuffer(bytearray(b"".join(content)), dtype=torch.uint8).view(len(pages), -1)
-        self._in_order(lambda runner: runner.write_pages(pages, stacked))
+        self._in_order(lambda worker: worker.write_pages(pages, stacked))
 
-    def _in_order(self, work: Callable[[ModelRunner], Any]) -> Any:
+    def _in_order(self, work: Callable[[ForwardWorker], Any]) -> Any:
         """Between the steps submitted so far and those that follow."""
-        assert self._runner is not None, "start() comes first"
-        return work(self._runner) if self._thread is None else self._thread.submit(work, self._runner).result()
+        assert self._worker is not None, "start() comes first"
+        return work(self._worker) if self._thread is None else self._thread.submit(work, self._worker).result()
 
     def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
         return self._grammars.prepare(grammar)
 
     def watch(self, proposer: Proposer, layers: tuple[int, ...] = ()) -> None:
-        """Show a proposer all that is drawn from now on, hidden states too (the last, and those behind `layers`); it is
-        not asked for drafts unless plans have budgets."""
-        assert self._runner is not None, "start() comes first"
-        self._runner.speculate(Speculation(proposer, sees=layers))
+        """Let a proposer observe all that is sampled from now on, with hidden states (the last, and those after
+        `layers`); it is not asked for drafts unless plans have draft budgets."""
+        assert self._worker is not None and self._head is not None, "start() comes first"
+        self._head.speculate(Speculation(proposer, hidden_layers=layers))
         if self._graphs:
-            self._runner.capture()  # those there are show nothing of these layers
+            self._worker.capture(beside=[self._head.warm_up])  # those there are return nothing of these layers
 
     def submit(self, plan: StepPlan) -> Ticket:
         if self._thread is None:
@@ -195,10 +206,10 @@ class LocalExecutor:
         return _Ticket(plan, self._thread.submit(self._run, plan), self._transfers)
 
     def _run(self, plan: StepPlan) -> PendingStep:
-        assert self._runner is not None, "start() comes first"
+        assert self._worker is not None and self._head is not None, "start() comes first"
         if self._transfers is not None:
             self._transfers.start(plan)
-        return self._runner.run(plan)
+        return run_step(plan, self._worker, self._head)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -206,13 +217,17 @@ class LocalExecutor:
         if self._transfers is not None:
             self._transfers.close()
             self._transfers = None
-        if self._runner is not None:
-            self._runner.close()
-        self._runner = None
+        self._close_worker()
         self._grammars.close()
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             gc.collect()  # whatever cycle holds device memory must not wait for a later round
             torch.cuda.empty_cache()
+
+    def _close_worker(self) -> None:
+        if self._worker is not None and self._head is not None:
+            self._head.close()
+            self._worker.close()
+        self._worker = self._head = None
 
 
 class _Ticket:
@@ -228,7 +243,7 @@ class _Ticket:
         result = step.result()
         if self._transfers is not None:
             began = time.perf_counter()
-            result.transfers = self._transfers.poll(0.0 if self._plan.computes else PATIENCE)
+            result.transfers = self._transfers.poll(0.0 if self._plan.computes else TRANSFER_WAIT_S)
             if not self._plan.computes:
                 result.seconds = time.perf_counter() - began
         return result

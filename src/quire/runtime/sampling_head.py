@@ -1,0 +1,121 @@
+"""The sampling head, on rank 0: logits to tokens, with grammars, drafts and their verification, log-probabilities.
+
+    plan ──► expand: drafts, grammar masks begun ──► (the worker's forward pass) ──► sample ──► accept, on the host
+
+Nothing before `accept` waits for the device. Refuses to know: models, captured steps, pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from quire.generation.drafting.speculation import ExpandedPlan, Speculation
+from quire.generation.grammar.grammar_store import Accepted, GrammarStore, SlotGrammars
+from quire.generation.sampling.logprobs import LogprobTensors, score
+from quire.generation.sampling.sampler import Sampled, Sampler
+from quire.model import CompiledModel
+from quire.runtime.worker import ForwardOutput, ForwardWorker
+from quire.types.plan import StepPlan
+from quire.types.seams import DraftTree
+
+
+@dataclass
+class StepSamples:
+    """What a step's logits came to, on the device."""
+
+    sampled: Sampled | None
+    scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)  # by row: prompt log-probabilities
+
+
+class SamplingHead:
+    def __init__(self, worker: ForwardWorker, grammars: GrammarStore, speculation: Speculation | None = None):
+        """For the logits of this worker, and over its slots."""
+        model, capacity = worker.model, worker.capacity
+        self.device = worker.device
+        self._worker = worker
+        self._prompt_logprobs = [0] * capacity.slots  # how many alternatives each slot's list
+        self._sampler = Sampler(
+            slots=capacity.slots,
+            vocab_size=model.spec.vocab_size,
+            device=worker.device,
+            draw=model.draw if isinstance(model, CompiledModel) else None,
+        )
+        self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
+        self.speculate(speculation)
+
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Draft with this from now on."""
+        self._speculation = speculation
+        self._worker.tap_hidden_states(speculation.hidden_layers if speculation is not None else None)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        self._sampler.warm_up()
+
+    def close(self) -> None:
+        self._grammars.close()
+
+    def expand(self, plan: StepPlan) -> ExpandedPlan:
+        """Follow the plan's changes of slots, lay out drafts, and begin the grammar masks that `sample` will need."""
+        expanded = ExpandedPlan.without_drafts(plan) if self._speculation is None else self._speculation.expand(plan)
+        for admit in plan.admits:
+            self._sampler.admit(admit)
+            self._prompt_logprobs[admit.slot] = admit.params.prompt_logprobs or 0
+        self._grammars.apply(plan.frees, plan.admits)
+        chains = [(s.slot, draft) for s, draft, _ in expanded.samples() if not isinstance(draft, DraftTree)]
+        self._grammars.begin_masks(chains)
+        return expanded
+
+    def all_greedy(self, plan: StepPlan) -> bool:
+        """Whether every sample is the likeliest token and nothing else, one sample a row."""
+        alone = len({s.row for s in plan.samples}) == len(plan.samples)
+        return alone and self._sampler.all_greedy([s.slot for s in plan.samples])
+
+    def sample(self, expanded: ExpandedPlan, output: ForwardOutput) -> StepSamples:
+        """Samples are stored in their slots, unread by the host."""
+        scores = self._score(expanded.plan, output)  # first: it reads the slots before samples are stored there
+        if output.greedy is not None:
+            return StepSamples(Sampled(output.greedy), scores)
+        if output.logits is None:
+            return StepSamples(None, scores)
+        plan, worker = expanded.plan, self._worker
+        slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
+        sampled = self._sampler.sample(output.logits, slots, positions, worker.slots.tokens, self._grammars.masks())
+        where = worker.staging.upload(np.array([slots, positions], dtype=np.int64))
+        worker.slots.store(where[0], where[1], sampled.token_ids)
+        return StepSamples(sampled, scores)
+
+    def _score(self, plan: StepPlan, output: ForwardOutput) -> dict[int, list[LogprobTensors]]:
+        """By row with `score`: log-probabilities of the known token after each position."""
+        scores: dict[int, list[LogprobTensors]] = {i: [] for i, row in enumerate(plan.rows) if row.score}
+        for part in output.prompt_logits:
+            top = self._prompt_logprobs[part.slot]
+            scores[part.row].append(score(part.logits.float(), part.next_tokens, top))
+        return scores
+
+    def accept(
+        self, expanded: ExpandedPlan, sampled: list[int], hidden: torch.Tensor | None
+    ) -> list[tuple[Accepted, list[int]]]:
+        """By sample of the original plan: the tokens that its draft and its grammar let stand, and the indices of those
+        among `sampled`. `hidden`: states they were sampled from, for the proposer."""
+        found, end = [], 0
+        for sample, draft, count in expanded.samples():
+            begin, end = end, end + count
+            tokens, indices = sampled[begin:end], [0]
+            if draft:
+                assert self._speculation is not None
+                tokens, indices = self._speculation.accept(draft, tokens)
+                if isinstance(draft, DraftTree):
+                    self._worker.keep_branch(sample.slot, sample.position, tokens, [i - 1 for i in indices[1:]])
+            accepted = self._grammars.accept(sample.slot, sample.position, tokens)
+            indices = [begin + i for i in indices[: accepted.sampled]]
+            if self._speculation is not None:
+                states = None
+                if hidden is not None:
+                    states = hidden[indices if isinstance(draft, DraftTree) else slice(begin, begin + accepted.sampled)]
+                self._speculation.observe(sample.slot, sample.position, accepted.tokens, states)
+            found.append((accepted, indices))
+        return found

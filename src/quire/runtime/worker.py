@@ -1,0 +1,315 @@
+"""The forward worker, what every tensor-parallel rank has: slots, KV pages, the forward pass, captured steps.
+
+    plan, drafts laid out ──► slot state, page copies ──► forward, by a captured step where one fits ──► ForwardOutput
+
+Nothing here waits for the device. Refuses to know: how tokens are sampled (`sampling_head.py`), grammars, drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.generation.drafting.speculation import ExpandedPlan, TreeRow
+from quire.generation.sampling.top_k import argmax_tokens
+from quire.kernels.attention_backend import NO_TREE, Batch, Paths
+from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.model import CompiledModel, KVViews, Model, allocate_kv
+from quire.runtime.capture import CapturedSteps, StepOutput
+from quire.runtime.kv_deviation import probe
+from quire.runtime.prefix_groups import SharedPrefixes
+from quire.runtime.rope_shift import begin_rope_shifts
+from quire.runtime.slot_state import SlotState
+from quire.runtime.staging import Ints, Staging
+from quire.types.kv import KVLayout
+from quire.types.plan import Capacity, StepPlan
+
+MAX_CAPTURED_DRAFT_ROWS = 512  # steps with drafts are captured up to here
+SHORT_PROMPT_TOKENS = 512  # rows up to this are attended from pages, whatever else they are
+PROMPT_LOGITS_ROWS = 64  # logits held at once for prompt log-probabilities
+
+
+@dataclass(frozen=True)
+class PromptLogits:
+    """Logits of some positions of a row, and the known token after each."""
+
+    row: int
+    slot: int
+    logits: torch.Tensor  # [m, vocab]
+    next_tokens: torch.Tensor  # int64 [m]
+
+
+@dataclass
+class ForwardOutput:
+    """What a forward pass left on the device."""
+
+    logits: torch.Tensor | None = None  # [samples, vocab]; None: nothing to sample, or sampled already
+    greedy: torch.Tensor | None = None  # int64 [samples]: sampled by the captured step and stored in their slots
+    hidden: torch.Tensor | None = None  # [samples, hidden or more], for a proposer that reads hidden states
+    prompt_logits: Iterable[PromptLogits] = ()  # computed as they are read
+    pooled: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: float32 [hidden]
+    mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
+    deviations: torch.Tensor | None = None  # [tokens of all probes]
+    padding: int = 0  # tokens computed only to fill a captured size
+
+
+class ForwardWorker:
+    def __init__(self, model: Model | CompiledModel, layout: KVLayout, capacity: Capacity, device: torch.device):
+        self.model = model
+        self.capacity = capacity
+        self.device = device
+        self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
+        self.staging = Staging(device, capacity.depth)
+        self.slots = SlotState(layout, capacity, device, self.staging)
+        self._kv = KVViews(self.pages, layout)
+        self._tap: HiddenStateTap | None = None
+        self._warmup_model = model.sketch() if isinstance(model, Model) else None  # few layers, all kernels
+        self._sharing = None
+        if isinstance(model, Model) and len(layout.groups) == 1 and layout.groups[0].window is None:
+            (group,) = layout.groups
+            if model.stages.backends[None].shares:
+                heads_per_kv = model.spec.heads // group.kv_heads
+                self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, heads_per_kv)
+        self._captured = CapturedSteps(
+            self._decode,
+            max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), MAX_CAPTURED_DRAFT_ROWS)),
+            max_kv=capacity.longest,
+            max_tokens=capacity.max_batch_tokens,
+            null_slot=self.slots.null_slot,
+            device=device,
+            warmups=[self._attention, partial(self._decode, warmup=True)],
+            sharing=self._sharing,
+        )
+
+    @property
+    def captures_ready(self) -> bool:
+        return self._captured.ready
+
+    def tap_hidden_states(self, layers: tuple[int, ...] | None) -> None:
+        """Forward passes return hidden states after these layers and the last; None: none at all. Steps captured
+        before know nothing of it."""
+        self._tap = None if layers is None else HiddenStateTap(layers)
+
+    def close(self) -> None:
+        del self._captured  # they know each other: pages would wait for the garbage collector
+
+    def read_pages(self, pages: list[int]) -> torch.Tensor:
+        """Their bytes, in host memory."""
+        return self.pages[torch.tensor(pages, device=self.device, dtype=torch.long)].cpu()
+
+    def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
+        if pages and content is not None:
+            self.pages[torch.tensor(pages, device=self.device)] = content.to(self.device)
+
+    # ---- before the first request ----------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, *, beside: Sequence[Callable[[], None]] = ()) -> None:
+        """Record the steps a GPU will replay. `beside`: what else to compile with their kernels."""
+        self._null_batch([1])  # one kernel alone: what Triton looks up once, all threads would look up at once
+        self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside])
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """All that is launched and not captured, in the null slot: before the first request its kernels are compiled
+        and it is known that memory suffices."""
+        for step in self._warmups(self.model):
+            step()
+
+    def _warmups(self, model: Model | CompiledModel) -> list[Callable[[], None]]:
+        """The largest step there may be, a short prompt, several of them, drafts in every slot."""
+        budget, slots, drafts = self.capacity.max_batch_tokens, self.capacity.slots, self.capacity.drafts
+        longest = min(budget, self.capacity.longest)
+        if self.model.spec.rope is None:
+            longest = min(longest, self.model.spec.max_position)  # learned, and no more of them
+        whole, rest = divmod(budget, longest)
+        prompts = ([longest] * whole + [rest] * (rest > 0))[:slots]
+        short = min(longest, SHORT_PROMPT_TOKENS)
+        steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(budget // short, slots, 8)]
+        if drafts:
+            steps.append([1] * min(budget, slots * (1 + drafts)))
+        return [partial(self._null_step, model, counts) for counts in steps]
+
+    def _null_step(self, model: Model | CompiledModel, counts: list[int]) -> None:
+        input_ids, batch = self._null_batch(counts)
+        model.logits(model.forward(input_ids, batch, self._kv, last=True))
+
+    def _null_batch(self, counts: list[int]) -> tuple[torch.Tensor, Batch]:
+        """Input ids and batch of rows with so many tokens, all in the null slot."""
+        spans = [(self.slots.null_slot, 0, count, 0) for count in counts]
+        table = torch.tensor(spans, device=self.device).T.contiguous()
+        return self.slots.batch(table, sum(counts), counts, counts)
+
+    # ---- a step ----------------------------------------------------------------------------------------------
+
+    def forward(self, expanded: ExpandedPlan, *, greedy: bool) -> ForwardOutput:
+        """`greedy`: all samples are the likeliest token, one sample a row, so that a captured step may take them."""
+        self.staging.rotate()
+        plan = expanded.plan
+        self._apply(plan)
+        deviations = probe(plan.probes, self.model, self._kv, self.slots, self.staging) if plan.probes else None
+        output = self._forward(expanded, greedy) if plan.rows else ForwardOutput()
+        output.deviations = deviations
+        return output
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Changes of slots and pages, before anything is computed."""
+        self.slots.apply(plan)
+        if self._sharing is not None:
+            self._sharing.apply(plan)
+        end_rope_shifts = None
+        if plan.rope_shifts:
+            end_rope_shifts = begin_rope_shifts(plan, self._kv, self.model.inverse_frequencies)
+        if plan.copies:
+            pairs = self.staging.upload(np.array(plan.copies, dtype=np.int64).T)
+            self.pages[pairs[1]] = self.pages[pairs[0]]  # reads all sources before it writes
+        if end_rope_shifts is not None:
+            end_rope_shifts()
+
+    def _forward(self, expanded: ExpandedPlan, greedy: bool) -> ForwardOutput:
+        """By a captured step, if one fits."""
+        plan = expanded.plan
+        counts = [row.count for row in plan.rows]
+        # captured steps return neither all hidden states nor attention
+        inspected = any(row.score or row.pool or row.mass for row in plan.rows)
+        eager = inspected or expanded.tree_rows or not self._captured.ready
+        size = None if eager else self._captured.fit(counts)
+        return self._replay(plan, size, greedy) if size is not None else self._eager(expanded, counts, inspected)
+
+    def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool) -> ForwardOutput:
+        """The step launched operation by operation."""
+        plan = expanded.plan
+        spans = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
+        table = self.staging.upload(np.array(spans, dtype=np.int64).T)
+        kv_lens = [row.start - row.shift + row.count for row in plan.rows]
+        input_ids, batch = self.slots.batch(table, sum(counts), counts, kv_lens)
+        if expanded.tree_rows:
+            batch = self._tree_batch(batch, expanded.tree_rows)
+        batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
+        if batch.asks:
+            batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self.device)
+        tap = None if plan.rests else self._tap
+        # [tokens or rows, hidden]
+        hidden = self.model.forward(input_ids, batch, self._kv, last=not inspected, tap=tap)
+        output = ForwardOutput()
+        if inspected:
+            output.prompt_logits = self._prompt_logits(plan, hidden)
+            output.pooled, hidden = _pool(plan, hidden), hidden[batch.ends]
+        tapped = tap.beside(hidden) if tap is not None else None
+        if plan.samples:
+            rows = [s.row for s in plan.samples]
+            if rows != list(range(len(hidden))):
+                index = self.staging.upload(np.array(rows, dtype=np.int64))
+                hidden, tapped = hidden[index], tapped[index] if tapped is not None else None
+            output.logits = self.model.logits(hidden)
+        output.hidden = tapped
+        size = batch.groups[0].tokens_per_page
+        output.mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
+        return output
+
+    def _tree_batch(self, batch: Batch, tree_rows: dict[int, TreeRow]) -> Batch:
+        """Rows of draft trees at the positions their depths give them, each with the keys of its own branch."""
+        table = np.zeros((3, batch.rows), dtype=np.int64)
+        table[0] = NO_TREE
+        kv_lens = list(batch.kv_lens)
+        for row, tree_row in tree_rows.items():
+            kv_lens[row] = tree_row.base + tree_row.depth + 1
+            signed = tree_row.path - (tree_row.path >> 63 << 64)
+            table[:, row] = tree_row.base, signed, batch.kv_lens[row] - kv_lens[row]
+        sent, lifts = self.staging.upload(table), self.staging.upload(np.repeat(table[2], batch.counts))
+        paths = Paths(sent[0].int(), sent[1].contiguous())
+        return replace(
+            batch, positions=batch.positions - lifts, kv_len=batch.kv_len - sent[2].int(), kv_lens=kv_lens, paths=paths
+        )
+
+    def keep_branch(self, slot: int, position: int, tokens: list[int], indices: list[int]) -> None:
+        """Of a draft tree that began at `position`: these tokens were accepted, and K and V of all but the last are at
+        these indices from there on. They move to where a chain would have left them."""
+        at = torch.arange(position, position + len(tokens), device=self.device)
+        self.slots.tokens[slot, at] = torch.tensor(tokens, dtype=torch.int32, device=self.device)
+        moved = [(index, i) for i, index in enumerate(indices) if index != i]
+        if moved:
+            sides = (torch.tensor(side, device=self.device) + position for side in zip(*moved, strict=True))
+            for group, (source, target) in enumerate(zip(*(self.slots.kv_slots(slot, s) for s in sides), strict=True)):
+                self._kv.move(group, source, target)
+
+    def _replay(self, plan: StepPlan, size: tuple[int, int], greedy: bool) -> ForwardOutput:
+        """The step as one launch of a captured one; greedy samples are part of it."""
+        receivers = [self.slots.null_slot] * len(plan.rows)
+        if greedy:
+            for sample in plan.samples:
+                receivers[sample.row] = sample.slot
+        table = np.array(
+            [[r.slot, r.start, r.count, r.shift, to] for r, to in zip(plan.rows, receivers, strict=True)],
+            dtype=np.int64,
+        ).T
+        step = self._shared_step(plan, size, table) or self._captured.replay(size, table, self.staging)
+        computed = step.logits.shape[0] if size[0] == size[1] else size[0]
+        output = ForwardOutput(padding=computed - plan.tokens)
+        if plan.samples:
+            rows = [s.row for s in plan.samples]
+            if not greedy:
+                output.logits = step.logits[self.staging.upload(np.array(rows, dtype=np.int64))]
+            elif rows == list(range(len(rows))):
+                output.greedy = step.greedy[: len(rows)]
+            else:
+                output.greedy = step.greedy[self.staging.upload(np.array(rows, dtype=np.int64))]
+            if self._tap is not None and not plan.rests:  # the next replay writes over it: indexing copies
+                output.hidden = step.hidden[self.staging.upload(np.array(rows, dtype=np.int64))]
+        return output
+
+    def _shared_step(self, plan: StepPlan, size: tuple[int, int], table: Ints) -> StepOutput | None:
+        """The step by a captured one that reads shared prefixes once, if its rows share any."""
+        rows = self._captured.prefix_rows(len(plan.rows)) if size[0] == size[1] else None
+        if self._sharing is None or rows is None or any(row.drafts for row in plan.rows):
+            return None  # with drafts the rows differ from step to step: finding groups anew costs more than it saves
+        lists = self._sharing.lists(plan, rows)
+        return None if lists is None else self._captured.replay_shared(rows, table, lists, self.staging)
+
+    def _decode(
+        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any, warmup: bool = False
+    ) -> StepOutput:
+        """What is captured: rows table in, logits of each row's last token and greedy samples out."""
+        input_ids, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix)
+        batch.exact = False
+        model, tap = (self._warmup_model or self.model, None) if warmup else (self.model, self._tap)
+        hidden = model.forward(input_ids, batch, self._kv, last=True, tap=tap)
+        logits = model.logits(hidden)
+        greedy = argmax_tokens(logits)
+        self.slots.store(rows[4], (rows[1] + rows[2]).clamp(max=self.slots.tokens.shape[1] - 1), greedy)
+        return StepOutput(logits, greedy, tap.beside(hidden) if tap is not None else hidden)
+
+    def _attention(self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any) -> None:
+        """Only the attention of such a step."""
+        assert self._warmup_model is not None
+        _, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix)
+        batch.exact = False
+        self._warmup_model.attention(batch, self._kv)
+
+    def _prompt_logits(self, plan: StepPlan, hidden: torch.Tensor) -> Iterator[PromptLogits]:
+        """Of rows with `score`, some positions at a time. hidden [tokens, hidden]"""
+        end = 0
+        for i, row in enumerate(plan.rows):
+            begin, end = end, end + row.count
+            if not row.score:
+                continue
+            known = self.slots.tokens[row.slot, row.start + 1 : row.start + row.count + 1].long()
+            for at in range(0, known.shape[0], PROMPT_LOGITS_ROWS):
+                upto = min(at + PROMPT_LOGITS_ROWS, known.shape[0])
+                yield PromptLogits(i, row.slot, self.model.logits(hidden[begin + at : begin + upto]), known[at:upto])
+
+
+def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+    """Of rows with `pool`: their hidden states, summed, or the last of them. [tokens, hidden] → float32 [hidden]"""
+    pooled: dict[int, torch.Tensor] = {}
+    end = 0
+    for i, row in enumerate(plan.rows):
+        begin, end = end, end + row.count
+        if row.pool:
+            pooled[i] = hidden[begin:end].float().sum(0) if row.pool == "mean" else hidden[end - 1].float()
+    return pooled
