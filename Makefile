@@ -5,11 +5,12 @@ VENV ?= .venv
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
 PORT ?= 8000
+TORCH ?= auto
 PIP_ARGS ?=
 PARALLEL ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt $(PIP_ARGS)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 
 .PHONY: help setup serve chat test test-all
 
@@ -19,7 +20,8 @@ help:
 	@echo "make test                                   set everything up and run the quick tests"
 	@echo "make test-all                               ... and the slow ones"
 	@echo "make setup                                  environment, packages and model only"
-	@echo "PYTHON=python3.12 picks an interpreter; PIP_ARGS=... adds words for pip, such as an index of CPU-only wheels"
+	@echo "PYTHON=python3.12 picks an interpreter; TORCH=cpu or cuda a build of torch, whatever GPU there is;"
+	@echo "PIP_ARGS=... adds words for pip, such as --index-url of a mirror"
 
 setup: $(VENV)/.installed
 	@$(BIN)/quire pull $(MODEL)
@@ -40,7 +42,12 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; run make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
+# torch first, by itself: which build fits depends on the machine. What follows finds it there and keeps it.
+$(VENV)/.torch: pyproject.toml scripts/install_torch.py | $(BIN)/pip
+	@$(BIN)/python scripts/install_torch.py --build $(TORCH) -- $(PIP_ARGS)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	$(PIP) -e .
 	@touch $@
 

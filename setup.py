@@ -1,6 +1,7 @@
 """The optional compiled CPU kernels. A failed build leaves a package that runs on plain torch."""
 
 import glob
+import sysconfig
 from pathlib import Path
 from runpy import run_path
 
@@ -9,7 +10,12 @@ from setuptools import Extension, setup
 SOURCES = "src/quire/kernels/cpu/csrc"
 DIGEST = run_path("src/quire/kernels/cpu/shared_object.py")["digest"](Path(SOURCES))
 
+# One wheel serves 3.11 and all later: the module, called through ctypes, keeps to the stable ABI (module.cpp says so
+# itself). Interpreters without a GIL have no such ABI, and get a wheel of their own.
+ABI3 = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"bdist_wheel": {"py_limited_api": "cp311"}}
+
 setup(
+    options=ABI3,
     ext_modules=[
         Extension(
             "quire.kernels.cpu._native",
@@ -27,7 +33,7 @@ setup(
                 "-Wno-psabi",
             ],
             extra_link_args=["-pthread"],
-            py_limited_api=True,
+            py_limited_api=bool(ABI3),
             optional=True,
             language="c++",
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quire.engine.frontend import AsyncLLM
     from quire.engine.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # the one place; the package's metadata is made from it
 __all__ = ["LLM", "AsyncLLM", "BeamParams", "BlendParams", "GrammarSpec", "SamplingParams", "__version__"]
 
 _LAZY = {"LLM": "quire.engine.llm", "AsyncLLM": "quire.engine.frontend"}

@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+import quire
 from quire.cli.main import app
 from quire.types.config import EngineOptions, flat_fields, parse_size
 from quire.types.errors import ConfigError, ModelNotFoundError
@@ -19,6 +20,10 @@ def test_every_option_is_a_flag_with_its_help():
     for field in flat_fields():
         if not field.metadata.get("positional"):
             assert "--" + field.name.replace("_", "-") in text
+
+
+def test_the_version():
+    assert run("--version").output == f"quire {quire.__version__}\n"
 
 
 def test_one_answer(default_model):

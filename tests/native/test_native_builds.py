@@ -53,3 +53,18 @@ def test_neon_under_an_emulator(tmp_path):
 def test_x86_kernels_compile_anywhere(tmp_path):
     compiler = "g++" if os.uname().machine == "x86_64" else "x86_64-linux-gnu-g++"
     build(compiler, tmp_path / "selftest", "-O2", HERE / "selftest.cpp", *KERNELS)
+
+
+def test_all_compiles_for_a_mac(tmp_path):
+    """By the clang that the ziglang package brings, with headers of macOS; nothing is linked or run."""
+    zig = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-macos", "-mcpu=apple_m1", "-O1", "-c"]
+    include = f"-I{sysconfig.get_paths()['include']}"
+    subprocess.run([*zig, *FLAGS, include, *map(str, SOURCES.glob("*.cpp"))], check=True, cwd=tmp_path)
+
+
+def test_clang_builds_kernels_that_work(tmp_path):
+    """Macs have clang, which reads some things otherwise than gcc, such as targets within targets."""
+    program = tmp_path / "selftest"
+    command = [sys.executable, "-m", "ziglang", "c++", *FLAGS, "-O1", HERE / "selftest.cpp", *KERNELS, "-o", program]
+    subprocess.run([*map(str, command)], check=True)
+    subprocess.run([program], check=True)

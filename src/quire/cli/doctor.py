@@ -13,7 +13,7 @@ from rich.table import Table
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
 
-PACKAGES = ("torch", "triton", "flashinfer-python", "tokenizers", "safetensors", "fastapi", "pyzmq", "ray")
+PACKAGES = ("quire", "torch", "triton", "tokenizers", "safetensors", "llguidance", "fastapi", "pyzmq")
 
 
 def register(app: typer.Typer) -> None:

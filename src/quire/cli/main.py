@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import typer
 
-from quire.cli import batch_command as batch
-from quire.cli import bench, doctor, keys, serve
-from quire.cli import cache_command as cache
-from quire.cli import model_commands as models
-from quire.cli import run as chat
+from quire import __version__
+from quire.cli import batch_command, bench, cache_command, doctor, keys, model_commands, run, serve
 from quire.types.errors import QuireError
 
 app = typer.Typer(
     name="quire",
-    help="Run, serve and measure language models.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-chat.register(app)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"quire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Run, serve and measure language models."""
+
+
+run.register(app)
 serve.register(app)
-batch.register(app)
-models.register(app)
+batch_command.register(app)
+model_commands.register(app)
 doctor.register(app)
 app.add_typer(keys.app, name="keys")
-app.add_typer(cache.app, name="cache")
+app.add_typer(cache_command.app, name="cache")
 app.add_typer(bench.app, name="bench")
 
 

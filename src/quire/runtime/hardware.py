@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -118,16 +121,39 @@ def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
 
 
 def _available_memory() -> int:
-    with open("/proc/meminfo") as info:
-        for line in info:
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return 8 << 30
+    """Memory that can be had without swapping; half of it all where the system does not say."""
+    try:
+        with open("/proc/meminfo") as info:
+            for line in info:
+                if line.startswith("MemAvailable"):
+                    return int(line.split()[1]) * 1024
+    except OSError:  # no Linux
+        if said := _said("vm_stat"):
+            return reclaimable(said)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def reclaimable(vm_stat: str) -> int:
+    """Bytes a Mac has free or can have back at once, by its `vm_stat`."""
+    size = re.search(r"page size of (\d+) bytes", vm_stat)
+    pages = re.findall(r"^Pages (?:free|inactive|speculative|purgeable): +(\d+)", vm_stat, re.MULTILINE)
+    return int(size[1]) * sum(map(int, pages)) if size else 0
 
 
 def _cpu_name() -> str:
-    with open("/proc/cpuinfo") as info:
-        for line in info:
-            if line.startswith(("model name", "CPU part")):
-                return f"CPU ({line.partition(':')[2].strip()})"
+    try:
+        with open("/proc/cpuinfo") as info:
+            for line in info:
+                if line.startswith(("model name", "CPU part")):
+                    return f"CPU ({line.partition(':')[2].strip()})"
+    except OSError:  # no Linux
+        return f"CPU ({_said('sysctl', '-n', 'machdep.cpu.brand_string').strip() or platform.machine()})"
     return "CPU"
+
+
+def _said(*command: str) -> str:
+    """What a command of the system prints; nothing where there is no such command."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

@@ -7,7 +7,11 @@
 #include "common.h"
 
 #if defined(__aarch64__)
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#else
 #include <sys/auxv.h>
+#endif
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
@@ -163,7 +167,8 @@ void end() {}
 
 const Kernels kTable = QUIRE_KERNELS("neon", gemm);
 
-#if defined(__clang__)
+#if defined(__clang__)  // which takes the first of two targets that a function is given
+#pragma clang attribute pop
 #pragma clang attribute push(__attribute__((target("dotprod,i8mm"))), apply_to = function)
 #else
 #pragma GCC push_options
@@ -178,21 +183,28 @@ const Kernels kTable = QUIRE_KERNELS("neon", gemm);
 
 }  // namespace
 
-const Kernels* kernels_neon() {
-  constexpr unsigned long kDotProduct = 1 << 20;  // HWCAP_ASIMDDP
-  return getauxval(AT_HWCAP) & kDotProduct ? &kTable : nullptr;
+#if defined(__APPLE__)
+namespace {
+bool has(const char* feature) {
+  int value = 0;
+  size_t size = sizeof value;
+  return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value;
 }
+bool has_dot_product() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool has_matrix() { return has("hw.optional.arm.FEAT_I8MM"); }
+}  // namespace
+#else
+namespace {
+bool has_dot_product() { return getauxval(AT_HWCAP) & 1 << 20; }  // HWCAP_ASIMDDP
+bool has_matrix() { return getauxval(AT_HWCAP2) & 1 << 13; }      // HWCAP2_I8MM
+}  // namespace
+#endif
 
-const Kernels* kernels_i8mm() {
-  constexpr unsigned long kMatrix = 1 << 13;  // HWCAP2_I8MM
-  return kernels_neon() && getauxval(AT_HWCAP2) & kMatrix ? &i8mm::kTable : nullptr;
-}
+const Kernels* kernels_neon() { return has_dot_product() ? &kTable : nullptr; }
+const Kernels* kernels_i8mm() { return kernels_neon() && has_matrix() ? &i8mm::kTable : nullptr; }
 
 }  // namespace quire
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif
 #else
 namespace quire {
 const Kernels* kernels_neon() { return nullptr; }
