@@ -4,7 +4,7 @@ import os
 import sys
 
 from quire.runtime import hardware
-from quire.types import process
+from quire.types import memory_use as process
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
 Pages free:                               10000.
