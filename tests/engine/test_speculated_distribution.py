@@ -37,7 +37,7 @@ class TableModel:
 
 
 class RandomProposer:
-    """Guesses by its own coin, some right and some wrong."""
+    """Random drafts, some accepted and some not."""
 
     def __init__(self, seed):
         self._rng = np.random.default_rng(seed)
@@ -53,13 +53,13 @@ class RandomProposer:
 
 
 class RandomTrees(RandomProposer):
-    """Three guesses, each after any before it or after what is known."""
+    """Three draft tokens, each after any before it or after the last known one."""
 
     def propose(self, contexts, budgets):
-        guesses = super().propose(contexts, budgets)
+        drafts = super().propose(contexts, budgets)
         return [
             DraftTree(tokens[:budget], [int(self._rng.integers(-1, i)) if i else -1 for i in range(budget)])
-            for tokens, budget in zip(guesses, budgets, strict=True)
+            for tokens, budget in zip(drafts, budgets, strict=True)
         ]
 
 
@@ -141,7 +141,7 @@ def test_a_biased_verifier_is_caught():
 
     def lenient(draft, drawn):
         right = verify(draft, drawn)
-        return min(len(draft), right + (next(calls) % 25 == 0))  # one guess in 25 passes unseen
+        return min(len(draft), right + (next(calls) % 25 == 0))  # one draft token in 25 passes unverified
 
     biased = counts(draw(50_000, 10**6, Speculation(RandomProposer(1), lenient)))
     assert p_value(biased, np.array(list(law().values())) * 50_000) < 1e-6

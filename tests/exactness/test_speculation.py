@@ -1,4 +1,4 @@
-"""Output with speculation is output without it: greedy and seeded, with everything that shapes a draw, whoever guesses.
+"""Output with speculation is output without it: greedy and seeded, with everything that shapes a sample, by any drafter.
 
 The compiled decoder gives a row the same bits whatever runs beside it, so equality is exact: no ties are excused.
 """
@@ -97,40 +97,40 @@ def expected(plain, few):
     return greedy, {way: [texts(r) for r in plain.generate(few[:3], params)] for way, params in WAYS.items()}
 
 
-class Guessing(Recorder):
-    """Records, and asks another for a guess after every token."""
+class DraftingRecorder(Recorder):
+    """Records, and asks another proposer for a draft after every token."""
 
     def __init__(self, proposer):
         super().__init__()
-        self.proposer, self.guesses = proposer, {}
+        self.proposer, self.drafts = proposer, {}
 
     def observe(self, context, tokens):
         super().observe(context, tokens)
         self.proposer.observe(context, tokens)
-        self.guesses.setdefault(context.admit.key, []).append(self.proposer.propose([context], [3])[0])
+        self.drafts.setdefault(context.admit.key, []).append(self.proposer.propose([context], [3])[0])
 
 
 @pytest.mark.parametrize(("kind", "proposer"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
-def test_heads_guess_in_the_engine_what_they_guess_in_training(plain, few, heads, kind, proposer):
+def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads, kind, proposer):
     train_draft, spec = trainer(), plain._link.core.executor.model.spec
     made = load_heads(
         kind, heads[kind].partition(":")[2], hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size,
         device=torch.device("cpu"),
     )  # fmt: skip
-    watcher = Guessing(proposer(made))
+    watcher = DraftingRecorder(proposer(made))
     answers = watched(plain, few, watcher, made.layers if kind == "eagle" else ())
     lesson = train_draft.Lesson(answers, made, made.words.head.weight)
     with torch.no_grad():
         logits = list(islice(train_draft.draft_logits(made, lesson), 3))
     first, rest = [], []
-    for i, guesses in enumerate(watcher.guesses.values()):
-        for at, guess in enumerate(guesses):
+    for i, drafts in enumerate(watcher.drafts.values()):
+        for at, draft in enumerate(drafts):
             offline = [made.words.ids[part[i, at].argmax()].item() for part in logits]
-            first.append(guess[0] == offline[0])
+            first.append(draft[0] == offline[0])
             drawn = lesson.tokens[i, at + 1 : at + 3].tolist()
-            for depth in (1, 2):  # in training the drafter is told what was drawn: the same, while guesses are right
-                if kind == "medusa" or guess[:depth] == drawn[:depth]:
-                    rest.append(guess[depth] == offline[depth])
+            for depth in (1, 2):  # in training the drafter is told what was drawn: the same, while drafts are accepted
+                if kind == "medusa" or draft[:depth] == drawn[:depth]:
+                    rest.append(draft[depth] == offline[depth])
     assert len(first) == sum(len(a.tokens) for a in answers) and len(rest) > 50
     assert sum(first) >= 0.99 * len(first) and sum(rest) >= 0.99 * len(rest)  # but for near-ties
 
@@ -150,7 +150,7 @@ def test_equals_plain(few, expected, heads, speculation):
 
 
 class Dozing(Drafting):
-    """Guesses all it may for some steps, rests for some."""
+    """Drafts all it may for some steps, nothing for some."""
 
     steps = 0
 
@@ -161,8 +161,8 @@ class Dozing(Drafting):
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
-def test_while_guessing_rests_steps_show_nothing_and_then_it_goes_on(few, expected, heads, kind, monkeypatch):
-    monkeypatch.setattr("quire.scheduling.scheduler.Drafting", Dozing)
+def test_while_drafting_is_off_no_hidden_states_are_returned(few, expected, heads, kind, monkeypatch):
+    monkeypatch.setattr("quire.scheduling.feature_set.Drafting", Dozing)
     with engine(heads[kind], draft_adapt=False) as llm:
         core, seen = llm._link.core, []
         forward = core.executor.model.forward
@@ -224,7 +224,7 @@ class Knowing:
     [{}, {"depth": 2}, {"kv_pages": 16, "max_model_len": 224}, {"page_size": 5}, {"page_size": 1, "draft_tokens": 16}],
     ids=["as it is", "two steps in flight", "preemption", "small pages", "pages of one token"],
 )
-def test_trees_of_guesses(plain, few, expected, options):
+def test_draft_trees(plain, few, expected, options):
     """Whatever else stands in a tree, answers are those of plain steps: greedy, sampled, and with log-probabilities."""
     texts_of = [plain.text.tokenizer.encode(p) if isinstance(p, str) else p for p in few]
     known = [(*prompt, *answer[0][0]) for prompt, answer in zip(texts_of, expected[0], strict=True)]

@@ -133,7 +133,7 @@ def admit(spec, branch=0, tokens=()):
     return Admit(branch, f"r/{branch}", [1, *tokens], 1, params, seed=0, branch=branch, stop_ids=[])
 
 
-def test_the_most_recent_are_kept_and_those_that_somebody_holds(backend):
+def test_the_most_recent_are_kept_and_those_that_are_referenced(backend):
     store = GrammarStore(backend, lambda: VOCABULARY)
     try:
         held = store.prepare(each(0))

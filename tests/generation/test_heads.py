@@ -82,7 +82,7 @@ def test_drafts_do_not_depend_on_who_else_is_drafted_for(kind):
 
 
 @pytest.mark.parametrize(("kind", "make"), [("medusa", MedusaProposer), ("eagle", EagleProposer)])
-def test_nothing_is_guessed_where_states_are_unknown(kind, make):
+def test_nothing_is_drafted_where_states_are_unknown(kind, make):
     proposer, one = make(made(kind)), context()
     assert proposer.propose([one], [3]) == [[]]
     grow(proposer, one, [4, 5], torch.randn(1, SHOWN[kind]))  # the second was forced

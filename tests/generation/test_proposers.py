@@ -96,7 +96,7 @@ def test_synthetic_accepts_the_share_it_is_told():
     assert sum(counts) / len(counts) == pytest.approx(0.8 + 0.8**2 + 0.8**3 + 0.8**4, abs=0.03)
 
 
-def test_verify_counts_the_guesses_before_the_first_wrong_one():
+def test_verify_counts_the_draft_tokens_before_the_first_wrong_one():
     assert verify([1, 2, 3], [1, 2, 3, 4]) == 3
     assert verify([1, 2, 3], [1, 9, 3, 4]) == 1
     assert verify([5], [1, 2]) == 0

@@ -67,7 +67,7 @@ def test_program_equals_its_twin(isa, shape, dtype, page_size):
 @pytest.mark.parametrize(
     ("page_size", "prefix", "dtype"), [(16, 40, "float16"), (4, 30, "float32"), (5, 33, "int8"), (4, 31, "int4")]
 )
-def test_a_tree_of_guesses_is_its_branches_to_the_bit(windows, page_size, prefix, dtype):
+def test_a_draft_tree_is_its_branches_to_the_bit(windows, page_size, prefix, dtype):
     """And once K and V of a branch are moved to its positions, whoever goes on from there sees no difference."""
     weights, tree = random_decoder(windows=windows), DraftTree([3, 4, 5, 6, 7, 8, 9], [-1, -1, 0, 1, 3, 1, 4])
     program = NativeProgram(weights, threads=2)

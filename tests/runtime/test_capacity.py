@@ -61,9 +61,9 @@ def test_a_context_that_memory_cannot_hold_takes_no_room():
     assert working < 7 * GIB and pages * 16 > 16_000
 
 
-def test_guesses_have_logits_too():
-    alone, guessing = room(60 * GIB)[0], room(60 * GIB, speculation="ngram", draft_tokens=7)[0]
-    assert guessing - alone == 2 * 2 * (8192 - 1024) * LLAMA.vocab_size
+def test_draft_tokens_have_logits_too():
+    alone, drafting = room(60 * GIB)[0], room(60 * GIB, speculation="ngram", draft_tokens=7)[0]
+    assert drafting - alone == 2 * 2 * (8192 - 1024) * LLAMA.vocab_size
 
 
 def test_what_is_asked_for_is_given():

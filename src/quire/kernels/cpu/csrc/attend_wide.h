@@ -1,6 +1,6 @@
 // Attention of many queries that read the same keys, W of them side by side: one lane is one (query token, head), so
-// no sum crosses lanes. Included by `attend.h`. Each lane computes what `attend_block` does, in the same order: the
-// same bits, sooner.
+// no sum crosses lanes. Included by `attend.h`, after `attend_block.h`. Each lane computes what `attend_block` does, in
+// the same order: the same bits, sooner.
 
 constexpr int kAbreast = W == 8 ? 2 : 4;  // keys scored at a time: what the registers hold
 constexpr int kFewStates = W == 16 ? 5 : W / 2;  // so many are sooner done one by one
