@@ -62,7 +62,7 @@ def record(options: EngineOptions, count: int, length: int, seed: int) -> Record
     link = open_link(options, process=False)
     assert isinstance(link, LocalLink)
     text, recorder, executor = TextModel.load(resolve(options.model.model)), Recorder(), link.core.executor
-    layers = depths(executor.model.spec.layers)
+    layers = depths(len(executor.model.spec.layers))
     executor.watch(recorder, layers)
     for number, ask in enumerate(asks):
         params = SamplingParams(temperature=0, max_tokens=length)

@@ -1,4 +1,4 @@
-"""Output with speculation is output without it: greedy and seeded, with everything that shapes a sample, by any drafter.
+"""Output with speculation is output without it: greedy and seeded, with everything that shapes a sample, any drafter.
 
 The compiled decoder gives a row the same bits whatever runs beside it, so equality is exact: no ties are excused.
 """
@@ -62,7 +62,7 @@ def few(plain):
 def heads(plain, few, tmp_path_factory):
     """Small heads, taught by the model's answers to a few of the prompts: speculation by kind."""
     train_draft, model = trainer(), plain._link.core.executor.model
-    layers = train_draft.depths(model.spec.layers)
+    layers = train_draft.depths(len(model.spec.layers))
     answers = watched(plain, few, Recorder(), layers)
     records = train_draft.Records(answers, answers, train_draft.head_of(model), layers)
     found = {}
@@ -114,7 +114,7 @@ class DraftingRecorder(Recorder):
 def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads, kind, proposer):
     train_draft, spec = trainer(), plain._link.core.executor.model.spec
     made = load_heads(
-        kind, heads[kind].partition(":")[2], hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size,
+        kind, heads[kind].partition(":")[2], hidden=spec.hidden, layers=len(spec.layers), vocab=spec.vocab_size,
         device=torch.device("cpu"),
     )  # fmt: skip
     watcher = DraftingRecorder(proposer(made))

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention_backend import NO_TREE, PATH, AttentionBackend, AttentionSpec, Batch, GroupBatch, Paths
+from quire.kernels.attention_mass import AttentionMassRows
+from quire.kernels.eager import sdpa_attention
 from quire.kernels.eager.sdpa_attention import TorchSdpa
 from quire.kernels.kv_views import LayerKV
 from quire.kernels.library.cudnn_prefill import CudnnPrefill
@@ -94,7 +96,10 @@ def oracle(spec: AttentionSpec, case: Case) -> torch.Tensor:
         keys = torch.arange(len(k))[None]
         seen = (keys <= at) & (keys > at - (spec.window or len(k) + 1))
         k, v = (t.double().transpose(0, 1).repeat_interleave(share, 0) for t in (k, v))
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=spec.scale).transpose(0, 1))
+        scores = q @ k.transpose(1, 2) * spec.scale
+        if spec.softcap:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
+        outs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
         begin += count
     return torch.cat(outs)
 
@@ -133,6 +138,37 @@ def spec_of(heads: tuple[int, int] = (9, 3), window: int | None = None, dim: int
 def test_batches(backend, device, heads, window, rows):
     spec = spec_of(heads, window)
     check(backend, spec, make_case(spec, rows, device=device))
+
+
+@devices
+@backends
+@pytest.mark.parametrize("window", [None, 6, 40])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_soft_caps(backend, device, window, rows, monkeypatch):
+    monkeypatch.setattr(sdpa_attention, "SCORES", 300)  # several pieces of a prompt
+    spec = replace(spec_of(window=window), softcap=1.5)
+    if refusal := backend.supports(spec, torch.device(device)):
+        assert "soft cap" in refusal
+        return
+    case = make_case(spec, rows, device=device)
+    check(backend, spec, case)
+    if max(case.batch.kv_lens) > 1 != window:  # one key has all the weight
+        assert (oracle(spec, case) - oracle(replace(spec, softcap=None), case)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_rows_that_ask_what_they_attend_to(softcap):
+    """The same result as all others have, and what they paid, which is all there is."""
+    spec = replace(spec_of(window=30), softcap=softcap)
+    case = make_case(spec, [(40, 1), (5, 7), (0, 20)], size=4)
+    case.k_pages.nan_to_num_(0.0)
+    case.v_pages.nan_to_num_(0.0)
+    case.batch.asks, case.batch.mass = [0, 2], torch.zeros(3, case.batch.groups[0].page_table.shape[1])
+    backend = AttentionMassRows(TorchSdpa())
+    plan = backend.plan(case.batch, case.batch.groups[0], spec)
+    args = (spec, case.q, LayerKV(case.k_pages, case.v_pages), case.batch, case.batch.groups[0], plan)
+    torch.testing.assert_close(backend.forward(*args).double(), oracle(spec, case), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(case.batch.mass.sum(1), torch.tensor([9.0, 0.0, 180.0]))  # nine heads a query
 
 
 @backends

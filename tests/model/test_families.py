@@ -42,12 +42,12 @@ def test_logits_match_transformers(pair):
             close(got, want)
 
 
-@pytest.mark.parametrize("pair", ["llama3", "gpt2"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama3", "gpt2", "olmo2", "gemma2"], indirect=True)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_tap_shows_what_transformers_has_behind_a_layer(pair, last):
     theirs, ours = pair
     first, second = prompts(41, 29)
-    inner = range(ours.spec.layers - 1)  # behind the last layer theirs has its final norm
+    inner = range(len(ours.spec.layers) - 1)  # behind the last layer theirs has its final norm
     with torch.no_grad():
         states = [theirs(torch.tensor([p]), output_hidden_states=True).hidden_states for p in (first, second)]
     tap = HiddenStateTap(tuple(inner))
@@ -106,7 +106,7 @@ def test_older_configs(tmp_path, name, rope):
     )
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "olmo2", "gemma2"])
 def test_stored_in_half_precision(name, tmp_path):
     """Files in bfloat16, computed in float32."""
     tiny(name).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -116,7 +116,7 @@ def test_stored_in_half_precision(name, tmp_path):
     close(run_model(ours, [prompt])[0], their_logits(theirs, prompt))
 
 
-@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "qwen3", "gpt2"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "qwen3", "gpt2", "olmo2", "gemma2"], indirect=True)
 def test_computed_in_bfloat16(pair, tmp_path):
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)
@@ -129,7 +129,7 @@ def test_computed_in_bfloat16(pair, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "gpt2"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2"], indirect=True)
 def test_on_a_gpu(pair, tmp_path):
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)

@@ -44,6 +44,10 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if arch == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
     tied = config.tie_word_embeddings
     for name, tensor in model.state_dict().items():
@@ -56,6 +60,8 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
             weight = pair_heads(weight, config.num_attention_heads)
         if arch == "llama" and ".k_proj." in name:
             weight = pair_heads(weight, config.num_key_value_heads)
+        if arch == "gemma2" and "norm" in name:
+            weight = weight + 1
         stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(weight), stored)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
@@ -69,7 +75,10 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
     writer.close()
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2", "qwen3", "gpt2"])
+GGUF_FAMILIES = ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2", "qwen3", "gpt2", "olmo2", "gemma2"]
+
+
+@pytest.mark.parametrize("name", GGUF_FAMILIES)
 def test_logits_survive_conversion(tmp_path, name):
     theirs = tiny(name)
     path = tmp_path / "m.gguf"

@@ -221,7 +221,7 @@ def test_loading_leaves_the_bits_alone(tmp_path):
     theirs.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     model = load_model(resolve(str(tmp_path)).open(), **CPU)
-    q, k, v = model.layers[1].qkv.state["weight"].split([48, 48, 48])
+    q, k, v = model.layers[1].mixer.qkv.state["weight"].split([48, 48, 48])
     for ours, name in ((q, "q"), (k, "k"), (v, "v")):
         assert torch.equal(ours, weights[f"model.layers.1.self_attn.{name}_proj.weight"])
     save_file(weights, tmp_path / "model.safetensors")  # nothing keeps the file from being replaced

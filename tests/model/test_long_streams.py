@@ -118,9 +118,9 @@ def generate(core, *requests, preempt=0):
     for step in count(1):
         if not core.busy:
             break
-        running = list(core.scheduler.roster.running)
+        running = list(core.scheduler.sequences.running)
         if preempt and step % preempt == 0 and step <= 6 * preempt and running:
-            core.scheduler.roster.preempt(running[step // preempt % len(running)])
+            core.scheduler.sequences.preempt(running[step // preempt % len(running)])
         for event in core.step():
             assert not event.message, event.message
             events[event.request].append(event)

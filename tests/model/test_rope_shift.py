@@ -37,7 +37,7 @@ def views_for(ours, dtype=torch.float32) -> KVViews:
     return KVViews(allocate_kv(layout, 8, "cpu"), layout)
 
 
-@pytest.mark.parametrize("name", ["llama2", "llama3", "llama-linear", "yarn-mscale", "one-kv-head", "qwen3"])
+@pytest.mark.parametrize("name", ["llama2", "llama3", "llama-linear", "yarn-mscale", "one-kv-head", "qwen3", "olmo2"])
 @pytest.mark.parametrize("small", [False, True])
 def test_a_turned_key_is_the_key_of_its_new_position(tmp_path, monkeypatch, name, small):
     theirs = tiny(name)

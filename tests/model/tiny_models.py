@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -58,6 +61,35 @@ CONFIGS = {
         **SIZES, use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2
     ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=12),
+    "olmo2": lambda: Olmo2Config(**SIZES),
+    "olmo2-biased-tied": lambda: Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True),
+    "gemma2": lambda: Gemma2Config(
+        **SIZES,
+        head_dim=12,
+        query_pre_attn_scalar=12,
+        sliding_window=9,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),  # small caps, so that they show
+    "gemma2-variations": lambda: Gemma2Config(
+        **SIZES,
+        head_dim=8,
+        query_pre_attn_scalar=20,
+        sliding_window=7,
+        layer_types=["full_attention"] * 3 + ["sliding_attention"],
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        hidden_activation="gelu",
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "granite": lambda: GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=0.4,
+    ),
     "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: GPT2Config(
         vocab_size=97,

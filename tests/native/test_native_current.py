@@ -51,4 +51,4 @@ def test_the_doctor_and_the_log_say_so(default_model, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         model = loading.load_model(default_model.open(), device="cpu", dtype=torch.float32, compiled=1)
     (record,) = caplog.records
-    assert STALE in record.getMessage() and any(STALE in reason for reason in model.reasons)
+    assert STALE in record.getMessage() and any(STALE in reason for reason in model.describe())

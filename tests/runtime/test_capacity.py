@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 
 from quire.bench.suite import DATA
 from quire.model.families.llama import LlamaFamily
@@ -17,17 +18,19 @@ from quire.runtime.staging import Staging
 from quire.runtime.worker import ForwardWorker
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.kv import StateGroup
 from quire.types.plan import Capacity
 
 LLAMA = LlamaFamily().spec(json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()))
 LAYOUT = LLAMA.kv_layout(page_size=16, dtype="bfloat16")
 
 
-def room(memory, spec=LLAMA, **asked):
+def room(memory, spec=LLAMA, layout=LAYOUT, **asked):
     options = EngineOptions.of(**asked)
     gpu = Hardware("cuda:0", "a GPU", memory, 16)
-    working = working_memory(options, resolve(options, gpu), spec, LAYOUT, memory)
-    return working, kv_capacity(options, gpu, LAYOUT, working=working)
+    resolved = resolve(options, gpu)
+    working = working_memory(options, resolved, spec, LAYOUT, memory)
+    return working, kv_capacity(options, gpu, layout, slots=resolved.max_seqs, working=working)
 
 
 def test_steps_of_a_gpu_end_in_time_unless_asked_otherwise():
@@ -70,6 +73,20 @@ def test_what_is_asked_for_is_given():
     assert room(24 * GIB, kv_memory="3G")[1] == (3 * GIB // LAYOUT.page_bytes, "KV memory 3.00 GiB: as asked")
     assert room(24 * GIB, kv_pages=70)[1][0] == 71
     assert room(2 * GIB)[1][0] == 0
+
+
+def test_states_have_room_before_pages_and_their_snapshots_beside_them():
+    """Two groups of recurrent layers, one of which is remembered at every second page boundary."""
+    states = (StateGroup((4, 5), 3 << 20, snapshot_tokens=32), StateGroup((6,), 1 << 20, snapshot_tokens=48))
+    layout = structs.replace(LAYOUT, states=states)
+    assert (LAYOUT.state_bytes, LAYOUT.page_snapshot_bytes, LAYOUT.alignment) == (0, 0, 16)
+    assert layout.state_bytes == 4 << 20 and layout.alignment == 96 and layout.token_bytes == LAYOUT.token_bytes
+    assert [layout.snapshot_bytes(n) >> 20 for n in (0, 31, 32, 48, 96, 100)] == [0, 0, 3, 4, 11, 11]
+    assert layout.page_snapshot_bytes == -(-(11 << 20) // 6)  # a hit every 96 tokens is six pages
+    plain, recurrent = (room(24 * GIB, layout=which, max_seqs=64, kv_memory="2G")[1][0] for which in (LAYOUT, layout))
+    assert plain == 2 * GIB // LAYOUT.page_bytes
+    assert recurrent == (2 * GIB - 64 * (4 << 20)) // (LAYOUT.page_bytes + layout.page_snapshot_bytes)
+    assert room(24 * GIB, layout=layout, max_seqs=64, kv_memory="200M")[1][0] == 0, "not even the states fit"
 
 
 class Watched:

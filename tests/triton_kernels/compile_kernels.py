@@ -65,14 +65,14 @@ def pages(dtype):
     return LayerKV(k, v, 0, scales, scales)
 
 
-def attention(dtype, rows, shared=0, **options):
+def attention(dtype, rows, shared=0, softcap=None, **options):
     counts, lens = [c for c, _ in rows], [n for _, n in rows]
     table = torch.ones(len(rows), 8, dtype=torch.int32)
     positions = torch.cat([torch.arange(n - c, n) for c, n in rows])
     group = GroupBatch(PAGE, table, positions)
     start = torch.tensor([0, *counts]).cumsum(0).int()
     made = Batch(positions, start, torch.tensor(lens).int(), counts, lens, (group,))
-    spec = AttentionSpec(HEADS, KV, DIM, 0.1, kv_itemsize=dtype.itemsize)
+    spec = AttentionSpec(HEADS, KV, DIM, 0.1, kv_itemsize=dtype.itemsize, softcap=softcap)
     backend, prefix = TritonAttention(**options), None
     if shared:
         found = cascade.find_groups(table.tolist(), [n - c for c, n in rows], PAGE)
@@ -138,6 +138,7 @@ def attending():
         attention(dtype, [(1, 100), (100, 100)])
     attention(BF16, [(1, 100)] * 64, shared=64)
     attention(BF16, [(1, 100), (5, 100)], invariant=True)
+    attention(BF16, [(1, 600)] * 8 + [(100, 100)], softcap=50.0)
 
 
 def spilled(cubin):

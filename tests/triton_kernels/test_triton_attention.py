@@ -104,6 +104,24 @@ def test_windows(window):
     case.check(case.triton())
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+def test_soft_caps(window, stored, monkeypatch):
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 32)
+    case = Case([(1, 150), (2, 9), (50, 70)], window=window)
+    case.spec = replace(case.spec, softcap=0.7)
+    if stored == torch.int8:
+        (case.k, k_scales), (case.v, v_scales) = (encode(part, stored, scaled=True) for part in (case.k, case.v))
+        case.scales = (k_scales, v_scales)
+    case.check(case.triton(), 3e-3 if stored == torch.int8 else 2e-6)
+    plain = case.plain()
+    case.spec = replace(case.spec, softcap=None)
+    assert (case.plain() - plain).abs().max() > 0.01
+    if stored == torch.float32:
+        case.spec = replace(case.spec, softcap=0.7, scale=1e4)  # scores far beyond the cap
+        case.check(case.triton())
+
+
 def test_pages_a_window_has_left_behind_may_hold_anything():
     case = Case([(1, 90)], window=6)
     case.group.page_table[0, :20] = 0  # the null page, here NaN throughout

@@ -32,6 +32,8 @@ def doctor(
     from quire.kernels import cpu
     from quire.model import CompiledModel, compiled_refusal, parameter_count, read_spec, weight_bytes
     from quire.model.blocks.fused import choose_stages
+    from quire.model.quantization.dense import DenseScheme
+    from quire.model.quantization.fp8 import Fp8Scheme
     from quire.runtime.capacity import kv_capacity, kv_layout, working_memory
     from quire.runtime.hardware import DTYPES, probe
     from quire.runtime.hardware import resolve as decide
@@ -50,12 +52,13 @@ def doctor(
     else:
         stages, own = choose_stages(spec, device), decisions.dtype
         weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)
-        kernels = [f"decoder: not the compiled one, {refused}", *stages.reasons]
+        scheme = Fp8Scheme() if decisions.fp8 else DenseScheme()
+        kernels = [f"decoder: not the compiled one, {refused}", *stages.describe(scheme)]
     layout = kv_layout(engine, decisions, spec, own, kinds)
     working = working_memory(engine, decisions, spec, layout, hardware.memory - weights)
-    pages, why = kv_capacity(engine, hardware, layout, working=working, taken=weights)
+    pages, why = kv_capacity(engine, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
-
+    heads = spec.layers[0].mixer.heads
     _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
     _section("packages", [(name, _version(name)) for name in PACKAGES])
     _section("choices", [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *kernels)])
@@ -63,7 +66,7 @@ def doctor(
         f"model {local.name}",
         [
             ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
-            ("attention", f"{spec.heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {spec.layers} layers"),
+            ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {len(spec.layers)} layers"),
             ("weights", _size(weights)),
             ("KV per token", f"{_size(layout.token_bytes)} in {layout.dtype}"),
             ("KV memory", f"{pages - 1} pages of {_size(layout.page_bytes)}; {why}"),

@@ -33,10 +33,17 @@ class AttentionSpec:
     window: int | None = None  # tokens a query sees, itself included
     itemsize: int = 2  # bytes of a query element
     kv_itemsize: int = 0  # bytes of a number in the pages; 0: as of queries
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
 
     @property
     def stored(self) -> int:
         return self.kv_itemsize or self.itemsize
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Scores (q . k * scale) under the soft cap; may write over them."""
+        if self.softcap is None:
+            return scores
+        return scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
 
 @dataclass

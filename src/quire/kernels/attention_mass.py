@@ -76,7 +76,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q [tokens, heads, dim], k and v [keys, kv_heads, dim] → output like q, and what all of q paid to each key."""
     grouped = q.float().unflatten(1, (spec.kv_heads, -1))  # [tokens, kv_heads, share, dim]
-    scores = torch.einsum("tgsd,ngd->gstn", grouped, k) * spec.scale
+    scores = spec.capped(torch.einsum("tgsd,ngd->gstn", grouped, k) * spec.scale)
     places = torch.arange(len(k), device=k.device)
     seen = places <= positions[:, None]
     if spec.window is not None:

@@ -24,7 +24,8 @@ def backends_for(device: torch.device, *, plain: bool = False, invariant: bool =
     if not plain and why_not(device) is None:
         from quire.kernels.triton.paged_attention import TritonAttention
 
-        backends.insert(0, TritonAttention(invariant=True) if invariant else CudnnPrefill(TritonAttention()))
+        paged = TritonAttention(invariant=invariant)
+        backends[:0] = [paged] if invariant else [CudnnPrefill(paged), paged]
     return backends
 
 
@@ -55,7 +56,8 @@ def choose_assemble(device: torch.device) -> Callable[..., Assembled]:
 
 def describe(spec: AttentionSpec) -> str:
     reach = "full" if spec.window is None else f"window {spec.window}"
-    return f"({spec.heads} heads, {spec.kv_heads} KV, dim {spec.head_dim}, {reach})"
+    cap = "" if spec.softcap is None else f", soft cap {spec.softcap:g}"
+    return f"({spec.heads} heads, {spec.kv_heads} KV, dim {spec.head_dim}, {reach}{cap})"
 
 
 def choose_ops(device: torch.device, *, plain: bool = False) -> Ops:

@@ -1,7 +1,7 @@
 """The compiled decoder as a model: same face as `Model`, weights packed from a quantised GGUF, one call per step.
 
-Claims the Llama family whole (RMS norms, rotary positions, gated SiLU MLP) on a CPU. Knows: which specs the program
-can run, where stored tensors go in it. Refuses to know: how the program runs.
+Claims layers of Llama's kind (RMS norms before, rotary positions, SwiGLU) whole, on a CPU. Knows: which specs the
+program can run, where stored tensors go in it. Refuses to know: how the program runs.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor
+from quire.types.errors import ConfigError
+from quire.types.kv import KVLayout
 from quire.types.seams import WeightSource
 
 Place = tuple[str, str, int]  # module, kind, part
@@ -40,8 +42,8 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
         return f"it runs on a CPU, not on {device.type}"
     if reason := cpu.available():
         return reason
-    if spec.norm != "rms" or spec.rope is None or not spec.gated_mlp or spec.activation != "silu" or spec.mlp_bias:
-        return f"{spec.architecture} is not of the Llama family (RMS norms, rotary positions, gated SiLU)"
+    if unknown := unknown_to_program(spec):
+        return f"{spec.architecture} has {unknown}, which it does not know"
     if spec.head_dim % 32:
         return f"head dimension {spec.head_dim} is no multiple of 32"
     tensors = source.tensors()
@@ -50,6 +52,29 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
         return "weights are not quantised"
     odd = [name for name in matrices if tensors[name].shape[1] % 32 or targets[name].transposed]
     return f"rows of {odd[0]!r} are no whole blocks of 32" if odd else None
+
+
+def unknown_to_program(spec: DecoderSpec) -> str | None:
+    """The first thing of a spec that the program has no code for."""
+    first = spec.layers[0]
+    if spec.embedding_scale != 1.0 or spec.residual_scale != 1.0 or spec.logit_scale != 1.0:
+        return "scaled embeddings, residuals or logits"
+    if spec.logit_softcap is not None:
+        return "a soft cap on logits"
+    for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
+        if norms.kind != "rms" or not norms.before or norms.after:
+            return "other norms than RMS norms before attention and MLP"
+        if mixer.rope is None:
+            return "learned positions"
+        if mixer.softcap is not None:
+            return "a soft cap on attention scores"
+        if mixer.qk_norm == "all":
+            return "norms of queries and keys over all heads"
+        if not feed.swiglu or feed.bias:
+            return "another MLP than SwiGLU without biases"
+        if mixer.heads != first.mixer.heads or feed.intermediate != first.feed.intermediate:
+            return "layers of different sizes"
+    return None
 
 
 class CompiledModel:
@@ -72,12 +97,16 @@ class CompiledModel:
     ):
         self.spec = spec
         self.device = torch.device("cpu")
+        self.threads = threads
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
         self.inverse_frequencies = weights.inverse_frequencies
         self.draw = self._program.drawer()
-        self.reasons = [f"decoder: compiled ({self._program.isa}), weights stay quantised, {threads} threads"]
+
+    def describe(self) -> list[str]:
+        """What was chosen to run it and why, for people."""
+        return [f"decoder: compiled ({self._program.isa}), weights stay quantised, {self.threads} threads"]
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """As `Model.rescale_keys`."""
@@ -104,6 +133,18 @@ class CompiledModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
         return self._program.logits(hidden)
+
+    def sketch(self) -> None:
+        """Nothing of it is compiled while it runs."""
+        return None
+
+    def prefix_heads(self, layout: KVLayout) -> None:
+        """It reads a shared prefix once a row."""
+        return None
+
+    def to(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            raise ConfigError(f"the compiled decoder's weights stay in the memory of a CPU, they cannot go to {device}")
 
 
 class _Packer:
@@ -134,17 +175,18 @@ class _Packer:
         if (divisors := self._vector("rope_divisors")) is not None:
             frequencies = frequencies / divisors
         embed = self._matrix("embed", 0)
+        first = spec.layers[0]
         return DecoderWeights(
             hidden=spec.hidden,
-            heads=spec.heads,
+            heads=first.mixer.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
-            intermediate=spec.intermediate,
-            eps=spec.norm_eps,
+            intermediate=first.feed.intermediate,
+            eps=first.norms.eps,
             rope_scale=rope_scale,
             inverse_frequencies=frequencies,
             embed=embed,
-            layers=[self._layer(index) for index in range(spec.layers)],
+            layers=[self._layer(index) for index in range(len(spec.layers))],
             final_norm=self._norm("final_norm"),
             head=embed if spec.tie_embeddings else self._matrix("head", 0),
         )
@@ -153,16 +195,16 @@ class _Packer:
         prefix = f"layers.{index}."
         return LayerWeights(
             **{name: self._matrix(prefix + module, part) for name, (module, part) in _MATRICES.items()},
-            input_norm=self._norm(prefix + "input_norm"),
-            post_norm=self._norm(prefix + "post_norm"),
+            input_norm=self._norm(prefix + "mixer_norm"),
+            post_norm=self._norm(prefix + "feed_norm"),
             q_norm=self._vector(prefix + "q_norm"),
             k_norm=self._vector(prefix + "k_norm"),
             q_bias=self._vector(prefix + "qkv", "bias", 0),
             k_bias=self._vector(prefix + "qkv", "bias", 1),
             v_bias=self._vector(prefix + "qkv", "bias", 2),
             o_bias=self._vector(prefix + "o", "bias"),
-            scale=self._spec.scales[index],
-            window=self._spec.windows[index],
+            scale=self._spec.layers[index].mixer.scale,
+            window=self._spec.layers[index].mixer.window,
         )
 
     def _stored(self, name: str) -> StoredTensor:
@@ -170,7 +212,7 @@ class _Packer:
         self._done += info.nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-        return StoredTensor(info, self._source.read(name), paired_heads=target.paired_heads)
+        return target.stored(info, self._source.read(name))
 
     def _matrix(self, module: str, part: int) -> cpu.PackedMatrix:
         name = self._names[module, "weight", part]

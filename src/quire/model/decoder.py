@@ -6,19 +6,32 @@ One class runs every family; what differs is in the spec. Refuses to know: files
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.attention_backend import AttentionSpec, Batch
+from quire.kernels.attention_backend import Batch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
+from quire.model.blocks.attention import AttentionBlock
+from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.fused import choose_stages
+from quire.model.blocks.linear import Linear, Module, Plain
+from quire.model.blocks.norms import Norm
 from quire.model.blocks.rope_scaling import inverse_frequencies
-from quire.model.blocks.stages import Layer, Step
-from quire.model.decoder_spec import DecoderSpec
-from quire.model.quantization.scheme import DenseScheme, Linear, Plain, QuantScheme
+from quire.model.blocks.stages import Step
+from quire.model.decoder_spec import DecoderSpec, Norms
+from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
+from quire.types.kv import KVLayout
+
+
+@dataclass
+class Layer:
+    index: int
+    mixer: AttentionBlock
+    feed: DenseBlock
 
 
 class Model:
@@ -47,51 +60,47 @@ class Model:
                 f"a context of {self.length} tokens was asked for, but the model has only {spec.max_position} learned "
                 f"positions; ask for at most {spec.max_position}"
             )
-        self.scheme = scheme or DenseScheme()
+        self.scheme: QuantScheme = scheme or DenseScheme()
+        self._dense: QuantScheme = DenseScheme()
+        if invariant:
+            self.scheme, self._dense = self.scheme.invariant(), self._dense.invariant()
         self.stages = choose_stages(spec, device, invariant=invariant)
+        self.notes: list[str] = []  # what whoever made it adds to `describe`
         self.embed = self._plain(spec.vocab_size, spec.hidden)
         self.positions = None if spec.rope else self._plain(spec.max_position, spec.hidden)
-        self.layers = [self._layer(index) for index in range(spec.layers)]
-        self.final_norm = self._norm(spec.hidden)
+        self.layers = [self._layer(index) for index in range(len(spec.layers))]
+        self.final_norm = self._norm(spec.hidden, spec.layers[-1].norms)
         tied = self.embed.weight if spec.tie_embeddings else None
-        self.head = self._linear(spec.hidden, (spec.vocab_size,), bias=False, layer=False, tied=tied)
+        self.head = self._linear(spec.hidden, (spec.vocab_size,), False, self._dense, tied)
         divided = spec.rope is not None and spec.rope.kind == "divisors"
         self.rope_divisors = self._plain(spec.rope.dim // 2) if divided and spec.rope else None
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()  # rounded as a tensor's would be
 
-    def _plain(self, *shape: int, bias: bool = False) -> Plain:
-        return Plain(shape, bias=bias, device=self.device, dtype=self.dtype)
+    def _plain(self, *shape: int) -> Plain:
+        return Plain(shape, device=self.device, dtype=self.dtype)
 
-    def _norm(self, size: int) -> Plain:
-        return self._plain(size, bias=self.spec.norm == "layer")
+    def _norm(self, size: int, norms: Norms) -> Norm:
+        return Norm(size, norms, device=self.device, dtype=self.dtype)
 
     def _linear(
-        self, columns: int, parts: tuple[int, ...], *, bias: bool, layer: bool = True, tied: torch.Tensor | None = None
+        self,
+        columns: int,
+        parts: tuple[int, ...],
+        bias: bool,
+        scheme: QuantScheme | None = None,
+        tied: torch.Tensor | None = None,
     ) -> Linear:
-        scheme = self.scheme if layer else DenseScheme()  # the head decides between near-equals: it stays as it is
+        """`scheme`, of the head: it decides between near-equals, and stays as it is."""
+        scheme = scheme or self.scheme
         return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
     def _layer(self, index: int) -> Layer:
-        spec = self.spec
-        queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        up = (spec.intermediate,) * (2 if spec.gated_mlp else 1)
-        return Layer(
-            index=index,
-            attention=AttentionSpec(
-                spec.heads, spec.kv_heads, spec.head_dim, spec.scales[index], spec.windows[index], self.dtype.itemsize
-            ),
-            input_norm=self._norm(spec.hidden),
-            qkv=self._linear(spec.hidden, (queries, keys, keys), bias=spec.qkv_bias),
-            o=self._linear(queries, (spec.hidden,), bias=spec.o_bias),
-            post_norm=self._norm(spec.hidden),
-            up=self._linear(spec.hidden, up, bias=spec.mlp_bias),
-            down=self._linear(spec.intermediate, (spec.hidden,), bias=spec.mlp_bias),
-            q_norm=self._plain(spec.head_dim) if spec.qk_norm else None,
-            k_norm=self._plain(spec.head_dim) if spec.qk_norm else None,
-        )
+        mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm)
+        return Layer(index, mixer, DenseBlock.build(self.spec, index, self._linear, self._norm))
 
-    def modules(self) -> dict[str, Linear | Plain]:
+    def modules(self) -> dict[str, Module]:
         """Everything that holds weights, by the names that `Target` uses."""
-        named: dict[str, Linear | Plain | None] = {
+        named: dict[str, Module | None] = {
             "embed": self.embed,
             "positions": self.positions,
             "rope_divisors": self.rope_divisors,
@@ -99,9 +108,12 @@ class Model:
             "head": self.head,
         }
         for layer in self.layers:
-            parts = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "up", "down")
-            named |= {f"layers.{layer.index}.{part}": getattr(layer, part) for part in parts}
+            inner = layer.mixer.modules() | layer.feed.modules()
+            named |= {f"layers.{layer.index}.{name}": module for name, module in inner.items()}
         return {name: module for name, module in named.items() if module is not None}
+
+    threads = None  # it computes on torch's
+    draw = None
 
     @property
     def kv_dtype(self) -> str:
@@ -114,26 +126,18 @@ class Model:
         return (self.kv_dtype, *self.stages.kv_kinds)
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
-        """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `model.channels` says."""
+        """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `key_channel_scales` says."""
         for layer, factor in zip(self.layers, factors.to(self.device), strict=True):
-            most = factor.max()
-            layer.attention = replace(layer.attention, scale=layer.attention.scale / most.item())
-            if layer.q_norm is not None and layer.k_norm is not None:
-                layer.q_norm.weight *= factor[0]
-                layer.k_norm.weight *= most / factor[0]
-            else:
-                queries = factor.repeat_interleave(self.spec.heads // self.spec.kv_heads, dim=0)
-                layer.qkv.scale(torch.cat((queries, most / factor, torch.ones_like(factor))).flatten())
+            layer.mixer.rescale_keys(factor)
 
     @property
     def inverse_frequencies(self) -> torch.Tensor | None:
         """By which keys are rotated, [rotary / 2]; None: positions are learned."""
         return self._frequencies if self.spec.rope is not None else None
 
-    @property
-    def reasons(self) -> list[str]:
-        """What was chosen to run it, and why."""
-        return self.stages.reasons
+    def describe(self) -> list[str]:
+        """What was chosen to run it and why, for people."""
+        return [*self.stages.describe(self.scheme), *self.notes]
 
     def to(self, device: torch.device) -> None:
         """Move all weights, each tensor staying the object it is (a head may be tied to the embeddings)."""
@@ -165,11 +169,11 @@ class Model:
         x: torch.Tensor | None = None
         shown = []
         for layer in self.layers:
-            q = stages.qkv(layer, x, residual, step)
+            q = stages.qkv(layer.mixer, x, residual, step)
             if last and layer is self.layers[-1] and batch.tokens > batch.rows:
                 q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, None)
-            x = stages.attend(layer, q, residual, step)
-            x = stages.mlp(layer, x, residual)
+            x = stages.attend(layer.mixer, q, residual, step)
+            x = stages.feed(layer.feed, x, residual)
             if tap is not None and layer.index in tap.layers:
                 here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
                 shown.append(here if len(here) == batch.rows else here[batch.ends])
@@ -179,17 +183,20 @@ class Model:
 
     def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
         """Only K and V of the first layers, up to those of `layer`, go to their pages."""
+        stages = self.stages
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         for whole in self.layers[:layer]:
-            x = self.stages.attend(whole, self.stages.qkv(whole, x, residual, step), residual, step)
-            x = self.stages.mlp(whole, x, residual)
-        self.stages.qkv(self.layers[layer], x, residual, step)
+            x = stages.attend(whole.mixer, stages.qkv(whole.mixer, x, residual, step), residual, step)
+            x = stages.feed(whole.feed, x, residual)
+        stages.qkv(self.layers[layer].mixer, x, residual, step)
 
     def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
         """Embeddings [tokens, hidden], and what the layers share."""
         ops, rope = self.stages.ops, None
         residual = ops.take(self.embed.weight, input_ids)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
         if self.positions is not None:
             residual += ops.take(self.positions.weight, batch.positions)
         else:
@@ -198,18 +205,29 @@ class Model:
 
     def sketch(self) -> Model:
         """With one layer of each kind, and the last: launches all that the whole does, and computes nothing of use."""
-        firsts = {layer.attention.window: layer.index for layer in reversed(self.layers)}
+        kept = {*self.spec.layer_kinds, self.layers[-1].index}
         made = copy(self)
-        made.layers = [layer for layer in self.layers if layer.index in {*firsts.values(), self.layers[-1].index}]
+        made.layers = [layer for layer in self.layers if layer.index in kept]
         return made
+
+    def prefix_heads(self, layout: KVLayout) -> int | None:
+        """Query heads of a KV head, where rows with a common prefix are attended together over it; else None."""
+        alike = len(set(self.spec.mixer_kinds)) == 1 and layout.groups[0].window is None
+        attention = self.layers[0].mixer.attention
+        return attention.heads // attention.kv_heads if alike and self.stages.backends[0].shares else None
 
     def attention(self, batch: Batch, kv: KVViews) -> None:
         """Only attention, by queries of zeros: it takes longest to compile, and waits for nothing before it here."""
-        q = torch.zeros(batch.tokens, self.spec.heads, self.spec.head_dim, device=self.device, dtype=self.dtype)
         step = Step(batch, kv, None)
         for layer in self.layers:
-            self.stages.attention(layer, q, step)
+            shape = (batch.tokens, layer.mixer.attention.heads, layer.mixer.attention.head_dim)
+            self.stages.attention(layer.mixer, torch.zeros(shape, device=self.device, dtype=self.dtype), step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""
-        return self.stages.head(self.head, hidden)
+        logits, spec = self.stages.head(self.head, hidden), self.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = (logits / spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+        return logits

@@ -1,15 +1,21 @@
-"""What a decoder is, as plain facts. Everything else in this room is derived from these.
+"""What a decoder is, as data: a list of layers, each a mixer, a feed-forward part and norms around them.
 
-Refuses to know: torch, where the facts came from, how they are computed with.
+A mixer moves information between tokens (attention); a feed works on each token alone. Another kind of either is one
+more dataclass here, a block for it in `blocks/` and a stage that runs it. Everything else in this package is derived
+from these facts. Refuses to know: torch, where the facts came from, how they are computed with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
+from quire.types.errors import ModelFileError
 from quire.types.kv import KVLayout, layout_for
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 
 
 @dataclass(frozen=True)
@@ -18,35 +24,113 @@ class RopeSpec:
 
     theta: float
     dim: int
-    kind: str = "default"  # a key of model.rope.KINDS
+    kind: str = "default"  # a key of blocks.rope_scaling.KINDS
     params: Mapping[str, Any] = field(default_factory=dict)  # the scaling's own parameters, as config.json names them
 
 
 @dataclass(frozen=True)
+class Attention:
+    """Softmax attention over paged keys and values."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float  # what scores are multiplied with
+    window: int | None = None  # tokens a query sees, itself included; None: all
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    qk_norm: Literal["head", "all"] | None = None  # RMS norms of queries and keys: of each head, over all heads at once
+    rope: RopeSpec | None = None  # None: positions are learned, and added to the embeddings
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One MLP for every token."""
+
+    intermediate: int
+    activation: Activation = "silu"
+    gated: bool = True  # act(gate) * up, else act(up)
+    bias: bool = False
+
+    @property
+    def swiglu(self) -> bool:
+        return self.gated and self.activation == "silu"
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Where mixer and feed have norms: before them (pre-norm), after them (post-norm), or both (sandwich)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    before: bool = True
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    mixer: Attention
+    feed: Dense
+    norms: Norms = Norms()
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """A pre-norm decoder: embed, [norm, attention, norm, MLP] x layers, norm, head."""
+    """Embed, layers, final norm (of the last layer's kind), head."""
 
     architecture: str
     vocab_size: int
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
     max_position: int  # what it was trained for
-    windows: tuple[int | None, ...]  # per layer: tokens a query sees, itself included; None: all
-    scales: tuple[float, ...]  # per layer: what attention scores are multiplied with
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: float = 1e-6
-    rope: RopeSpec | None = None  # None: learned positions, a table of max_position rows
-    activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"] = "silu"
-    gated_mlp: bool = True
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
+    layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
+    embedding_scale: float = 1.0  # embeddings are multiplied with it
+    residual_scale: float = 1.0  # what mixers and feeds add to the residual stream is
+    logit_scale: float = 1.0  # logits are
+    logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
+
+    def __post_init__(self) -> None:
+        """Keys are moved by one rotation and pages hold heads of one shape, whatever the layer."""
+        first = self.layers[0].mixer
+        for layer in self.layers:
+            mixer = layer.mixer
+            if mixer.rope != first.rope:
+                raise ModelFileError(f"{self.architecture}: layers with different rotary positions are not supported")
+            if (mixer.kv_heads, mixer.head_dim) != (first.kv_heads, first.head_dim):
+                raise ModelFileError(f"{self.architecture}: layers with different KV heads are not supported")
+
+    @property
+    def rope(self) -> RopeSpec | None:
+        return self.layers[0].mixer.rope
+
+    @property
+    def kv_heads(self) -> int:
+        return self.layers[0].mixer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.layers[0].mixer.head_dim
+
+    @cached_property
+    def mixer_kinds(self) -> list[int]:
+        """By layer: the first layer whose attention is the same but for its scale. One plan of a step serves a kind."""
+        return _first_alike([replace(layer.mixer, scale=0.0) for layer in self.layers])
+
+    @cached_property
+    def layer_kinds(self) -> list[int]:
+        """By layer: the first layer that launches the same kernels."""
+        return _first_alike([replace(layer, mixer=replace(layer.mixer, scale=0.0)) for layer in self.layers])
+
+    @property
+    def token_width(self) -> int:
+        """Numbers that a token of a step takes at most while its widest layer runs, roughly."""
+        qkv = max(layer.mixer.qkv_width for layer in self.layers)
+        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.intermediate for layer in self.layers)
 
     def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
@@ -58,9 +142,21 @@ class DecoderSpec:
 
     def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
         return layout_for(
-            list(self.windows),
+            [layer.mixer.window for layer in self.layers],
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             page_size=page_size,
             dtype=dtype,
         )
+
+
+def _first_alike(items: Sequence[object]) -> list[int]:
+    """For each, the index of the first that equals it."""
+    firsts: list[int] = []
+    found: list[int] = []
+    for index, item in enumerate(items):
+        first = next((i for i in firsts if items[i] == item), index)
+        if first == index:
+            firsts.append(index)
+        found.append(first)
+    return found

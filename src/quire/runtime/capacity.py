@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quire.generation.sampling.sampler import SLICE_ROWS
-from quire.model import CompiledModel, DecoderSpec, Model
+from quire.model import DecoderSpec, Runnable
 from quire.runtime.drafters import Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
 from quire.types.config import EngineOptions, parse_size
@@ -36,18 +36,25 @@ def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec
     rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a draft token is a row too
     length = min(options.model.max_model_len or spec.max_position, left // layout.token_bytes)
     drawn = min(rows, SLICE_ROWS)
-    width = 6 * spec.hidden + 3 * (spec.heads + 2 * spec.kv_heads) * spec.head_dim + 3 * spec.intermediate
-    forward = (resolved.max_batch_tokens + slots) * width * element
+    forward = (resolved.max_batch_tokens + slots) * spec.token_width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
     known = length * (5 * slots + 40 * drawn)  # slots' tokens and pages; what penalties make of them
     return 2 * forward + logits + known + GIB  # freed pieces seldom fit the next step; libraries have some of their own
 
 
 def kv_capacity(
-    options: EngineOptions, hardware: Hardware, layout: KVLayout, *, working: int, taken: int = 0, beside: int = 0
+    options: EngineOptions,
+    hardware: Hardware,
+    layout: KVLayout,
+    *,
+    slots: int,
+    working: int,
+    taken: int = 0,
+    beside: int = 0,
 ) -> tuple[int, str]:
     """Pages (the null page included) and why so many. Of free memory, `taken` bytes are spoken for and, on a GPU,
-    `working` needed by steps; `beside` each page a draft model needs so many."""
+    `working` needed by steps; `beside` each page a draft model needs so many. States of recurrent layers come first,
+    one for each of the `slots`, and their snapshots beside the pages."""
     if options.cache.kv_pages:
         return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
     left = max(0, hardware.memory - taken)
@@ -57,11 +64,12 @@ def kv_capacity(
         size, why = max(0, left - working), f"what is free on the GPU but for {working / GIB:.1f} GiB to work in"
     else:
         size, why = min(left // 4, 4 * GIB), "a quarter of free memory, at most 4 GiB"
-    return size // (layout.page_bytes + beside), f"KV memory {size / GIB:.2f} GiB: {why}"
+    room = max(0, size - slots * layout.state_bytes)
+    return room // (layout.page_bytes + layout.page_snapshot_bytes + beside), f"KV memory {size / GIB:.2f} GiB: {why}"
 
 
 def capacity_for(
-    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Model | CompiledModel, drafter: Drafter | None
+    options: EngineOptions, resolved: Resolved, layout: KVLayout, model: Runnable, drafter: Drafter | None
 ) -> tuple[Capacity, str]:
     """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
     context the model was trained for is there for requests with a KV budget."""
@@ -70,7 +78,7 @@ def capacity_for(
     if drafter is not None:
         beside = drafter.layout.page_bytes
         working += working_memory(options, resolved, drafter.model.spec, drafter.layout, hardware.memory)
-    pages, why = kv_capacity(options, hardware, layout, working=working, beside=beside)
+    pages, why = kv_capacity(options, hardware, layout, slots=resolved.max_seqs, working=working, beside=beside)
     asked = options.model.max_model_len or model.spec.max_position
     if asked < 2:
         raise ConfigError(f"max_model_len must be at least 2, got {asked}")

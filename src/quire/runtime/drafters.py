@@ -16,7 +16,7 @@ from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, Synth
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.kernels.cpu.int8_linear import pack_linears
-from quire.model import CompiledModel, Model, load_model
+from quire.model import Runnable, load_model
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.hardware import Resolved
 from quire.runtime.sampling_head import SamplingHead
@@ -59,11 +59,11 @@ def draft_limit(options: SpeculationOptions) -> int:
 class Drafter:
     """A draft model in memory, and the layout of its pages."""
 
-    model: Model | CompiledModel
+    model: Runnable
     layout: KVLayout
 
 
-def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | CompiledModel) -> Drafter | None:
+def load_drafter(options: EngineOptions, resolved: Resolved, target: Runnable) -> Drafter | None:
     """The draft model, if there is one: before memory is divided, since it takes some."""
     kind, _, name = options.speculation.speculation.partition(":")
     if draft_limit(options.speculation) == 0 or kind != "draft":
@@ -73,7 +73,7 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | Com
         device=target.device,
         dtype=target.dtype,
         length=options.model.max_model_len or target.length,
-        compiled=resolved.threads if isinstance(target, CompiledModel) else None,
+        compiled=target.threads,
         invariant=options.device.invariant,
     )
     if model.spec.vocab_size != target.spec.vocab_size:
@@ -86,7 +86,7 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Model | Com
 
 def make_speculation(
     options: SpeculationOptions,
-    target: Model | CompiledModel,
+    target: Runnable,
     drafter: Drafter | None,
     capacity: Capacity,
     grammars: GrammarStore,
@@ -107,9 +107,9 @@ def make_speculation(
     if kind in ("medusa", "eagle"):
         spec = target.spec
         heads = load_heads(
-            kind, argument, hidden=spec.hidden, layers=spec.layers, vocab=spec.vocab_size, device=target.device
+            kind, argument, hidden=spec.hidden, layers=len(spec.layers), vocab=spec.vocab_size, device=target.device
         )
-        if isinstance(target, CompiledModel):
+        if target.threads is not None:
             pack_linears(heads)
         if isinstance(heads, MedusaHeads):
             return Speculation(MedusaProposer(heads), hidden_layers=())

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quire.kernels.kv_views import KVViews, read_tokens
-from quire.model import CompiledModel, Model
+from quire.model import Runnable
 from quire.runtime.slot_state import SlotState
 from quire.runtime.staging import Staging
 from quire.types.plan import Probe
@@ -18,15 +18,13 @@ from quire.types.plan import Probe
 COMPARED_LAYER = 1  # all before it are computed whole
 
 
-def probe(
-    probes: list[Probe], model: Model | CompiledModel, kv: KVViews, slots: SlotState, staging: Staging
-) -> torch.Tensor:
+def probe(probes: list[Probe], model: Runnable, kv: KVViews, slots: SlotState, staging: Staging) -> torch.Tensor:
     """Square of the distance between new and old values (keys add nothing: measured), for all tokens of the probes
     [tokens]. The KV of the first layers is then the new."""
     table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
     input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
-    layer = min(COMPARED_LAYER, model.spec.layers - 1)
+    layer = min(COMPARED_LAYER, len(model.spec.layers) - 1)
     (group,) = kv.layout.groups
     place = slice(group.layers.index(layer), group.layers.index(layer) + 1)
     where = batch.groups[0].kv_slots

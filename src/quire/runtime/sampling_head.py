@@ -16,7 +16,6 @@ from quire.generation.drafting.speculation import ExpandedPlan, Speculation
 from quire.generation.grammar.grammar_store import Accepted, GrammarStore, SlotGrammars
 from quire.generation.sampling.logprobs import LogprobTensors, score
 from quire.generation.sampling.sampler import Sampled, Sampler
-from quire.model import CompiledModel
 from quire.runtime.worker import ForwardOutput, ForwardWorker
 from quire.types.plan import StepPlan
 from quire.types.seams import DraftTree
@@ -41,7 +40,7 @@ class SamplingHead:
             slots=capacity.slots,
             vocab_size=model.spec.vocab_size,
             device=worker.device,
-            draw=model.draw if isinstance(model, CompiledModel) else None,
+            draw=model.draw,
         )
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
         self.speculate(speculation)

@@ -19,7 +19,8 @@ from quire.generation.drafting.speculation import ExpandedPlan, TreeRow
 from quire.generation.sampling.top_k import argmax_tokens
 from quire.kernels.attention_backend import NO_TREE, Batch, Paths
 from quire.kernels.hidden_state_tap import HiddenStateTap
-from quire.model import CompiledModel, KVViews, Model, allocate_kv
+from quire.model import KVViews, Runnable, allocate_kv
+from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
 from quire.runtime.kv_deviation import probe
 from quire.runtime.prefix_groups import SharedPrefixes
@@ -59,7 +60,7 @@ class ForwardOutput:
 
 
 class ForwardWorker:
-    def __init__(self, model: Model | CompiledModel, layout: KVLayout, capacity: Capacity, device: torch.device):
+    def __init__(self, model: Runnable, layout: KVLayout, capacity: Capacity, device: torch.device):
         self.model = model
         self.capacity = capacity
         self.device = device
@@ -68,13 +69,10 @@ class ForwardWorker:
         self.slots = SlotState(layout, capacity, device, self.staging)
         self._kv = KVViews(self.pages, layout)
         self._tap: HiddenStateTap | None = None
-        self._warmup_model = model.sketch() if isinstance(model, Model) else None  # few layers, all kernels
+        self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None
-        if isinstance(model, Model) and len(layout.groups) == 1 and layout.groups[0].window is None:
-            (group,) = layout.groups
-            if model.stages.backends[None].shares:
-                heads_per_kv = model.spec.heads // group.kv_heads
-                self._sharing = SharedPrefixes(capacity.slots, group.tokens_per_page, heads_per_kv)
+        if heads_per_kv := model.prefix_heads(layout):
+            self._sharing = SharedPrefixes(capacity.slots, layout.groups[0].tokens_per_page, heads_per_kv)
         self._captured = CapturedSteps(
             self._decode,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), MAX_CAPTURED_DRAFT_ROWS)),
@@ -121,7 +119,7 @@ class ForwardWorker:
         for step in self._warmups(self.model):
             step()
 
-    def _warmups(self, model: Model | CompiledModel) -> list[Callable[[], None]]:
+    def _warmups(self, model: Runnable | Sketch) -> list[Callable[[], None]]:
         """The largest step there may be, a short prompt, several of them, drafts in every slot."""
         budget, slots, drafts = self.capacity.max_batch_tokens, self.capacity.slots, self.capacity.drafts
         longest = min(budget, self.capacity.longest)
@@ -135,7 +133,7 @@ class ForwardWorker:
             steps.append([1] * min(budget, slots * (1 + drafts)))
         return [partial(self._null_step, model, counts) for counts in steps]
 
-    def _null_step(self, model: Model | CompiledModel, counts: list[int]) -> None:
+    def _null_step(self, model: Runnable | Sketch, counts: list[int]) -> None:
         input_ids, batch = self._null_batch(counts)
         model.logits(model.forward(input_ids, batch, self._kv, last=True))
 

@@ -6,6 +6,9 @@ page is contiguous and moves between tiers and machines in one copy:
 
     page p of group g:  [layer in g][K, V][token in page][kv head][head dim]        numbers
                         [layer in g][K, V][token in page][kv head][scales]          fp16, where the kind has some
+
+Layers that keep no tokens but one state of fixed size (recurrent ones) make state groups: a state for each running
+sequence, and snapshots of it at page boundaries, which are what a prefix hit starts from.
 """
 
 from __future__ import annotations
@@ -63,9 +66,18 @@ class KVGroup(msgspec.Struct, frozen=True):
         return len(self.layers) * self.parts * self.kv_heads
 
 
+class StateGroup(msgspec.Struct, frozen=True):
+    """Layers whose memory of a sequence does not grow with it."""
+
+    layers: tuple[int, ...]
+    state_bytes: int  # of one sequence, all these layers
+    snapshot_tokens: int  # a snapshot is taken each time so many more tokens are computed
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     groups: tuple[KVGroup, ...]
     dtype: str  # a name in KINDS
+    states: tuple[StateGroup, ...] = ()
 
     @property
     def kind(self) -> KVKind:
@@ -85,9 +97,23 @@ class KVLayout(msgspec.Struct, frozen=True):
         return group.token_heads * self.kind.head_bytes(group.head_dim)
 
     @property
+    def state_bytes(self) -> int:
+        """Of one running sequence, however long."""
+        return sum(s.state_bytes for s in self.states)
+
+    def snapshot_bytes(self, tokens: int) -> int:
+        """Of the snapshots that a sequence of so many tokens leaves behind."""
+        return sum(tokens // s.snapshot_tokens * s.state_bytes for s in self.states)
+
+    @property
+    def page_snapshot_bytes(self) -> int:
+        """A page's share of the snapshots, rounded up: what caching a page of tokens costs beside the page."""
+        return -(-self.snapshot_bytes(self.alignment) // self.pages_for(self.alignment))
+
+    @property
     def alignment(self) -> int:
-        """Prefix hits end on multiples of this many tokens: a page boundary in every group."""
-        return math.lcm(*(g.tokens_per_page for g in self.groups))
+        """Prefix hits end on multiples of this many tokens: a page boundary in every group, and a snapshot."""
+        return math.lcm(*(g.tokens_per_page for g in self.groups), *(s.snapshot_tokens for s in self.states))
 
     def group_of(self, layer: int) -> int:
         return next(i for i, g in enumerate(self.groups) if layer in g.layers)

@@ -24,6 +24,7 @@ from quire.kernels.attention_backend import PATH, AttentionSpec, Batch, GroupBat
 from quire.kernels.kv_views import LayerKV, take_pages, take_tokens
 
 PADDING = 1 << 17  # gathered elements a bucket may waste: about what one more bucket costs on a CPU
+SCORES = 1 << 24  # held at once where there is a soft cap
 BUCKET = 1 << 24  # gathered elements a bucket may hold unless one row alone needs more: bounds the buffer
 
 
@@ -195,6 +196,8 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
     elif bucket.mask.dtype != q.dtype:
         bucket.mask = bucket.mask.to(q.dtype)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [rows, kv_heads, keys, dim]
+    if spec.softcap is not None:
+        return _attend_capped(spec, q, k, v, bucket)
     if bucket.count == 1:
         share = spec.heads // spec.kv_heads
         grouped = q.view(bucket.rows, spec.kv_heads, share, spec.head_dim)
@@ -210,3 +213,27 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
         enable_gqa=spec.heads != spec.kv_heads,
     )
     return out.transpose(1, 2).reshape(q.shape)
+
+
+def _attend_capped(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: Bucket
+) -> torch.Tensor:
+    """The same in plain products: torch's attention has no soft cap. Some queries of each row at a time."""
+    share, keys = spec.heads // spec.kv_heads, k.shape[2]
+    grouped = q.view(bucket.rows, bucket.count, spec.kv_heads, share, spec.head_dim).permute(0, 2, 3, 1, 4)
+    out = torch.empty_like(grouped)
+    step = max(1, SCORES // (bucket.rows * spec.heads * keys))
+    k, v = k.float(), v.float()
+    for first in range(0, bucket.count, step):
+        some = grouped[:, :, :, first : first + step]  # [rows, kv_heads, share, queries, dim]
+        queries = some.shape[3]
+        scores = some.float().flatten(2, 3) @ k.transpose(2, 3) * spec.scale
+        scores = spec.capped(scores).unflatten(2, (share, queries))
+        if bucket.mask is None:
+            hidden = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu_(first + 1)
+            scores.masked_fill_(hidden, float("-inf"))
+        else:
+            scores += bucket.mask[:, :, None, first : first + step]
+        mixed = scores.softmax(-1).flatten(2, 3) @ v
+        out[:, :, :, first : first + step] = mixed.unflatten(2, (share, queries)).to(q.dtype)
+    return out.permute(0, 3, 1, 2, 4).reshape(q.shape)

@@ -42,6 +42,8 @@ class CudnnPrefill:
         self.shares = paged.shares
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        if spec.softcap is not None:
+            return "cuDNN's attention has no soft cap"
         return self.paged.supports(spec, device)
 
     def plan(self, batch: Batch, group: GroupBatch, spec: AttentionSpec) -> Plan:

@@ -46,7 +46,7 @@ def attend(
     """One row: q [tokens, heads, dim] at `positions` over k, v [kv_len, kv_heads, dim]."""
     share = spec.heads // spec.kv_heads
     q, k, v = q.float(), k.float().repeat_interleave(share, dim=1), v.float().repeat_interleave(share, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
+    scores = spec.capped(torch.einsum("qhd,khd->hqk", q, k) * spec.scale)
     key_positions = torch.arange(k.shape[0], device=q.device)
     hidden = key_positions[None, :] > positions[:, None]  # [tokens, kv_len]
     if spec.window is not None:

@@ -7,6 +7,7 @@ Refuses to know: models, requests; what is fastest is a table (`configs.py`), no
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 
 import torch
 
@@ -18,3 +19,9 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda":  # interpreter mode is for tests, which call the kernels directly
         return f"Triton kernels need a CUDA device, not {device.type}"
     return None
+
+
+@cache
+def moves_tiles(device: torch.device) -> bool:
+    """Whether the chip moves tiles to its processors by itself, as tensor descriptors ask it to."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9

@@ -23,7 +23,7 @@ def _walk(
     acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, end, first, scale,
     stride_page, stride_slot, stride_scale_page, stride_scale_slot,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
     PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. end. Not MASKED: whole tiles that every query sees. Keys before `first` are seen by none, and
@@ -57,6 +57,8 @@ def _walk(
         scores *= scale
         if SCALED:
             scores *= k_scale[None, :]
+        if SOFTCAP > 0.0:  # tanh as a sigmoid; `scale` has divided by the cap and left the powers of two to this
+            scores = SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(2.0 * scores) + 1.0)
         if MASKED:
             seen = (n[None, :] <= at[:, None]) & inside[None, :]
             if WINDOW:
@@ -151,6 +153,7 @@ def attend_kernel(
     FORM: tl.constexpr,  # "pieces" or "prefix"
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,  # times log2(e), as scores are; 0: none
     SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr,
     PAIRS: tl.constexpr,  # what 8-bit pages hold; strides are then those of 16-bit words
@@ -241,13 +244,13 @@ def attend_kernel(
         acc, acc_odd, peak, mass = _walk(
             acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, middle, first, scale,
             stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-            PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, False, SCALED, PRECISION, PAIRS, NATIVE,
+            PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, SOFTCAP, False, SCALED, PRECISION, PAIRS, NATIVE,
         )  # fmt: skip
         begin = middle
     acc, acc_odd, peak, mass = _walk(
         acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, last, first, scale,
         stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-        PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, True, SCALED, PRECISION, PAIRS, NATIVE,
+        PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, SOFTCAP, True, SCALED, PRECISION, PAIRS, NATIVE,
     )  # fmt: skip
 
     if PAIRS != "":

@@ -74,6 +74,7 @@ SPLIT_KEYS = 256  # fewer keys than this are not worth a program of their own
 BLOCK_SPLIT_KEYS = 1024  # ... of rows with many queries, where results of pieces are larger
 ROUNDS = 4  # of pieces that the chip holds: so many numbers of them are tried for rows with many queries
 
+ROW_MATMUL_ROWS = 1  # up to so many rows `row_matmul` is the fastest
 # Products of few rows: (bytes of a weight, most rows) → by (least outputs, least reduction, config). Tiles and splits
 # are such that all programs are on the chip at once and read alike: 4096 to 4224 outputs are a tile of 32 a processor,
 # and a short reduction need not be split. Shapes that are missing belong to the library.

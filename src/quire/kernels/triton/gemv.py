@@ -23,8 +23,6 @@ from quire.kernels.triton.activation import silu
 from quire.kernels.triton.configs import Matmul
 from quire.kernels.triton.launch import counters, overlap, power_of_two
 
-ROW_MATMUL = 1  # rows up to which `row_matmul` is the faster one
-
 
 @triton.jit
 def row_matmul_kernel(

@@ -1,6 +1,6 @@
 """The stages a forward pass is made of, and how plain operations make them.
 
-    [ qkv ─► attend ─► mlp ] x layers ─► norm ─► head        each begins with its norm, which first adds what came
+    [ qkv ─► attend ─► feed ] x layers ─► norm ─► head       each begins with its norm, which first adds what came
                                                              before it to `residual`, in place
 
 A stage hands on `x`, which is still to be added to the residual, or None if it has added it itself. A faster
@@ -10,34 +10,23 @@ AttentionBackend and Ops. Refuses to know: how many layers there are, what token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from quire.kernels.attention_backend import AttentionBackend, AttentionSpec, Batch
+from quire.kernels.attention_backend import AttentionBackend, Batch
 from quire.kernels.attention_mass import AttentionMassRows
 from quire.kernels.kv_views import KVViews
-from quire.kernels.op_signatures import Activation, Ops
+from quire.kernels.op_signatures import Ops
 from quire.kernels.registry import choose_backend, choose_ops
+from quire.model.blocks.attention import AttentionBlock, attention_spec
+from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.linear import Linear
+from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec
-from quire.model.quantization.scheme import Linear, Plain
-
-
-@dataclass
-class Layer:
-    """Weights of one layer and what its attention is."""
-
-    index: int
-    attention: AttentionSpec
-    input_norm: Plain
-    qkv: Linear
-    o: Linear
-    post_norm: Plain
-    up: Linear  # gate and up stacked if the MLP is gated
-    down: Linear
-    q_norm: Plain | None = None
-    k_norm: Plain | None = None
+from quire.model.quantization.scheme import QuantScheme
 
 
 @dataclass
@@ -47,71 +36,104 @@ class Step:
     batch: Batch
     kv: KVViews
     rope: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
-    plans: dict[int, Any] = field(default_factory=dict)  # by KV group
+    plans: dict[int, Any] = field(default_factory=dict)  # by kind of attention
 
 
 class Stages:
     invariant = False  # whether a row's bits are the same in any batch
     kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")  # of pages, beside the model's own type
 
-    def __init__(self, spec: DecoderSpec, device: torch.device, *, plain: bool = False):
-        """`plain`: torch's own operations wherever it runs; what faster ones are checked against."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        device: torch.device,
+        *,
+        plain: bool = False,
+        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        """`plain`: torch's own operations wherever it runs; what faster ones are checked against. `reduce`: adds up
+        over tensor-parallel ranks, between a row-parallel product and the residual."""
         self.ops: Ops = choose_ops(device, plain=plain)
-        self.backends: dict[int | None, AttentionBackend] = {}  # by window
+        self.backends: dict[int, AttentionBackend] = {}  # by kind of attention
         self.reasons: list[str] = []  # what was chosen and why, for people
-        for window, scale in dict(zip(spec.windows, spec.scales, strict=True)).items():
-            attention = AttentionSpec(spec.heads, spec.kv_heads, spec.head_dim, scale, window)
-            self.backends[window], reasons = choose_backend(attention, device, plain=plain, invariant=self.invariant)
-            self.reasons += reasons
-        self._layer_norm = spec.norm == "layer"
-        self._eps = spec.norm_eps
-        self._activation: Activation = spec.activation
-        self._gated = spec.gated_mlp
+        for kind in sorted(set(spec.mixer_kinds)):
+            chosen = choose_backend(attention_spec(spec, kind), device, plain=plain, invariant=self.invariant)
+            self.backends[kind] = chosen[0]
+            self.reasons += chosen[1]
+        self._reduce = reduce
+        self._residual_scale = spec.residual_scale
+        self._plain_exit = reduce is None and spec.residual_scale == 1.0  # only a norm may come before the residual
 
-    def norm(self, norm: Plain, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """residual += x (if there is an x yet), then its norm."""
-        if self._layer_norm:
-            assert norm.bias is not None
-            return self.ops.layer_norm(residual if x is None else residual.add_(x), norm.weight, norm.bias, self._eps)
+    def norm(self, norm: Norm | None, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """residual += x (if there is an x yet), then its norm; without a norm, itself."""
+        if norm is None:
+            return residual if x is None else residual.add_(x)
+        if norm.bias is not None:
+            return self.ops.layer_norm(residual if x is None else residual.add_(x), norm.weight, norm.bias, norm.eps)
         if x is None:
-            return self.ops.rms_norm(residual, norm.weight, self._eps)
-        return self.ops.add_rms_norm(x, residual, norm.weight, self._eps)
+            return self.ops.rms_norm(residual, norm.weight, norm.eps)
+        return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
-    def qkv(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def qkv(self, block: AttentionBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """Rotated queries [tokens, heads, dim]; keys and values go to their pages."""
-        heads, kv_heads, dim = layer.attention.heads, layer.attention.kv_heads, layer.attention.head_dim
-        qkv = layer.qkv(self.norm(layer.input_norm, x, residual)).unflatten(1, (heads + 2 * kv_heads, dim))
+        heads, kv_heads, dim = block.attention.heads, block.attention.kv_heads, block.attention.head_dim
+        flat = block.qkv(self.norm(block.norm, x, residual))
+        if block.norms_all_heads:
+            self.norm_all_heads(block, flat)
+        qkv = flat.unflatten(1, (heads + 2 * kv_heads, dim))
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = self.ops.rms_norm(qk[:, :heads], layer.q_norm.weight, self._eps)
-            k = self.ops.rms_norm(qk[:, heads:], layer.k_norm.weight, self._eps)
+        if block.q_norm is not None and block.k_norm is not None and not block.norms_all_heads:
+            q = self.ops.rms_norm(qk[:, :heads], block.q_norm.weight, block.q_norm.eps)
+            k = self.ops.rms_norm(qk[:, heads:], block.k_norm.weight, block.k_norm.eps)
             qk = torch.cat((q, k), dim=1)
         if step.rope is not None:
             qk = self.ops.rope(qk, *step.rope)
-        kv = step.kv.layers[layer.index]
+        kv = step.kv.layers[block.index]
         self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
         return qk[:, :heads]
 
-    def attend(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
-        """Attention over pages and the output projection, [tokens, hidden]."""
-        return layer.o(self.attention(layer, q, step).flatten(1))
+    def norm_all_heads(self, block: AttentionBlock, qkv: torch.Tensor) -> None:
+        """Queries and keys [tokens, heads * dim] normed as wholes, in place."""
+        q, k, _ = qkv.split(block.qkv.parts, dim=1)
+        for side, norm in ((q, block.q_norm), (k, block.k_norm)):
+            assert norm is not None
+            side.copy_(self.ops.rms_norm(side, norm.weight, norm.eps))
 
-    def attention(self, layer: Layer, q: torch.Tensor, step: Step) -> torch.Tensor:
-        """[tokens, heads, dim]; the backend plans once a step for all layers of a KV group."""
-        kv = step.kv.layers[layer.index]
+    def attend(self, block: AttentionBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+        """Attention over pages and the output projection, [tokens, hidden]."""
+        out = block.o(self.attention(block, q, step).flatten(1))
+        return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
+
+    def attention(self, block: AttentionBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """[tokens, heads, dim]; the backend plans once a step for all layers with such attention."""
+        kv = step.kv.layers[block.index]
         group = step.batch.groups[kv.group]
-        backend = self.backends[layer.attention.window]
+        backend = self.backends[block.kind]
         if step.batch.asks:
             backend = AttentionMassRows(backend)
-        if kv.group not in step.plans:
-            stored = replace(layer.attention, kv_itemsize=kv.k_pages.element_size())
-            step.plans[kv.group] = backend.plan(step.batch, group, stored)
-        return backend.forward(layer.attention, q, kv, step.batch, group, step.plans[kv.group])
+        if block.kind not in step.plans:
+            stored = replace(block.attention, kv_itemsize=kv.k_pages.element_size())
+            step.plans[block.kind] = backend.plan(step.batch, group, stored)
+        return backend.forward(block.attention, q, kv, step.batch, group, step.plans[block.kind])
 
-    def mlp(self, layer: Layer, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
-        up = layer.up(self.norm(layer.post_norm, x, residual))
-        act = self.ops.act_and_mul if self._gated else self.ops.act
-        return layer.down(act(up, self._activation))
+    def feed(self, block: DenseBlock, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
+        up = block.up(self.norm(block.norm, x, residual))
+        act = self.ops.act_and_mul if block.gated else self.ops.act
+        out = block.down(act(up, block.activation))
+        return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
+
+    def leave(self, post_norm: Norm | None, out: torch.Tensor) -> torch.Tensor:
+        """What comes between a block's last product and the residual: ranks add up, the norm behind it, the scale of
+        all that is added."""
+        if self._reduce is not None:
+            out = self._reduce(out)
+        if post_norm is not None:
+            out = self.norm(post_norm, None, out)
+        return out if self._residual_scale == 1.0 else out * self._residual_scale
+
+    def describe(self, scheme: QuantScheme) -> list[str]:
+        """What was chosen and why, for people, where layers' weights are kept by this scheme."""
+        return self.reasons
 
     def head(self, head: Linear, hidden: torch.Tensor) -> torch.Tensor:
         """Logits, [rows, vocabulary]."""

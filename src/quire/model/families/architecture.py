@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
 from quire.model.blocks.rope_scaling import check_rope
 from quire.model.decoder_spec import DecoderSpec, RopeSpec
+from quire.model.loading.stored_tensor import StoredTensor
 from quire.types.errors import ModelFileError
+from quire.types.seams import TensorInfo
 
 IGNORED = "ignored"  # module of a Target whose tensor the model does not need
 
@@ -25,12 +29,18 @@ class Target:
     kind: str = "weight"
     part: int = 0
     transposed: bool = False
-    paired_heads: int = 0  # see model.stored
+    paired_heads: int = 0  # as `StoredTensor` says
+    offset: float = 0.0  # added to what is stored
+
+    def stored(self, info: TensorInfo, raw: np.ndarray) -> StoredTensor:
+        """The tensor as the model wants it."""
+        return StoredTensor(info, raw, transposed=self.transposed, paired_heads=self.paired_heads, offset=self.offset)
 
 
 class Architecture(Protocol):
     names: tuple[str, ...]  # class names and model types in config.json
     gguf_names: tuple[str, ...]  # values of general.architecture
+    gguf_keys: Mapping[str, str]  # name in a config → key in a GGUF, less the architecture it begins with
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         """What a config.json (or a GGUF's key-values in its words) describes."""
@@ -82,6 +92,13 @@ class Fields:
         if not isinstance(value, str) or value not in known:
             raise ModelFileError(f"model config: {name} {value!r} is not supported; known: {', '.join(known)}")
         return known[value]
+
+    def windows(self, window: int | None, types: Any, layers: int) -> tuple[int | None, ...]:
+        """By layer, from `layer_types`."""
+        known = {"full_attention": None, "sliding_attention": window}
+        if not isinstance(types, list) or len(types) != layers or any(str(t) not in known for t in types):
+            raise ModelFileError(f"model config: layer_types should be {layers} of {', '.join(known)}, got {types!r}")
+        return tuple(known[t] for t in types)
 
     def heads(self, hidden: int, heads: int, kv_heads: int) -> tuple[int, int]:
         """(kv_heads, head_dim), checked against each other."""

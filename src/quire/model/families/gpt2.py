@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
 from quire.model.families.architecture import ACTIVATIONS, IGNORED, Fields, Target
 
 _IN_LAYER = {
-    "ln_1": "input_norm",
-    "attn_norm": "input_norm",
+    "ln_1": "mixer_norm",
+    "attn_norm": "mixer_norm",
     "attn.c_attn": "qkv",
     "attn_qkv": "qkv",
     "attn.c_proj": "o",
     "attn_output": "o",
-    "ln_2": "post_norm",
-    "ffn_norm": "post_norm",
+    "ln_2": "feed_norm",
+    "ffn_norm": "feed_norm",
     "mlp.c_fc": "up",
     "ffn_up": "up",
     "mlp.c_proj": "down",
@@ -43,6 +44,14 @@ _OTHER = re.compile(r"(?:transformer\.)?([a-z_]+)\.(weight|bias)")
 class Gpt2Family:
     names: tuple[str, ...] = ("GPT2LMHeadModel", "gpt2")
     gguf_names: tuple[str, ...] = ("gpt2",)
+    gguf_keys: Mapping[str, str] = {
+        "n_embd": "embedding_length",
+        "n_layer": "block_count",
+        "n_head": "attention.head_count",
+        "n_inner": "feed_forward_length",
+        "n_positions": "context_length",
+        "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         fields = Fields(config)
@@ -51,25 +60,23 @@ class Gpt2Family:
         kv_heads, head_dim = fields.heads(hidden, heads, heads)
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_depth = fields.flag("scale_attn_by_inverse_layer_idx")
+        attention = Attention(
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, qkv_bias=True, o_bias=True
+        )
+        feed = Dense(
+            intermediate=fields.integer("n_inner", 4 * hidden, most=1 << 24),
+            activation=fields.choice("activation_function", "gelu_new", ACTIVATIONS),
+            gated=False,
+            bias=True,
+        )
+        norms = Norms("layer", fields.number("layer_norm_epsilon", 1e-5))
+        scales = [scale / (i + 1) if by_depth else scale for i in range(layers)]
         return DecoderSpec(
             architecture="gpt2",
             vocab_size=fields.integer("vocab_size", most=1 << 24),
             hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=fields.integer("n_inner", 4 * hidden, most=1 << 24),
             max_position=fields.integer("n_positions", most=1 << 30),
-            windows=(None,) * layers,
-            scales=tuple(scale / (i + 1) if by_depth else scale for i in range(layers)),
-            norm="layer",
-            norm_eps=fields.number("layer_norm_epsilon", 1e-5),
-            activation=fields.choice("activation_function", "gelu_new", ACTIVATIONS),
-            gated_mlp=False,
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
+            layers=tuple(LayerSpec(replace(attention, scale=each), feed, norms) for each in scales),
             tie_embeddings=fields.flag("tie_word_embeddings", True),
         )
 
@@ -88,3 +95,6 @@ class Gpt2Family:
             return None
         module = _OUTSIDE[match[1]]
         return Target(IGNORED if module == "head" and spec.tie_embeddings else module, match[2])
+
+
+FAMILY = Gpt2Family()

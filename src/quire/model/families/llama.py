@@ -4,13 +4,13 @@ Qwen2 (QKV bias, some layers windowed) and Qwen3 (normed queries and keys) diffe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec
-from quire.model.families.architecture import ACTIVATIONS, IGNORED, Fields, Target, named_in, rope_spec
-from quire.types.errors import ModelFileError
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
+from quire.model.families.architecture import ACTIVATIONS, Fields, Target, named_in, rope_spec
+from quire.model.families.tensor_names import GGUF_KEYS, PROJECTIONS, QK_NORMS, target_of
 
 _KINDS = {
     "LlamaForCausalLM": "llama",
@@ -24,46 +24,18 @@ _DEFAULTS: dict[str, dict[str, Any]] = {  # what a config.json that does not say
     "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
 }
-_IN_LAYER = {  # name within a layer, safetensors and GGUF → (module, part)
-    "input_layernorm": ("input_norm", 0),
-    "attn_norm": ("input_norm", 0),
-    "self_attn.q_proj": ("qkv", 0),
-    "attn_q": ("qkv", 0),
-    "self_attn.k_proj": ("qkv", 1),
-    "attn_k": ("qkv", 1),
-    "self_attn.v_proj": ("qkv", 2),
-    "attn_v": ("qkv", 2),
-    "self_attn.q_norm": ("q_norm", 0),
-    "attn_q_norm": ("q_norm", 0),
-    "self_attn.k_norm": ("k_norm", 0),
-    "attn_k_norm": ("k_norm", 0),
-    "self_attn.o_proj": ("o", 0),
-    "attn_output": ("o", 0),
-    "post_attention_layernorm": ("post_norm", 0),
-    "ffn_norm": ("post_norm", 0),
-    "mlp.gate_proj": ("up", 0),
-    "ffn_gate": ("up", 0),
-    "mlp.up_proj": ("up", 1),
-    "ffn_up": ("up", 1),
-    "mlp.down_proj": ("down", 0),
-    "ffn_down": ("down", 0),
+_NORMS = {
+    "input_layernorm": ("mixer_norm", 0),
+    "attn_norm": ("mixer_norm", 0),
+    "post_attention_layernorm": ("feed_norm", 0),
+    "ffn_norm": ("feed_norm", 0),
 }
-_OUTSIDE = {
-    "embed_tokens": "embed",
-    "token_embd": "embed",
-    "norm": "final_norm",
-    "output_norm": "final_norm",
-    "lm_head": "head",
-    "output": "head",
-    "rope_freqs": "rope_divisors",
-}
-_LAYER = re.compile(r"(?:(?:model\.)?layers|(blk))\.(\d{1,5})\.([a-z_.]+)\.(weight|bias)")
-_OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.weight")
 
 
 class LlamaFamily:
     names: tuple[str, ...] = (*_KINDS, *_KINDS.values())
     gguf_names: tuple[str, ...] = ("llama", "qwen2", "qwen3")
+    gguf_keys: Mapping[str, str] = GGUF_KEYS
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         kind = _KINDS.get(named_in(config), named_in(config))
@@ -74,45 +46,41 @@ class LlamaFamily:
         kv_heads, head_dim = fields.heads(hidden, heads, fields.integer("num_key_value_heads", heads))
         max_position = fields.integer("max_position_embeddings", most=1 << 30)
         attention_bias = fields.flag("attention_bias")
+        attention = Attention(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            qk_norm="head" if kind == "qwen3" else None,
+            rope=rope_spec(config, head_dim, max_position),
+            qkv_bias=attention_bias or kind == "qwen2",
+            o_bias=attention_bias and kind != "qwen2",
+        )
+        feed = Dense(
+            intermediate=fields.integer("intermediate_size", most=1 << 24),
+            activation=fields.choice("hidden_act", "silu", ACTIVATIONS),
+            bias=fields.flag("mlp_bias"),
+        )
+        norms = Norms(eps=fields.number("rms_norm_eps", 1e-6))
         return DecoderSpec(
             architecture=kind,
             vocab_size=fields.integer("vocab_size", most=1 << 24),
             hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=fields.integer("intermediate_size", most=1 << 24),
             max_position=max_position,
-            windows=_windows(fields, kind, layers),
-            scales=(head_dim**-0.5,) * layers,
-            norm_eps=fields.number("rms_norm_eps", 1e-6),
-            rope=rope_spec(config, head_dim, max_position),
-            activation=fields.choice("hidden_act", "silu", ACTIVATIONS),
-            qkv_bias=attention_bias or kind == "qwen2",
-            o_bias=attention_bias and kind != "qwen2",
-            mlp_bias=fields.flag("mlp_bias"),
-            qk_norm=kind == "qwen3",
+            layers=tuple(
+                LayerSpec(replace(attention, window=window), feed, norms) for window in _windows(fields, kind, layers)
+            ),
             tie_embeddings=fields.flag("tie_word_embeddings"),
         )
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        if name.endswith("rotary_emb.inv_freq"):  # old files store what we compute
-            return Target(IGNORED)
-        if match := _LAYER.fullmatch(name):
-            gguf, layer, inner, kind = match.groups()
-            if inner not in _IN_LAYER:
-                return None
-            module, part = _IN_LAYER[inner]
-            # GGUF files of architecture llama hold queries and keys in the order of llama.cpp's paired RoPE
-            paired = bool(gguf) and spec.architecture in ("llama", "mistral") and module == "qkv" and part < 2
-            heads = (spec.heads, spec.kv_heads)[part] if paired else 0
-            return Target(f"layers.{int(layer)}.{module}", kind, part, paired_heads=heads)
-        match = _OTHER.fullmatch(name)
-        if match is None or match[1] not in _OUTSIDE:
-            return None
-        module = _OUTSIDE[match[1]]
-        return Target(IGNORED if module == "head" and spec.tie_embeddings else module)
+        target = target_of(name, spec, {**PROJECTIONS, **QK_NORMS, **_NORMS})
+        # GGUF files of architecture llama hold queries and keys in the order of llama.cpp's paired RoPE
+        paired = name.startswith("blk.") and spec.architecture in ("llama", "mistral")
+        if target is None or not paired or not target.module.endswith(".qkv") or target.part > 1:
+            return target
+        mixer = spec.layers[0].mixer
+        return replace(target, paired_heads=(mixer.heads, mixer.kv_heads)[target.part])
 
 
 def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
@@ -124,12 +92,11 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
         return (fields.integer("sliding_window", most=1 << 30),) * layers
     if not fields.flag("use_sliding_window"):
         return (None,) * layers
-    window = fields.integer("sliding_window", most=1 << 30)
     types = fields.raw("layer_types")
     if types is None:
         full = fields.integer("max_window_layers", 28, least=0)
         types = ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or any(str(t) not in known for t in types):
-        raise ModelFileError(f"model config: layer_types should be {layers} of {', '.join(known)}, got {types!r}")
-    return tuple(known[t] for t in types)
+    return fields.windows(fields.integer("sliding_window", most=1 << 30), types, layers)
+
+
+FAMILY = LlamaFamily()

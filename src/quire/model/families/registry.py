@@ -1,18 +1,33 @@
-"""All families, and the one that a model's own description names."""
+"""All families, and the one that a model's own description names.
+
+Adding a family is a file beside this one, which maps a config to a spec and tensor names to targets, and its name in
+`FAMILY_MODULES`.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import Architecture, named_in
-from quire.model.families.gpt2 import Gpt2Family
-from quire.model.families.llama import LlamaFamily
 from quire.model.loading.gguf_config import config_from_gguf, is_gguf
 from quire.types.errors import ModelFileError
 from quire.types.seams import WeightSource
 
-FAMILIES: tuple[Architecture, ...] = (LlamaFamily(), Gpt2Family())
+FAMILY_MODULES = (
+    "llama",
+    "gpt2",
+    "olmo2",
+    "gemma2",
+    "granite",
+)
+
+
+@cache
+def families() -> tuple[Architecture, ...]:
+    return tuple(import_module(f"quire.model.families.{name}").FAMILY for name in FAMILY_MODULES)
 
 
 def read_spec(source: WeightSource) -> DecoderSpec:
@@ -24,13 +39,13 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
     metadata = source.metadata()
     if is_gguf(metadata):
         named = metadata["general.architecture"]
-        family = _find(named, {name: f for f in FAMILIES for name in f.gguf_names})
-        return family, family.spec(config_from_gguf(metadata, source.tensors()))
+        family = _find(named, {name: f for f in families() for name in f.gguf_names})
+        return family, family.spec(config_from_gguf(metadata, source.tensors(), family.gguf_keys))
     if metadata.get("quantization_config"):
         how = metadata["quantization_config"]
         method = how.get("quant_method") if isinstance(how, dict) else how
         raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
-    family = _find(named_in(metadata), {name: f for f in FAMILIES for name in f.names})
+    family = _find(named_in(metadata), {name: f for f in families() for name in f.names})
     return family, family.spec(metadata)
 
 

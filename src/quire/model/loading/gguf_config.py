@@ -11,54 +11,33 @@ from typing import Any
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
+_HEAD_KEYS = ("embedding_length", "attention.head_count", "attention.key_length")
+
 
 def is_gguf(metadata: Mapping[str, Any]) -> bool:
     return "general.architecture" in metadata
 
 
-def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def config_from_gguf(
+    metadata: Mapping[str, Any], tensors: Mapping[str, TensorInfo], keys: Mapping[str, str]
+) -> dict[str, Any]:
+    """`keys`: the family's names of its config → the file's, less the architecture they begin with."""
     arch = metadata["general.architecture"]
     values = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     if "token_embd.weight" not in tensors:
         raise ModelFileError("GGUF file has no tensor 'token_embd.weight'; is it a language model, and complete?")
-    shared = {
+    config = {name: values.get(key) for name, key in keys.items()} | {
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "rope_scaling": _rope_scaling(values, tensors),
     }
-    return shared | (_gpt2(values) if arch == "gpt2" else _llama(arch, values, tensors))
-
-
-def _gpt2(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "n_embd": values.get("embedding_length"),
-        "n_layer": values.get("block_count"),
-        "n_head": values.get("attention.head_count"),
-        "n_inner": values.get("feed_forward_length"),
-        "n_positions": values.get("context_length"),
-        "layer_norm_epsilon": values.get("attention.layer_norm_epsilon"),
-    }
-
-
-def _llama(arch: str, values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    hidden, heads = values.get("embedding_length"), values.get("attention.head_count")
-    head_dim = values.get("attention.key_length")
+    hidden, heads, head_dim = (values.get(key) for key in _HEAD_KEYS)
     if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
-    config = {
-        "hidden_size": hidden,
-        "intermediate_size": values.get("feed_forward_length"),
-        "num_hidden_layers": values.get("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": values.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": values.get("context_length"),
-        "rms_norm_eps": values.get("attention.layer_norm_rms_epsilon"),
-        "rope_theta": values.get("rope.freq_base"),
-        "rope_scaling": _rope_scaling(values, tensors),
-        "attention_bias": arch != "qwen2" and "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    }
+    config["head_dim"] = head_dim
     rotated = values.get("rope.dimension_count")
     if isinstance(rotated, int) and isinstance(head_dim, int) and head_dim > 0:
         config["partial_rotary_factor"] = rotated / head_dim

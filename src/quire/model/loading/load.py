@@ -13,13 +13,15 @@ from collections.abc import Callable
 import torch
 
 from quire.kernels import cpu
+from quire.model.blocks.linear import Linear
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import IGNORED, Architecture, Target
 from quire.model.families.registry import read_family
-from quire.model.loading.stored_tensor import SLICE, StoredTensor
-from quire.model.quantization.scheme import Linear, QuantScheme
+from quire.model.loading.stored_tensor import SLICE
+from quire.model.quantization.scheme import QuantScheme
+from quire.model.runnable import Runnable
 from quire.types.errors import ModelFileError
 from quire.types.seams import WeightSource
 
@@ -41,7 +43,7 @@ def load_model(
     scheme: QuantScheme | None = None,
     invariant: bool = False,
     progress: Progress | None = None,
-) -> Model | CompiledModel:
+) -> Runnable:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
 
     `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
@@ -69,7 +71,7 @@ def load_model(
     if why_not is not None:
         if why_not == cpu.available():  # it could run, were it built
             log.warning("%s; until then steps take several times as long, on plain torch", why_not)
-        model.reasons.append(f"decoder: plain torch, not compiled: {why_not}")
+        model.notes.append(f"decoder: plain torch, not compiled: {why_not}")
     return model
 
 
@@ -138,10 +140,7 @@ def _fill(model: Model, targets: dict[str, Target], source: WeightSource, progre
     modules, tensors = model.modules(), source.tensors()
     total, done = sum(tensors[name].nbytes for name in targets), 0
     for name, target in targets.items():
-        stored = StoredTensor(
-            tensors[name], source.read(name), transposed=target.transposed, paired_heads=target.paired_heads
-        )
-        modules[target.module].load(target.kind, target.part, stored)
+        modules[target.module].load(target.kind, target.part, target.stored(tensors[name], source.read(name)))
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)

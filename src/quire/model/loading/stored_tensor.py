@@ -24,10 +24,18 @@ class StoredTensor:
 
     `transposed`: the file holds [in, out]. `paired_heads`: rows of this many heads are in interleaved-pair order
     (x0 y0 x1 y1 ...) and are wanted in half order (x0 x1 ... y0 y1 ...), as half-rotation RoPE needs.
-    A vector counts as one row, unless it has heads.
+    `offset` is added to every number. A vector counts as one row, unless it has heads.
     """
 
-    def __init__(self, info: TensorInfo, raw: np.ndarray, *, transposed: bool = False, paired_heads: int = 0):
+    def __init__(
+        self,
+        info: TensorInfo,
+        raw: np.ndarray,
+        *,
+        transposed: bool = False,
+        paired_heads: int = 0,
+        offset: float = 0.0,
+    ):
         if info.kind not in FLOATS and info.kind not in FORMATS:
             known = ", ".join([*FLOATS, *FORMATS])
             raise ModelFileError(f"tensor {info.name!r} has type {info.kind}, which is not supported; known: {known}")
@@ -38,6 +46,7 @@ class StoredTensor:
         self.shape = info.shape[::-1] if transposed else info.shape
         self._transposed = transposed
         self._paired_heads = paired_heads
+        self._offset = offset
         self._raw = raw
 
     def rows(self) -> torch.Tensor:
@@ -63,4 +72,5 @@ class StoredTensor:
         step = max(1, SLICE // max(1, out.shape[1]))
         for first in range(0, out.shape[0], step):
             piece = rows[first : first + step].to(out.device)
-            out[first : first + step].copy_(dequantize(piece, self.info.kind))
+            numbers = dequantize(piece, self.info.kind)
+            out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)

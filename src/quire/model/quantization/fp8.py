@@ -5,20 +5,28 @@ Half the bytes and twice the arithmetic of bf16 on a GPU that has 8-bit matrix u
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from quire.kernels.library import cublas
 from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.scheme import State
+from quire.model.quantization.dense import invariant_input, joined_gate, single_row
+from quire.model.quantization.scheme import Parallel, QuantScheme, State
+
+if TYPE_CHECKING:
+    from quire.model.blocks.linear import Linear
+    from quire.model.blocks.norms import Norm
 
 LARGEST = 448.0  # of e4m3
 
 
 class Fp8Scheme:
     name = "fp8"
+    fuses: tuple[str, ...] = ("norm", "gate", "residual")
 
     def create(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> State:
         return {
@@ -41,10 +49,58 @@ class Fp8Scheme:
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["scale"] *= factors
 
-    def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from quire.kernels.triton.activation import quantise_fp8
+    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
+        return {"weight": 0, "scale": 0} if parallel == "column" else {"weight": 1, "scale": None}
 
-        return self.multiply(state, *quantise_fp8(x), bias)
+    def invariant(self) -> QuantScheme:
+        return InvariantFp8Scheme()
+
+    @cached_property
+    def kernels(self) -> SimpleNamespace:
+        """Imported here, because they need Triton."""
+        from quire.kernels.triton import activation, gemm, gemv, norm, triton_ops
+
+        return SimpleNamespace(
+            gemm=gemm, gemv=gemv, ops=triton_ops, quantise=activation.quantise_fp8, norm=norm.rms_norm_fp8
+        )
+
+    def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        eight, scales = self.kernels.quantise(x)
+        return self.multiply(state, eight, scales, bias)
+
+    def product(
+        self,
+        linear: Linear,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gate: bool = False,
+    ) -> torch.Tensor | None:
+        """Norm and gate come out in 8 bits."""
+        state, kernels = linear.state, self.kernels
+        if norm is not None:
+            assert residual is not None
+            if x is None and single_row(linear, residual):
+                return kernels.gemv.row_matmul(
+                    residual, state["weight"], weight_scale=state["scale"], norm=norm.weight, eps=norm.eps, gated=gate
+                )
+            first, second = (residual, None) if x is None else (x, residual)
+            eight, scales = kernels.norm(first, second, norm.weight, norm.eps)
+            if gate and (config := joined_gate(linear, eight)) is not None:
+                return kernels.gemm.gated_matmul(
+                    eight, state["weight"], config,
+                    x_scale=scales, weight_scale=state["scale"], out_dtype=torch.bfloat16,
+                )  # fmt: skip
+            return self.multiply(state, eight, scales, linear.bias)
+        assert x is not None
+        gated = x.shape[1] != linear.columns
+        if residual is not None and not gated and single_row(linear, x):
+            kernels.gemv.row_matmul(x, state["weight"], weight_scale=state["scale"], residual=residual, out=residual)
+            return None
+        eight, scales = kernels.quantise(x, gated=gated)
+        out = self.multiply(state, eight, scales, linear.bias, residual)
+        return None if out is residual else out
 
     def multiply(
         self, state: State, x: torch.Tensor, x_scale: torch.Tensor, bias: torch.Tensor | None,
@@ -59,13 +115,9 @@ class Fp8Scheme:
         if named is not None:
             out = named
         elif few := configs.small_matmul(1, rows, outputs, x.shape[1]):
-            from quire.kernels.triton.gemv import small_matmul
-
-            out = small_matmul(x, state["weight"], config=few, residual=into, out=into, **scales)
+            out = self.kernels.gemv.small_matmul(x, state["weight"], config=few, residual=into, out=into, **scales)
         elif config := configs.fp8_matmul(rows, outputs):
-            from quire.kernels.triton.gemm import matmul
-
-            out = matmul(x, state["weight"], config, **scales)
+            out = self.kernels.gemm.matmul(x, state["weight"], config, **scales)
         else:
             out = torch._scaled_mm(
                 x,
@@ -76,3 +128,25 @@ class Fp8Scheme:
                 use_fast_accum=True,  # a tenth of what quantising costs in accuracy, a sixth of the time
             )
         return out if bias is None else out + bias
+
+
+class InvariantFp8Scheme(Fp8Scheme):
+    """Every product by one tiling of one kernel."""
+
+    fuses: tuple[str, ...] = ()
+
+    def product(
+        self,
+        linear: Linear,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gate: bool = False,
+    ) -> torch.Tensor | None:
+        x, x_scale = self.kernels.quantise(invariant_input(self.kernels.ops, linear, x, residual, norm))
+        out = self.kernels.gemm.matmul(
+            x.contiguous(), linear.state["weight"], configs.INVARIANT_MATMUL[1],
+            x_scale=x_scale, weight_scale=linear.state["scale"], out_dtype=torch.bfloat16,
+        )  # fmt: skip
+        return out if linear.bias is None else out.add_(linear.bias)

@@ -16,21 +16,20 @@ import torch
 
 from quire.kernels.batch_assembly import whole_sequence
 from quire.kernels.kv_views import read_tokens
-from quire.model.compiled import CompiledModel
-from quire.model.decoder import Model
+from quire.model.runnable import Runnable
 
 TOKENS = 256  # looked at; which they are matters little, large channels are large for all
 
 
 @torch.inference_mode()
-def key_factors(model: Model | CompiledModel) -> torch.Tensor:
+def key_factors(model: Runnable) -> torch.Tensor:
     """[layers, kv_heads, head_dim] float32: 1 for most channels, 2^n for those more than 2^n times the usual size."""
     spec = model.spec
     count = min(TOKENS, model.length)
     drawn = torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     batch, kv = whole_sequence(spec.kv_layout(page_size=16, dtype=model.kv_dtype), count, model.device)
     model.forward(drawn.to(model.device), batch, kv)
-    sizes = torch.empty(spec.layers, spec.kv_heads, spec.head_dim)
+    sizes = torch.empty(len(spec.layers), spec.kv_heads, spec.head_dim)
     for index, group in enumerate(kv.layout.groups):
         keys, _ = read_tokens(kv, index, batch.groups[index].kv_slots)
         sizes[list(group.layers)] = keys.abs().amax(0).cpu()
@@ -38,7 +37,8 @@ def key_factors(model: Model | CompiledModel) -> torch.Tensor:
         half = spec.rope.dim // 2
         pairs = torch.maximum(sizes[..., :half], sizes[..., half : 2 * half])
         sizes = torch.cat((pairs, pairs, sizes[..., 2 * half :]), dim=-1)
-    if spec.qk_norm:  # whose weights all heads share
-        sizes = sizes.amax(1, keepdim=True).expand_as(sizes)
+    shared = [layer.mixer.qk_norm == "head" for layer in spec.layers]  # all heads share the norm's weights
+    if any(shared):
+        sizes[shared] = sizes[shared].amax(1, keepdim=True).expand_as(sizes[shared])
     usual = sizes.median(-1, keepdim=True).values.clamp(min=1e-12)
     return torch.exp2(torch.log2(sizes.clamp(min=1e-12) / usual).floor_().clamp_(0, 8))

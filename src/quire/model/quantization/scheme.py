@@ -1,23 +1,28 @@
-"""A matrix multiplication whose weights are stored by a scheme, and the plainest scheme: dense floats.
+"""The seam of a quantization scheme: the tensors that a matrix is kept as, how they get there, are cut and multiplied.
 
-A `Linear` may be several matrices stacked along their outputs (q, k, v), multiplied in one go. Its scheme decides
-how weights lie in memory, how stored tensors get there and how to multiply. Refuses to know: names, layers.
+Two ways to multiply: `apply`, the plain product that everything else is checked against, and `product`, which on a GPU
+takes norm, gate and residual along where that is faster. Refuses to know: names, layers.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from quire.model.loading.stored_tensor import StoredTensor
 
+if TYPE_CHECKING:
+    from quire.model.blocks.linear import Linear
+    from quire.model.blocks.norms import Norm
+
 State = dict[str, torch.Tensor]  # what a scheme keeps for one matrix
+Parallel = Literal["column", "row"]  # tensor parallelism: ranks have some of the outputs, or some of the inputs
 
 
 class QuantScheme(Protocol):
     name: str
+    fuses: tuple[str, ...]  # what `product` may take along: of "norm", "gate" and "residual"
 
     def create(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> State:
         """Unfilled storage of a [rows, columns] matrix."""
@@ -35,98 +40,32 @@ class QuantScheme(Protocol):
         """Multiply each row by a factor, a power of two."""
         ...
 
+    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
+        """The dimension along which each tensor is cut for ranks; None: every rank has all of it. Row-parallel products
+        are then added up before anything else (`Stages.reduce`)."""
+        ...
+
+    def invariant(self) -> QuantScheme:
+        """The same, with products that give a row the same bits in any batch."""
+        ...
+
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [tokens, columns] → [tokens, rows]."""
         ...
 
-
-class DenseScheme:
-    """Weights in the compute dtype; quantised files are dequantised as they are loaded."""
-
-    name = "dense"
-
-    def create(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> State:
-        return {"weight": torch.empty(rows, columns, device=device, dtype=dtype)}
-
-    def load(self, state: State, first_row: int, weight: StoredTensor) -> None:
-        weight.copy_into(state["weight"][first_row : first_row + weight.shape[0]])
-
-    def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
-        state["weight"][first_row : first_row + rows.shape[0]] = rows
-
-    def scale(self, state: State, factors: torch.Tensor) -> None:
-        state["weight"] *= factors[:, None].to(state["weight"].dtype)
-
-    def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, state["weight"], bias)
-
-
-class Linear:
-    """`parts` are the output sizes of the stacked matrices; `tied` is another module's tensor to use as weight."""
-
-    def __init__(
+    def product(
         self,
-        columns: int,
-        parts: tuple[int, ...],
+        linear: Linear,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
         *,
-        bias: bool,
-        scheme: QuantScheme,
-        device: torch.device,
-        dtype: torch.dtype,
-        tied: torch.Tensor | None = None,
-    ):
-        self.columns = columns
-        self.parts = parts
-        self.scheme = scheme if tied is None else DenseScheme()  # a table of embeddings is dense
-        self.state = scheme.create(sum(parts), columns, device, dtype) if tied is None else {"weight": tied}
-        self.tied = tied is not None
-        self.bias = torch.empty(sum(parts), device=device, dtype=dtype) if bias else None
+        norm: Norm | None = None,
+        gate: bool = False,
+    ) -> torch.Tensor | None:
+        """The product by Triton and library kernels, in one of two places of a layer:
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scheme.apply(self.state, x, self.bias)
-
-    def needs(self) -> dict[tuple[str, int], tuple[int, ...]]:
-        """Shapes of the stored tensors that fill it, by (kind, part)."""
-        shapes: dict[tuple[str, int], tuple[int, ...]] = {}
-        for part, rows in enumerate(self.parts):
-            if not self.tied:
-                shapes["weight", part] = (rows, self.columns)
-            if self.bias is not None:
-                shapes["bias", part] = (rows,)
-        return shapes
-
-    def load(self, kind: str, part: int, stored: StoredTensor) -> None:
-        """From `part` on: a stored tensor may already hold several parts stacked."""
-        first = sum(self.parts[:part])
-        if kind == "weight":
-            self.scheme.load(self.state, first, stored)
-        else:
-            assert self.bias is not None
-            stored.copy_into(self.bias[first : first + stored.shape[0]])
-
-    def scale(self, factors: torch.Tensor) -> None:
-        """Multiply each output by a factor, a power of two: [sum(parts)]."""
-        self.scheme.scale(self.state, factors)
-        if self.bias is not None:
-            self.bias *= factors.to(self.bias.dtype)
-
-    def tensors(self) -> State:
-        own = {} if self.tied else dict(self.state)
-        return own | ({} if self.bias is None else {"bias": self.bias})
-
-
-class Plain:
-    """Tensors used as they are: a norm's weight and bias, a table of embeddings."""
-
-    def __init__(self, shape: tuple[int, ...], *, bias: bool, device: torch.device, dtype: torch.dtype):
-        self.weight = torch.empty(shape, device=device, dtype=dtype)
-        self.bias = torch.empty(shape, device=device, dtype=dtype) if bias else None
-
-    def needs(self) -> dict[tuple[str, int], tuple[int, ...]]:
-        return {(kind, 0): tuple(tensor.shape) for kind, tensor in self.tensors().items()}
-
-    def load(self, kind: str, part: int, stored: StoredTensor) -> None:
-        stored.copy_into(self.tensors()[kind])
-
-    def tensors(self) -> State:
-        return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+        With `norm` (RMS), the input is the norm of `residual` once `x`, where there is one, was added to it. `gate`:
+        the outputs are gate and up of a SwiGLU, and silu(gate) * up may be returned instead of both.
+        Without, the input is `x`, through the gate first if it is twice as wide as the matrix; where that costs nothing
+        the result is added to `residual`, if given, and None returned."""
+        ...

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
-from quire.model import CompiledModel, load_model
+from quire.model import load_model
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.quantization.key_channel_scales import key_factors
 from quire.runtime.capacity import capacity_for, kv_layout
@@ -72,14 +72,15 @@ class LocalExecutor:
                 progress=report,
             )
         self._startup_s["weights"] = time.perf_counter() - began
-        if isinstance(self.model, CompiledModel):
+        if self.model.threads is not None:
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
+        self._reasons = [*resolved.reasons, *self.model.describe()]
         kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
-        self._reasons = [*resolved.reasons, *self.model.reasons, why]
+        self._reasons.append(why)
         self._speculation, self._drafter = options.speculation, drafter
         self._graphs = self._device.type == "cuda" and options.device.graphs
         self._threaded = self._device.type == "cpu" and resolved.depth > 1
@@ -100,7 +101,7 @@ class LocalExecutor:
         factors = key_factors(self.model)
         self.model.rescale_keys(factors)
         large = (factors > 1).float().mean().item()
-        self.model.reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
+        self._reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
         return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
 
     def describe(self) -> ExecutorInfo:
@@ -153,7 +154,7 @@ class LocalExecutor:
         return worker, head
 
     def sleep(self, pages: list[int]) -> None:
-        if self._device.type == "cpu" or isinstance(self.model, CompiledModel):
+        if self._device.type == "cpu":
             raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
         assert self._worker is not None
         if self._transfers is not None:
@@ -165,7 +166,6 @@ class LocalExecutor:
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        assert not isinstance(self.model, CompiledModel)
         self.model.to(self._device)
         self._worker, self._head = self._make_worker()
         self._worker.write_pages(*self._saved_pages)

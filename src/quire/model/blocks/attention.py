@@ -1,0 +1,87 @@
+"""Attention as a mixer: its weights, and what the kernels must know of it.
+
+norm ─► qkv ─► q_norm, k_norm ─► rotate, write K and V ─► attention ─► o ─► post_norm       what a spec has none of
+                                                                                            is None here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from quire.kernels.attention_backend import AttentionSpec
+from quire.model.blocks.linear import Linear, Module
+from quire.model.blocks.norms import Norm
+from quire.model.decoder_spec import DecoderSpec, Norms
+
+LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
+NormMaker = Callable[[int, Norms], Norm]
+
+
+@dataclass
+class AttentionBlock:
+    index: int  # of the layer
+    kind: int  # of DecoderSpec.mixer_kinds
+    attention: AttentionSpec
+    norm: Norm | None
+    qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    norms_all_heads: bool  # q_norm and k_norm go over all heads at once, not over each
+    o: Linear
+    post_norm: Norm | None
+
+    @classmethod
+    def build(
+        cls, spec: DecoderSpec, index: int, itemsize: int, linear: LinearMaker, norm: NormMaker
+    ) -> AttentionBlock:
+        layer = spec.layers[index]
+        mixer, norms = layer.mixer, layer.norms
+        queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
+        rms = replace(norms, kind="rms")
+        return cls(
+            index=index,
+            kind=spec.mixer_kinds[index],
+            attention=attention_spec(spec, index, itemsize),
+            norm=norm(spec.hidden, norms) if norms.before else None,
+            qkv=linear(spec.hidden, (queries, keys, keys), mixer.qkv_bias),
+            q_norm=norm(q_size, rms) if mixer.qk_norm else None,
+            k_norm=norm(k_size, rms) if mixer.qk_norm else None,
+            norms_all_heads=mixer.qk_norm == "all",
+            o=linear(queries, (spec.hidden,), mixer.o_bias),
+            post_norm=norm(spec.hidden, norms) if norms.after else None,
+        )
+
+    def modules(self) -> dict[str, Module | None]:
+        """By the names that `Target` uses within a layer."""
+        return {
+            "mixer_norm": self.norm,
+            "qkv": self.qkv,
+            "q_norm": self.q_norm,
+            "k_norm": self.k_norm,
+            "o": self.o,
+            "mixer_post_norm": self.post_norm,
+        }
+
+    def rescale_keys(self, factor: torch.Tensor) -> None:
+        """Queries times powers of two [kv_heads, head_dim], keys times the largest of them over these; the scale of the
+        scores makes up for it."""
+        most = factor.max()
+        self.attention = replace(self.attention, scale=self.attention.scale / most.item())
+        queries, keys = factor.repeat_interleave(self.attention.heads // len(factor), dim=0), most / factor
+        if self.q_norm is not None and self.k_norm is not None:
+            for norm, each in ((self.q_norm, queries), (self.k_norm, keys)):
+                norm.weight *= each.flatten() if self.norms_all_heads else each[0]
+        else:
+            self.qkv.scale(torch.cat((queries, keys, torch.ones_like(keys))).flatten())
+
+
+def attention_spec(spec: DecoderSpec, index: int, itemsize: int = 2) -> AttentionSpec:
+    """What a backend must know of a layer's attention."""
+    mixer = spec.layers[index].mixer
+    return AttentionSpec(
+        mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize, softcap=mixer.softcap
+    )

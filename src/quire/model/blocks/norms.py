@@ -1,0 +1,16 @@
+"""A norm's weights and what kind it is."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.model.blocks.linear import Plain
+from quire.model.decoder_spec import Norms
+
+
+class Norm(Plain):
+    """An RMS norm, or a LayerNorm, which has a bias. Where a file has its weight less one, loading adds that."""
+
+    def __init__(self, size: int, norms: Norms, *, device: torch.device, dtype: torch.dtype):
+        super().__init__((size,), bias=norms.kind == "layer", device=device, dtype=dtype)
+        self.eps = norms.eps

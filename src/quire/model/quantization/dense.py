@@ -1,0 +1,140 @@
+"""The plainest scheme: weights in the compute dtype; quantised files are dequantised as they are loaded.
+
+Products belong to cuBLAS, which also adds the residual, except those of few rows: a single row takes `row_matmul`, norm
+and gate included, others `small_matmul` where `configs` has a tiling for it; and gate and up, which are joined with the
+SiLU where that is faster. Refuses to know: files, layers.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.library import cublas
+from quire.kernels.triton import configs, moves_tiles
+from quire.model.loading.stored_tensor import StoredTensor
+from quire.model.quantization.scheme import Parallel, QuantScheme, State
+
+if TYPE_CHECKING:
+    from quire.model.blocks.linear import Linear
+    from quire.model.blocks.norms import Norm
+
+
+class DenseScheme:
+    name = "dense"
+    fuses: tuple[str, ...] = ("norm", "gate", "residual")
+
+    def create(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> State:
+        return {"weight": torch.empty(rows, columns, device=device, dtype=dtype)}
+
+    def load(self, state: State, first_row: int, weight: StoredTensor) -> None:
+        weight.copy_into(state["weight"][first_row : first_row + weight.shape[0]])
+
+    def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
+        state["weight"][first_row : first_row + rows.shape[0]] = rows
+
+    def scale(self, state: State, factors: torch.Tensor) -> None:
+        state["weight"] *= factors[:, None].to(state["weight"].dtype)
+
+    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
+        return {"weight": 0 if parallel == "column" else 1}
+
+    def invariant(self) -> QuantScheme:
+        return InvariantDenseScheme()
+
+    def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, state["weight"], bias)
+
+    @cached_property
+    def kernels(self) -> SimpleNamespace:
+        """Imported here, because they need Triton."""
+        from quire.kernels.triton import gemm, gemv, triton_ops
+
+        return SimpleNamespace(gemm=gemm, gemv=gemv, ops=triton_ops)
+
+    def product(
+        self,
+        linear: Linear,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gate: bool = False,
+    ) -> torch.Tensor | None:
+        weight, kernels, bias = linear.state["weight"], self.kernels, linear.bias
+        if norm is not None:
+            assert residual is not None
+            if x is None and single_row(linear, residual):
+                return kernels.gemv.row_matmul(residual, weight, norm=norm.weight, eps=norm.eps, gated=gate)
+            if x is None:
+                x = kernels.ops.rms_norm(residual, norm.weight, norm.eps)
+            else:
+                x = kernels.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
+            residual = None
+            if gate and (config := joined_gate(linear, x)) is not None:
+                return kernels.gemm.gated_matmul(x, weight, config)
+        assert x is not None
+        if x.shape[1] != linear.columns:
+            x = kernels.ops.act_and_mul(x, "silu")
+        if bias is not None:
+            return F.linear(x, weight, bias)
+        if residual is not None and single_row(linear, x):
+            kernels.gemv.row_matmul(x, weight, residual=residual, out=residual)
+            return None
+        out = cublas.matmul(x, weight, residual=residual)
+        if out is None:
+            if configs.small_matmul(x.element_size(), x.shape[0], *weight.shape) is not None:
+                out = kernels.gemv.small_matmul(x, weight, residual=residual, out=residual)
+            else:
+                out = F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
+        return out if residual is None else None
+
+
+class InvariantDenseScheme(DenseScheme):
+    """Every product by one tiling of one kernel."""
+
+    fuses: tuple[str, ...] = ()
+
+    def product(
+        self,
+        linear: Linear,
+        x: torch.Tensor | None,
+        residual: torch.Tensor | None = None,
+        *,
+        norm: Norm | None = None,
+        gate: bool = False,
+    ) -> torch.Tensor | None:
+        x, weight = invariant_input(self.kernels.ops, linear, x, residual, norm), linear.state["weight"]
+        out = self.kernels.gemm.matmul(x.contiguous(), weight, configs.INVARIANT_MATMUL[weight.element_size()])
+        return out if linear.bias is None else out.add_(linear.bias)
+
+
+def invariant_input(
+    ops: SimpleNamespace, linear: Linear, x: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm | None
+) -> torch.Tensor:
+    """What is multiplied, in kernels of its own."""
+    if norm is not None:
+        assert residual is not None
+        if x is None:
+            return ops.rms_norm(residual, norm.weight, norm.eps)
+        return ops.add_rms_norm(x, residual, norm.weight, norm.eps)
+    assert x is not None
+    return x if x.shape[1] == linear.columns else ops.act_and_mul(x, "silu")
+
+
+def single_row(linear: Linear, x: torch.Tensor) -> bool:
+    """Whether the product with x is one for `row_matmul`."""
+    few = x.shape[0] <= configs.ROW_MATMUL_ROWS and linear.bias is None
+    return few and configs.row_matmul(min(linear.parts), linear.columns) is not None
+
+
+def joined_gate(linear: Linear, x: torch.Tensor) -> configs.Matmul | None:
+    """How the product with x takes the gate along, if it does: on chips that move tiles by themselves."""
+    if linear.bias is not None or not moves_tiles(x.device):
+        return None
+    weight = linear.state["weight"]
+    return configs.gated_matmul(weight.element_size(), x.shape[0], *weight.shape)

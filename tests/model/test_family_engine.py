@@ -1,0 +1,90 @@
+"""Families under the engine: greedy answers are transformers', alone, batched, chunked, on a prefix hit, preempted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.runtime.executors.local import LocalExecutor
+from tiny_models import prompts, tiny
+
+from quire.assets import resolve
+from quire.engine.core import EngineCore
+from quire.types.config import EngineOptions
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+
+FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite"]
+TOKENS = 24
+PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+NEAR_TIE = 1e-3  # of the two best logits: which of them is drawn is not promised
+
+
+class Engine:
+    def __init__(self, path, **options):
+        options = EngineOptions.of(
+            model=str(path), dtype="float32", page_size=4, max_model_len=64, max_seqs=4, threads=1, **options
+        )
+        self.core = EngineCore(options, LocalExecutor(options, resolve(str(path)).open(), vocabulary=None))
+        self.count = 0
+
+    def answers(self, asked: list[list[int]], preempt: int = 0) -> list[list[int]]:
+        """Of prompts asked together; every `preempt` steps one of them loses all it has."""
+        first, self.count = self.count, self.count + len(asked)
+        said = {f"r{first + i}": [] for i in range(len(asked))}
+        for request, prompt in zip(said, asked, strict=True):
+            self.core.submit(Request(id=request, prompt=prompt, params=PARAMS))
+        step = 0
+        while self.core.busy:
+            step += 1
+            running = list(self.core.scheduler.sequences.running)
+            if preempt and step % preempt == 0 and step <= 4 * preempt and running:
+                self.core.scheduler.sequences.preempt(running[step // preempt % len(running)])
+            for event in self.core.step():
+                assert not event.message, event.message
+                said[event.request] += event.tokens
+        return list(said.values())
+
+
+@pytest.fixture(scope="module")
+def family(request, tmp_path_factory):
+    """(files, prompts, their greedy answers by transformers, how far apart the two best logits were at each)"""
+    theirs = tiny(request.param)
+    path = tmp_path_factory.mktemp(request.param)
+    theirs.save_pretrained(path)
+    asked = prompts(33, 21, 40, 5)
+    answers, gaps = [], []
+    for prompt in asked:
+        known, apart = list(prompt), []
+        for _ in range(TOKENS):
+            with torch.inference_mode():
+                best = theirs(torch.tensor([known])).logits[0, -1].topk(2)
+            known.append(int(best.indices[0]))
+            apart.append(float(best.values[0] - best.values[1]))
+        answers.append(known[len(prompt) :])
+        gaps.append(apart)
+    return path, asked, answers, gaps
+
+
+def same(got, answers, gaps):
+    """Up to the first near-tie, behind which answers may part."""
+    for said, wanted, apart in zip(got, answers, gaps, strict=True):
+        sure = next((i for i, gap in enumerate(apart) if gap < NEAR_TIE), TOKENS)
+        assert len(said) == TOKENS and said[:sure] == wanted[:sure]
+        assert sure > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_answers_do_not_depend_on_how_they_are_computed(family):
+    path, asked, answers, gaps = family
+    engine = Engine(path, kv_pages=200, prefix_cache=False)
+    for i, prompt in enumerate(asked):
+        same(engine.answers([prompt]), answers[i : i + 1], gaps[i : i + 1])
+    same(engine.answers(asked), answers, gaps)
+    same(engine.answers(asked, preempt=5), answers, gaps)
+    assert engine.core.scheduler.stats.preemptions >= 4
+    same(Engine(path, kv_pages=36).answers(asked), answers, gaps)  # not enough for all at once
+    same(Engine(path, kv_pages=200, prefill_chunk=7).answers(asked), answers, gaps)
+    cached = Engine(path, kv_pages=200)
+    for _ in range(2):
+        same(cached.answers(asked), answers, gaps)
+    assert cached.core.scheduler.stats.cached_tokens >= 64

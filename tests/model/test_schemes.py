@@ -1,0 +1,94 @@
+"""Quantization schemes: how their tensors are cut for tensor-parallel ranks, and where ranks add up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.linear import Linear
+from quire.model.blocks.norms import Norm
+from quire.model.blocks.stages import Stages
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
+from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.types.errors import ModelFileError
+
+CPU = torch.device("cpu")
+HIDDEN, FFN, RANKS = 32, 48, 2
+ATTENTION = Attention(heads=2, kv_heads=2, head_dim=16, scale=0.25)
+
+
+def spec_of(**more) -> DecoderSpec:
+    layers = (LayerSpec(ATTENTION, Dense(FFN), Norms(after=more.pop("after", False))),)
+    return DecoderSpec("test", vocab_size=8, hidden=HIDDEN, max_position=8, layers=layers, **more)
+
+
+def linear(columns: int, parts: tuple[int, ...], bias: bool = False, scheme=None) -> Linear:
+    made = Linear(columns, parts, bias=bias, scheme=scheme or DenseScheme(), device=CPU, dtype=torch.float32)
+    made.scheme.put(made.state, 0, torch.randn(sum(parts), columns) * 0.2)
+    return made
+
+
+def cut(whole: Linear, parallel: str, rank: int) -> Linear:
+    """A rank's piece, by what the scheme says of its tensors; each of the stacked matrices is cut for itself."""
+    columns = whole.columns // (RANKS if parallel == "row" else 1)
+    parts = tuple(n // (RANKS if parallel == "column" else 1) for n in whole.parts)
+    piece = linear(columns, parts, scheme=whole.scheme)
+    dims = whole.scheme.shard_dims(parallel)
+    assert dims.keys() == whole.state.keys()
+    for name, tensor in whole.state.items():
+        if dims[name] is None:
+            piece.state[name] = tensor
+        elif dims[name] == 0:
+            piece.state[name] = torch.cat([part.chunk(RANKS)[rank] for part in tensor.split(whole.parts)])
+        else:
+            piece.state[name] = tensor.chunk(RANKS, dim=dims[name])[rank]
+    return piece
+
+
+def dense(made: Linear) -> torch.Tensor:
+    scale = made.state.get("scale")
+    return made.state["weight"].float() * (1.0 if scale is None else scale[:, None])
+
+
+@pytest.mark.parametrize("scheme", [DenseScheme(), Fp8Scheme()], ids=lambda scheme: scheme.name)
+def test_ranks_have_all_of_a_matrix_between_them(scheme):
+    whole = linear(HIDDEN, (FFN, FFN), scheme=scheme)
+    columns, rows = ([dense(cut(whole, how, rank)) for rank in range(RANKS)] for how in ("column", "row"))
+    gate, up = ([piece.chunk(2)[i] for piece in columns] for i in range(2))
+    assert torch.equal(torch.cat((*gate, *up)), dense(whole))
+    assert torch.equal(torch.cat(rows, dim=1), dense(whole))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("residual_scale", [1.0, 0.5])
+def test_ranks_add_up_before_anything_else(after, residual_scale):
+    """Norms and scales come behind the sum."""
+    torch.manual_seed(0)
+    spec = spec_of(after=after, residual_scale=residual_scale)
+    whole = DenseBlock.build(spec, 0, linear, lambda size, norms: Norm(size, norms, device=CPU, dtype=torch.float32))
+    for norm in (whole.norm, whole.post_norm):
+        if norm is not None:
+            norm.weight.normal_()
+    x, residual = torch.randn(2, 5, HIDDEN)
+    wanted = Stages(spec, CPU).feed(whole, x, residual.clone())
+    ranks = [
+        DenseBlock(**vars(whole) | {"up": cut(whole.up, "column", rank), "down": cut(whole.down, "row", rank)})
+        for rank in range(RANKS)
+    ]
+    seen: list[torch.Tensor] = []
+    Stages(spec, CPU, reduce=lambda part: seen.append(part) or part).feed(ranks[1], x, residual.clone())
+    got = Stages(spec, CPU, reduce=lambda part: part + seen[0]).feed(ranks[0], x, residual.clone())
+    torch.testing.assert_close(got, wanted)
+
+
+def test_layers_may_differ_but_not_in_what_pages_and_positions_are():
+    layer = spec_of().layers[0]
+    other = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=16, scale=0.1, window=3), Dense(8), Norms(after=True))
+    spec = DecoderSpec("test", 8, HIDDEN, 8, (layer, other, layer))
+    assert spec.mixer_kinds == spec.layer_kinds == [0, 1, 0]
+    assert [group.layers for group in spec.kv_layout(page_size=4, dtype="float32").groups] == [(0, 2), (1,)]
+    wide = LayerSpec(Attention(heads=2, kv_heads=2, head_dim=32, scale=1.0), Dense(8))
+    with pytest.raises(ModelFileError, match="different KV heads"):
+        DecoderSpec("test", 8, HIDDEN, 8, (layer, wide))
