@@ -13,7 +13,7 @@ from quire.engine import cache_orders as cache
 from quire.engine.client import AsyncClient
 from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
-from quire.types.cache_orders import CacheOrder
+from quire.types.cache_control import CacheOrder
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 
 from quire.kernels.attention_backend import NO_TREE, PATH, AttentionBackend, AttentionSpec, Batch, GroupBatch, Paths
 from quire.kernels.attention_mass import AttentionMassRows
+from quire.kernels.backend_choice import backends_for, choose_backend
 from quire.kernels.eager import sdpa_attention
 from quire.kernels.eager.sdpa_attention import TorchSdpa
 from quire.kernels.kv_views import LayerKV
 from quire.kernels.library.cudnn_prefill import CudnnPrefill
-from quire.kernels.registry import backends_for, choose_backend
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LAYERS, LAYER = 3, 1

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.lang import Conversations, Int, Model, StopsAt, assistant, gen, join, probabilities, select, system, user
 from quire.lang.state import State, Transcript, settle
-from quire.types.cache_orders import CacheOrder
+from quire.types.cache_control import CacheOrder
 from quire.types.errors import InputError, QuireError
 
 FRANCE = "The capital of France is"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quire.runtime.executors.local import LocalExecutor
 from tiny_models import prompts, tiny
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
+from quire.runtime.executors.local_executor import LocalExecutor
 from quire.types.config import EngineOptions
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams

@@ -45,7 +45,7 @@ def test_a_turned_key_is_the_key_of_its_new_position(tmp_path, monkeypatch, name
     ours = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
     views = views_for(ours)
     if small:
-        monkeypatch.setattr(turning, "ELEMENTS", 1)  # token by token
+        monkeypatch.setattr(turning, "SLICE_ELEMENTS", 1)  # token by token
     before = [(token, 40 + token) for token in range(6)]  # (token, position)
     for slot, (token, position) in enumerate(before, start=4):
         k, v = their_entry(theirs, token, position)

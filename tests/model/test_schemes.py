@@ -10,7 +10,7 @@ from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.stages import Stages
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
-from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.types.errors import ModelFileError
 

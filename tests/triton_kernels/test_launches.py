@@ -17,7 +17,7 @@ from quire.generation.sampling import sampler
 from quire.generation.sampling import slot_params as slots
 from quire.generation.sampling import top_k as order
 from quire.kernels import attention_backend as attention
-from quire.kernels import registry
+from quire.kernels import backend_choice as registry
 from quire.kernels.triton import paged_attention as paged
 from quire.model import load_model
 from quire.model.blocks import fused

@@ -4,7 +4,7 @@ plain torch makes of them."""
 import pytest
 import torch
 
-from quire.kernels import registry
+from quire.kernels import backend_choice as registry
 from quire.kernels.batch_assembly import whole_sequence
 from quire.kernels.triton import configs, gemm, paged_attention
 from quire.kernels.triton.configs import Matmul
@@ -16,7 +16,7 @@ from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.stages import Stages
 from quire.model.families.llama import LlamaFamily
-from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 
 CPU = torch.device("cpu")

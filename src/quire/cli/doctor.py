@@ -32,7 +32,7 @@ def doctor(
     from quire.kernels import cpu
     from quire.model import CompiledModel, compiled_refusal, parameter_count, read_spec, weight_bytes
     from quire.model.blocks.fused import choose_stages
-    from quire.model.quantization.dense import DenseScheme
+    from quire.model.quantization.dense_scheme import DenseScheme
     from quire.model.quantization.fp8 import Fp8Scheme
     from quire.runtime.capacity import kv_capacity, kv_layout, working_memory
     from quire.runtime.hardware import DTYPES, probe

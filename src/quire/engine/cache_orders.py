@@ -13,7 +13,7 @@ import msgspec
 
 from quire.memory.manager import PageTable
 from quire.scheduling import Scheduler
-from quire.types.cache_orders import CacheOrder, CacheReport
+from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import InputError, OverloadedError
 from quire.types.kv import NULL_PAGE
 from quire.types.seams import Executor

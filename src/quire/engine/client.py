@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.link import Link, open_link
-from quire.types.cache_orders import CacheOrder, CacheReport
+from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent

@@ -15,7 +15,7 @@ import msgspec
 from quire.engine.cache_orders import CacheOrders
 from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import Scheduler, SchedulingFeature
-from quire.types.cache_orders import CacheOrder, CacheReport
+from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent

@@ -21,7 +21,7 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.blocks.stages import Step
 from quire.model.decoder_spec import DecoderSpec, Norms
-from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from quire.kernels.attention_backend import Batch, GroupBatch
-from quire.kernels.registry import choose_assemble
+from quire.kernels.backend_choice import choose_assemble
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, StepPlan

@@ -111,13 +111,13 @@ class Admission(SchedulingFeature):
         """What is cached of a sequence; None: more of it is on its way."""
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
         hit = self._memory.lookup(seq.table, seq.reusable)
-        held = hit.waits or any(feature.holds(seq, builder) for feature in self._table.features)
+        held = hit.waits or any(holds(seq, builder) for holds in self._table.holds)
         return None if held else hit
 
     def _start_or_reclaim(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, *, forced: bool) -> bool:
         spare = self._preemption.spare if self._table.running and not forced else 0
         while not self._start(builder, seq, hit, reserve, spare):
-            if not any(feature.reclaim(running=False) for feature in self._table.features):
+            if not any(reclaim(running=False) for reclaim in self._table.reclaim):
                 return False
             hit = self._memory.lookup(seq.table, seq.reusable)
         return True
@@ -145,8 +145,7 @@ class Admission(SchedulingFeature):
         builder.change(seq, adopted)
         builder.change(seq, extended)
         self._memory.promise(seq.table, min(seq.known, seq.peak))
-        taken_over = any(feature.takes_over(builder, seq, hit, count) for feature in self._table.features)
-        if count and not taken_over:
+        if count and not any(takes_over(builder, seq, hit, count) for takes_over in self._table.takes_over):
             self._table.add_row(builder, seq, count)
         builder.budget = builder.budget.less(hit.tokens, count)
         return True

@@ -83,7 +83,8 @@ class Commit(SchedulingFeature):
             event = TokenEvent(seq.request.id, seq.branch, index, drawn)
         event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
         event.blended, event.evicted = seq.log.blended, seq.log.evicted
-        event.forced, event.drafted, event.accepted = forced, drafted, accepted
+        if drafted or forced:
+            event.forced, event.drafted, event.accepted = forced, drafted, accepted
         if sample in result.logprobs:
             event.logprobs = result.logprobs[sample][: len(drawn)]
         if scores:

@@ -154,8 +154,8 @@ class Scheduler:
         builder = PlanBuilder(self._step, now, idle=idle)
         admission.displace()
         self._catch_up(builder)
-        for feature in sequences.features:
-            feature.contribute(builder)
+        for contribute in sequences.contribute:
+            contribute(builder)
         admission.seat_forks(builder)
         admission.admit(builder)
         if not builder.plan.computes and idle and (sequences.running or sequences.forks):
@@ -191,23 +191,27 @@ class Scheduler:
         drafts = drafting.budgets(list(running)) if drafting is not None else {}
         unverified = drafting.unverified if drafting is not None else ()
         together = bool(drafts)  # drafts need all tokens before them, and other rows should not go without them
-        behind = [
-            s
-            for s in running
-            if s.computed < s.known < s.limit
-            and not (s.pending and (s.stepwise or together or s in unverified))
-            and not (s.hook is not None and s.inflight and s.hook.sequential)
-        ]
-        decode = [s for s in behind if s.known - s.computed == 1]
-        prefill = sorted((s for s in behind if s.known - s.computed > 1), key=lambda s: s.rank)
-        decoding = bool(decode) or any(s.pending or s.known - s.computed == 1 for s in running)
+        decode: list[tuple[Sequence, int]] = []  # with how many tokens they have to catch up by
+        prefill: list[tuple[Sequence, int]] = []
+        decoding = False
+        for seq in running:
+            known = seq.known
+            missing = known - seq.computed
+            decoding = decoding or missing == 1 or seq.pending > 0
+            if missing <= 0 or known >= seq.limit:
+                continue
+            if seq.pending and (seq.stepwise or together or seq in unverified):
+                continue
+            if seq.hook is not None and seq.inflight and seq.hook.sequential:
+                continue
+            (decode if missing == 1 else prefill).append((seq, missing))
+        prefill.sort(key=lambda one: one[0].rank)
         target = self.policy.latency_target(RunningViews(running))
         whole = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
-        chosen: list[tuple[Sequence, int, Change]] = []
-        for seq in (*decode, *prefill):
+        chosen: list[tuple[Sequence, int, Change, int]] = []
+        for seq, missing in (*decode, *prefill):
             if seq.status is not Status.RUNNING:
                 continue  # preempted for one before it
-            missing = seq.known - seq.computed
             count = missing if missing == 1 else min(missing, self._chunk, budget.fit(seq.held))
             if seq.hook is not None:
                 count = min(count, seq.hook.row_limit(seq.computed))
@@ -216,12 +220,12 @@ class Scheduler:
             change = self._extend_for_drafts(seq, drafts) if drafts else None
             change = change or self._extend_or_preempt(seq, count)
             if change is not None:
-                chosen.append((seq, count, change))
+                chosen.append((seq, count, change, missing))
                 budget = budget.less(seq.held, count) if missing > 1 else budget
         builder.budget = whole
-        for seq, count, change in chosen:
+        for seq, count, change, missing in chosen:
             if seq.status is Status.RUNNING:
-                if seq.known - seq.computed > 1:
+                if missing > 1:
                     builder.budget = builder.budget.less(seq.held, count)
                 builder.change(seq, change)
                 self.sequences.add_row(builder, seq, count, drafts.get(seq, 0))
@@ -246,7 +250,7 @@ class Scheduler:
     def _extend_or_preempt(self, seq: Sequence, count: int) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         while (change := self._extend(seq, count)) is None:
-            if any(feature.reclaim(running=True) for feature in self.sequences.features):
+            if any(reclaim(running=True) for reclaim in self.sequences.reclaim):
                 continue
             if self._pages_returning():
                 return None
@@ -286,8 +290,8 @@ class Scheduler:
         self._prefill_limiter.ended(self.clock.now, plan, began=step.now if step.idle else None)
         self._in_flight.popleft()
         self.sequences.land(step)
-        for feature in self.sequences.features:
-            feature.step_landed(step, result)
+        for step_landed in self.sequences.step_landed:
+            step_landed(step, result)
         self._commit.apply(step, result, self._undelivered, self.stats)
         events, self._undelivered = self._undelivered, []
         return events

@@ -60,6 +60,11 @@ class SequenceTable:
         self._preempted = [f.preempted for f in overriding("preempted")]
         self._finished = [f.finished for f in overriding("finished")]
         self._released = [f.released for f in overriding("released")]
+        self.step_landed = [f.step_landed for f in overriding("step_landed")]
+        self.holds = [f.holds for f in overriding("holds")]
+        self.takes_over = [f.takes_over for f in overriding("takes_over")]
+        self.contribute = [f.contribute for f in overriding("contribute")]
+        self.reclaim = [f.reclaim for f in overriding("reclaim")]
 
     def tell(self, kind: EventKind, sequences: Iterable[tuple[Sequence, int]]) -> None:
         """Tell the policy, if it wants to know; sequences whose key that changes move in the queue."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.types.cache_orders import CacheOrder, CacheReport
+from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams

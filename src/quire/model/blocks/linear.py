@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.dense import DenseScheme
+from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme, State
 
 

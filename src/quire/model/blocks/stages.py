@@ -18,9 +18,9 @@ import torch
 
 from quire.kernels.attention_backend import AttentionBackend, Batch
 from quire.kernels.attention_mass import AttentionMassRows
+from quire.kernels.backend_choice import choose_backend, choose_ops
 from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
-from quire.kernels.registry import choose_backend, choose_ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.linear import Linear

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from quire.kernels.library import cublas
 from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.dense import invariant_input, joined_gate, single_row
-from quire.model.quantization.scheme import Parallel, QuantScheme, State
-
-if TYPE_CHECKING:
-    from quire.model.blocks.linear import Linear
-    from quire.model.blocks.norms import Norm
+from quire.model.quantization.dense_scheme import invariant_input, joined_gate, single_row
+from quire.model.quantization.scheme import Matrix, Parallel, QuantScheme, RMSNorm, State
 
 LARGEST = 448.0  # of e4m3
 
@@ -70,11 +66,11 @@ class Fp8Scheme:
 
     def product(
         self,
-        linear: Linear,
+        linear: Matrix,
         x: torch.Tensor | None,
         residual: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: RMSNorm | None = None,
         gate: bool = False,
     ) -> torch.Tensor | None:
         """Norm and gate come out in 8 bits."""
@@ -137,11 +133,11 @@ class InvariantFp8Scheme(Fp8Scheme):
 
     def product(
         self,
-        linear: Linear,
+        linear: Matrix,
         x: torch.Tensor | None,
         residual: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: RMSNorm | None = None,
         gate: bool = False,
     ) -> torch.Tensor | None:
         x, x_scale = self.kernels.quantise(invariant_input(self.kernels.ops, linear, x, residual, norm))

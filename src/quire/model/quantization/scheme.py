@@ -6,18 +6,30 @@ takes norm, gate and residual along where that is faster. Refuses to know: names
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from quire.model.loading.stored_tensor import StoredTensor
 
-if TYPE_CHECKING:
-    from quire.model.blocks.linear import Linear
-    from quire.model.blocks.norms import Norm
-
 State = dict[str, torch.Tensor]  # what a scheme keeps for one matrix
 Parallel = Literal["column", "row"]  # tensor parallelism: ranks have some of the outputs, or some of the inputs
+
+
+class Matrix(Protocol):
+    """What a product needs to know of a `Linear`."""
+
+    columns: int
+    parts: tuple[int, ...]
+    state: State
+    bias: torch.Tensor | None
+
+
+class RMSNorm(Protocol):
+    """What a product needs to know of a `Norm`."""
+
+    weight: torch.Tensor
+    eps: float
 
 
 class QuantScheme(Protocol):
@@ -55,11 +67,11 @@ class QuantScheme(Protocol):
 
     def product(
         self,
-        linear: Linear,
+        linear: Matrix,
         x: torch.Tensor | None,
         residual: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: RMSNorm | None = None,
         gate: bool = False,
     ) -> torch.Tensor | None:
         """The product by Triton and library kernels, in one of two places of a layer:

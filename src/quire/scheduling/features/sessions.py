@@ -15,7 +15,7 @@ from quire.memory.tiers import Directory
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
-from quire.types.cache_orders import SessionView
+from quire.types.cache_control import SessionView
 from quire.types.clock import Clock
 from quire.types.kv import NULL_PAGE
 from quire.types.request import FinishReason, Status

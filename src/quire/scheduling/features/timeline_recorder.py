@@ -16,7 +16,7 @@ from quire.scheduling.sequence import Sequence
 from quire.types.clock import Clock
 from quire.types.events import EngineStats
 from quire.types.plan import StepResult
-from quire.types.request import FinishReason
+from quire.types.request import FinishReason, Status
 from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, PrefixOutcome, Timeline
 
 MAX_PAST_REQUESTS = 1024  # remembered after they ended
@@ -129,7 +129,7 @@ class TimelineRecorder(SchedulingFeature):
         stats.step_tokens.observe(tokens)
         self.steps.append((len(plan.rows), tokens))
         for row, (seq, _) in zip(plan.rows, step.rows, strict=True):
-            if seq.log.finish in ("stop", "length"):
+            if seq.status is Status.FINISHED and seq.log.finish in ("stop", "length"):
                 stats.waste["overrun"] += row.count
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:

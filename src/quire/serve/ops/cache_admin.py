@@ -25,7 +25,7 @@ from quire.serve.http.auth import salt_of
 from quire.serve.http.http_io import decode, read_body
 from quire.serve.http.openapi import answers
 from quire.serve.openai.sse import json
-from quire.types.cache_orders import CacheOrder, CacheReport
+from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
 

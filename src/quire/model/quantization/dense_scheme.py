@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +16,7 @@ import torch.nn.functional as F
 from quire.kernels.library import cublas
 from quire.kernels.triton import configs, moves_tiles
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.scheme import Parallel, QuantScheme, State
-
-if TYPE_CHECKING:
-    from quire.model.blocks.linear import Linear
-    from quire.model.blocks.norms import Norm
+from quire.model.quantization.scheme import Matrix, Parallel, QuantScheme, RMSNorm, State
 
 
 class DenseScheme:
@@ -58,11 +53,11 @@ class DenseScheme:
 
     def product(
         self,
-        linear: Linear,
+        linear: Matrix,
         x: torch.Tensor | None,
         residual: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: RMSNorm | None = None,
         gate: bool = False,
     ) -> torch.Tensor | None:
         weight, kernels, bias = linear.state["weight"], self.kernels, linear.bias
@@ -101,11 +96,11 @@ class InvariantDenseScheme(DenseScheme):
 
     def product(
         self,
-        linear: Linear,
+        linear: Matrix,
         x: torch.Tensor | None,
         residual: torch.Tensor | None = None,
         *,
-        norm: Norm | None = None,
+        norm: RMSNorm | None = None,
         gate: bool = False,
     ) -> torch.Tensor | None:
         x, weight = invariant_input(self.kernels.ops, linear, x, residual, norm), linear.state["weight"]
@@ -114,7 +109,7 @@ class InvariantDenseScheme(DenseScheme):
 
 
 def invariant_input(
-    ops: SimpleNamespace, linear: Linear, x: torch.Tensor | None, residual: torch.Tensor | None, norm: Norm | None
+    ops: SimpleNamespace, linear: Matrix, x: torch.Tensor | None, residual: torch.Tensor | None, norm: RMSNorm | None
 ) -> torch.Tensor:
     """What is multiplied, in kernels of its own."""
     if norm is not None:
@@ -126,13 +121,13 @@ def invariant_input(
     return x if x.shape[1] == linear.columns else ops.act_and_mul(x, "silu")
 
 
-def single_row(linear: Linear, x: torch.Tensor) -> bool:
+def single_row(linear: Matrix, x: torch.Tensor) -> bool:
     """Whether the product with x is one for `row_matmul`."""
     few = x.shape[0] <= configs.ROW_MATMUL_ROWS and linear.bias is None
     return few and configs.row_matmul(min(linear.parts), linear.columns) is not None
 
 
-def joined_gate(linear: Linear, x: torch.Tensor) -> configs.Matmul | None:
+def joined_gate(linear: Matrix, x: torch.Tensor) -> configs.Matmul | None:
     """How the product with x takes the gate along, if it does: on chips that move tiles by themselves."""
     if linear.bias is not None or not moves_tiles(x.device):
         return None
