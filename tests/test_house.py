@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LOWER - {"runtime"},
     "engine.build": LOWER,
     "observe": {"types"},
-    "serve": {"types", "text", "observe", "engine.client", "engine.frontend"},
+    "serve": {"types", "text", "observe", "engine.client", "engine.frontend", "engine.collector"},
     "lang": {"types", "text", "engine.client", "engine.frontend", "engine.consensus"},
     "bench": ALL - {"cli"},
     "cli": ALL,
@@ -57,6 +57,16 @@ BESIDE: dict[str, set[str]] = {
     "runtime.executors": {"runtime.tiers"},
     "bench.load": set(),
     "lang.adapters": set(),
+}
+
+# Within serve/: a neutral core, tools for HTTP over it, API families that know both and not each other, and the modules
+# that put all of it together. Part → parts it may import from; a dotted name is one module with a rule of its own.
+FAMILIES = {"openai", "anthropic", "ollama", "grpc", "ops"}
+SERVE_MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "http": {"core"},
+    **{family: {"core", "http"} for family in FAMILIES},
+    **{f"http.{module}": FAMILIES | {"core", "http"} for module in ("app", "server", "field_tables")},
 }
 
 # What the offline engine may need on a machine that has little: everything else is imported where it is used.
@@ -164,6 +174,19 @@ def test_no_two_modules_have_the_same_file_name() -> None:
     for name, path in modules().items():
         names.setdefault(path.name, []).append(name)
     assert not {file: found for file, found in names.items() if len(found) > 1 and file != "__init__.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name.startswith("quire.serve.")])
+def test_serving_is_a_neutral_core_under_families_that_do_not_know_each_other(name: str) -> None:
+    inside = name.removeprefix("quire.serve.")
+    part = inside.split(".")[0]
+    allowed = SERVE_MAY_IMPORT.get(inside) or SERVE_MAY_IMPORT[part]
+    for target in imports(name, typing_too=True):
+        wanted = target.removeprefix("quire.serve.")
+        if wanted != target and wanted.split(".")[0] != part:
+            assert wanted.split(".")[0] in allowed, f"{name} must not import {target}"
+        # What puts everything together is nobody's tool.
+        assert wanted not in SERVE_MAY_IMPORT or "." not in wanted or inside in SERVE_MAY_IMPORT, f"{name}: {target}"
 
 
 def test_no_module_cycles() -> None:

@@ -10,11 +10,28 @@ import time
 import pytest
 
 from quire.engine.client import AsyncClient, Care
+from quire.engine.text_output import RequestText
+from quire.text import TextModel
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
-from quire.types.messages import Abort, EngineInfo, Events, GetStats, Stats, Submit, ToClient, ToEngine
+from quire.types.messages import (
+    Abort,
+    EngineInfo,
+    Events,
+    GetView,
+    Query,
+    Refused,
+    Reply,
+    Stats,
+    Submit,
+    ToClient,
+    ToEngine,
+    received,
+    wall_clock,
+)
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
+from quire.types.timeline import Preemption, Timeline
 
 INFO = EngineInfo(
     model="m", max_model_len=64, vocab_size=9, pages=4, page_size=16, max_batch_tokens=64, depth=1, device="cpu",
@@ -32,14 +49,19 @@ class FakeLink:
         self.closed = threading.Event()
         self.forced = False
         self.silent = False
+        self._late: Query | None = None
         self._inbox: queue.Queue[ToClient | Exception | None] = queue.Queue()
 
     def send(self, message: ToEngine) -> None:
         self.sent.append(message)
         if isinstance(message, Submit):
             self._inbox.put(Events([TokenEvent(message.request.id, 0, 0, [1])]))
-        elif isinstance(message, GetStats):
-            self._inbox.put(Stats(EngineStats(steps=7)))
+        elif isinstance(message, Query) and isinstance(message.question, GetView):
+            self._late = message  # answered after the query that follows
+        elif isinstance(message, Query):
+            self._inbox.put(Reply(message.id, Stats(EngineStats(steps=7))))
+            if self._late is not None:
+                self._inbox.put(Reply(self._late.id, Refused("ConfigError", "no view here")))
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         try:
@@ -220,3 +242,70 @@ async def test_a_reader_that_leaves_aborts() -> None:
     assert [e.tokens for batch in [b async for b in finished] for e in batch] == [[2]]
     await client.close()
     assert [m.request for m in link.sent if isinstance(m, Abort)] == ["r"]
+
+
+async def test_replies_are_matched_by_id_not_by_order() -> None:
+    client = AsyncClient(FakeLink())
+    view = asyncio.create_task(client.view())
+    await asyncio.sleep(0)
+    assert (await client.stats()).steps == 7
+    with pytest.raises(ConfigError, match="no view here"):
+        await view
+    await client.close()
+
+
+def test_times_on_the_wire_are_wall_clock() -> None:
+    """An engine converts what it receives to its own clock and what it tells back."""
+    sent = Request(id="r", prompt=[1], params=SamplingParams(), arrival=time.time() - 2, deadline=time.time() + 3)
+    got = received(sent)
+    assert got.arrival == pytest.approx(time.monotonic() - 2, abs=0.1)
+    assert got.deadline == pytest.approx(time.monotonic() + 3, abs=0.1)
+    assert sent.arrival == pytest.approx(time.time() - 2, abs=0.1), "the caller's own is left alone"
+    assert received(request()).arrival == pytest.approx(time.monotonic(), abs=0.1) and not received(request()).deadline
+    now = time.monotonic()
+    told = wall_clock(
+        Timeline(request="r", branch=0, prompt=1, arrival=now, chunks=[(now, 3)], preemptions=[Preemption(now, 2)])
+    )
+    assert (told.admitted, told.preemptions[0].resumed) == (0.0, 0.0), "what has not come has no time"
+    assert told.arrival == told.chunks[0][0] == told.preemptions[0].at == pytest.approx(time.time(), abs=0.1)
+
+
+def test_text_goes_on_after_tokens_that_another_engine_drew(default_model) -> None:
+    text = TextModel.load(default_model)
+    whole = text.tokenizer.encode("one two — STOP three", add_special=False)
+    cut = next(i for i in range(len(whole)) if text.tokenizer.decode(whole[:i]).endswith("—"))
+    params = SamplingParams(n=1, stop=["— STOP"])
+    resumed = RequestText(Request(id="r", prompt=[1], params=params, outputs=whole[:cut]), text)
+    delta, end = resumed.take(TokenEvent("r", 0, cut - 1, whole[cut - 1 :]))
+    assert delta is not None and delta.stop_reason == "— STOP" and delta.text == "", "a stop that began before"
+    assert end == cut + len(delta.token_ids)
+
+
+async def test_a_waiting_reader_is_spared_what_its_sink_takes() -> None:
+    link, taken = FakeLink(), []
+    client = AsyncClient(link)
+    stream, other = client.submit(request()), client.submit(request("other"))
+    stream.sink = lambda event: event.finish is None and event.tokens != [9] and not taken.append(event.tokens)
+    reader = asyncio.create_task(anext(stream))
+    assert [e.tokens for e in await anext(other)] == [[1]] and await asyncio.wait_for(anext_or(reader), 5) is None
+    link._inbox.put(Events([TokenEvent("r", 0, 1, [2]), TokenEvent("r", 0, 2, [9]), TokenEvent("r", 0, 3, [3])]))
+    assert [e.tokens for e in await reader] == [[9], [3]], "what comes after one that was not taken waits behind it"
+    assert taken == [[1], [2]]
+
+    def broken(event: TokenEvent) -> bool:
+        raise ValueError("a bug")
+
+    stream.sink = broken
+    reader, waiting = asyncio.create_task(anext(stream)), asyncio.create_task(anext(other))
+    await asyncio.sleep(0)
+    link._inbox.put(Events([TokenEvent("r", 0, 4, [4]), TokenEvent("other", 0, 1, [5])]))
+    assert [e.tokens for e in await waiting] == [[5]], "a sink that fails ends its own stream only"
+    with pytest.raises(ValueError, match="a bug"):
+        await reader
+    await client.close()
+
+
+async def anext_or(reader: asyncio.Task) -> object:
+    """What the reader has, once things had time to arrive; None if it waits."""
+    await asyncio.sleep(0.1)
+    return reader.result() if reader.done() else None

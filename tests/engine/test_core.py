@@ -19,7 +19,7 @@ from quire.types.errors import EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
-from quire.types.messages import Abort, EngineInfo, Events, GetStats, Stats, Submit
+from quire.types.messages import Abort, EngineInfo, Events, GetStats, Query, Reply, Submit
 from quire.types.plan import Capacity
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
@@ -221,10 +221,10 @@ def test_link_answers_stats_and_aborts():
     one = link()
     one.send(Submit(ask("a", [1, 2, 3])))
     one.receive(0)
-    one.send(GetStats())
+    one.send(Query(GetStats()))
     one.send(Abort("a"))
     messages = one.receive(0)
-    assert [type(m) for m in messages] == [Stats, Events]
+    assert [type(m) for m in messages] == [Reply, Events]
     assert messages[1].events[0].finish is FinishReason.ABORT and not one.core.busy
 
 

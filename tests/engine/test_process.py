@@ -8,7 +8,7 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.types.errors import ConfigError, EngineDeadError
-from quire.types.messages import GetStats, Stats
+from quire.types.messages import GetStats, Query, Reply
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
@@ -50,6 +50,6 @@ def test_words_that_come_just_after_a_look_are_not_lost(default_model):
             return []
 
         link._poller.poll = too_early
-        link.send(GetStats())
-        assert [type(message) for message in link.receive(0.5)] == [Stats]
+        link.send(Query(GetStats()))
+        assert [type(message) for message in link.receive(0.5)] == [Reply]
         link._poller.poll = poll

@@ -151,7 +151,7 @@ def test_a_stream_far_longer_than_the_trained_context(pair, eviction):
     drawn = [entry.logprob for event in events for entry in event.logprobs]
     torch.testing.assert_close(torch.tensor(scored + drawn), expected, atol=1e-3, rtol=0)
     assert [t for event in events for t in event.tokens] == out
-    assert events[-1].evicted == (len(prompt) + 39 - 48) // 12 * 12 + 12
+    assert events[-1].counts.evicted == (len(prompt) + 39 - 48) // 12 * 12 + 12
 
 
 @pytest.mark.parametrize("eviction", ["snapkv", "h2o"])

@@ -58,7 +58,7 @@ def test_a_chunk_is_computed_once_and_turned_to_wherever_it_stands():
     assert apart == [(0, 24), (4, 20)], "two chunks after the head, which they share; the first needs no place apart"
     assert [len(rope_shift.sources) for plan in plans for rope_shift in plan.rope_shifts] == [18, 18]
     assert [e.request for e in events] == ["first"] * 3, "nobody hears of the chunks themselves"
-    assert scheduler.stats.blended_tokens == 0 and events[-1].cached == 0, "all of it was computed for this request"
+    assert scheduler.stats.blended_tokens == 0 and events[-1].counts.cached == 0, "all was computed for this request"
 
     scheduler.submit(ask("later", [2, 0, 1]))
     plans, events = run(scheduler, executor)
@@ -66,7 +66,7 @@ def test_a_chunk_is_computed_once_and_turned_to_wherever_it_stands():
     assert [rope_shift.by for rope_shift in plans[0].rope_shifts] == [18, 36]
     # The head and document 2 are an ordinary prefix, as far as whole pages go.
     assert plans[0].probes[0].start == 24
-    assert {len(e.tokens) for e in events} == {1} and events[0].cached == 24 and events[0].blended == 36
+    assert {len(e.tokens) for e in events} == {1} and events[0].counts.cached == 24 and events[0].counts.blended == 36
     computed = sum(row.count for row in plans[1].rows)
     assert computed == 9 + len(QUESTION), "a quarter of what was turned, and the question"
     assert scheduler.stats.recomputed_tokens == 9 + 9
@@ -111,10 +111,10 @@ def test_turned_pages_have_no_names():
     plain = replace(ask("plain", [0, 1, 2]), blend=None)
     scheduler.submit(plain)
     _, events = run(scheduler, executor)  # the fake sees it if this read anything that was turned
-    assert events[0].cached == 24, "the head and the first document are what they are called; the rest was approximate"
+    assert events[0].counts.cached == 24, "the head and the first document are exact, the rest was approximate"
     scheduler.submit(replace(ask("again", [0, 1, 2]), id="again"))
     _, events = run(scheduler, executor)
-    assert events[0].cached == 60 and events[0].blended == 0, "exact pages are better than turned ones"
+    assert events[0].counts.cached == 60 and events[0].counts.blended == 0, "exact pages are better than turned ones"
 
 
 def test_an_aborted_request_takes_its_chunks_along():

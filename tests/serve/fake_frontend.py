@@ -15,6 +15,7 @@ from quire.engine.text_input import branches_of, chunked
 from quire.text.reasoning_reader import ReasoningReader
 from quire.text.tool_formats import HERMES
 from quire.types.blend import Blend, BlendParams
+from quire.types.counts import Counts
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
 from quire.types.messages import EngineInfo
@@ -165,14 +166,16 @@ class FakeFrontend:
         self.requests.append(request)
         return request
 
-    async def embed(self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "") -> tuple[list[float], int]:
+    async def embed(
+        self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "", tenant: str = ""
+    ) -> tuple[list[float], int]:
         """A vector of the prompt's bytes; what makes a prompt bad makes it bad here too."""
         tokens = [float(token) for token in self.prepare(prompt, SamplingParams(), salt=salt).prompt]
         vector = [tokens[-1] if pooling == "last" else sum(tokens) / len(tokens), float(len(tokens)), 3.0, 4.0]
         length = sum(value * value for value in vector) ** 0.5
         return [value / length for value in vector], len(tokens)
 
-    async def stream(self, request: Request) -> AsyncIterator[list[Delta]]:
+    async def stream(self, request: Request, direct: object = None) -> AsyncIterator[list[Delta]]:
         self.open += 1
         finished = False
         try:
@@ -228,11 +231,10 @@ def _branch(request: Request, branch: int, says: str | None) -> list[Delta]:
         delta = Delta(branch=branch, token_ids=[token], text="" if token == EOS else decoder.decode(bytes([token])))
         if params.logprobs is not None:
             delta.logprobs = [_scores(token, params.logprobs)]
-        delta.drafted_tokens, delta.accepted_tokens = index % 3, index % 3 and 1
-        if index == 0:
-            delta.cached_tokens = len(request.prompt) // 16 * 16
-            if params.prompt_logprobs is not None and branch == 0:
-                delta.prompt_logprobs = [_scores(token, params.prompt_logprobs) for token in request.prompt[1:]]
+        cached = 0 if index else len(request.prompt) // 16 * 16
+        delta.counts = Counts(cached, drafted=index % 3, accepted=index % 3 and 1)
+        if index == 0 and params.prompt_logprobs is not None and branch == 0:
+            delta.prompt_logprobs = [_scores(token, params.prompt_logprobs) for token in request.prompt[1:]]
         deltas.append(delta)
         if cut is not None and len(shown) + len(delta.text) > cut:
             delta.text = delta.text[: cut - len(shown)]

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from quire.serve.http.api_keys import ADMIN, INFERENCE, KeyRing, digest, load_keys
+from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing, digest, load_keys
 from quire.types.errors import ConfigError, UnauthorizedError
 
 SECRET = "sk-test-0123456789abcdef"

@@ -15,7 +15,7 @@ import pytest
 from fake_frontend import FakeFrontend
 
 from quire.serve import create_admin_app, create_app, create_serving
-from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import ServerUrl, background_server, check_exposure, listen
 from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions

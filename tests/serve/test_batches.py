@@ -21,7 +21,7 @@ from quire.serve import create_app, create_serving
 from quire.serve.http.http_io import NotFoundError
 from quire.serve.http.server import background_server
 from quire.serve.openai.file_store import FileStore
-from quire.serve.openai.responses_store import ResponseStore, StoredTensor
+from quire.serve.openai.responses_store import ResponseStore, Stored
 from quire.types.errors import OverloadedError
 from quire.types.serving import ServeOptions
 
@@ -195,7 +195,7 @@ def test_the_response_store_is_bounded_and_owned() -> None:
     store = ResponseStore(max_responses=3, max_bytes=10_000)
 
     def keep(id: str, size: int = 10) -> None:
-        store.keep(id, StoredTensor(b"x" * size, b"", b"", "me"))
+        store.keep(id, Stored(b"x" * size, b"", b"", "me"))
 
     for number in range(5):
         keep(str(number))

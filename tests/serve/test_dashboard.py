@@ -19,7 +19,7 @@ import pytest
 from fake_frontend import FakeFrontend
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
-from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
 from quire.types.serving import ServeOptions
 

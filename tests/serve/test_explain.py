@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fake_frontend import FakeFrontend
 
-from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
 from quire.types.serving import ServeOptions
 from quire.types.timeline import PrefixOutcome, Timeline

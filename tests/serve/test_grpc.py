@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_tools import protoc
 
 import quire.serve.grpc.proto
-from quire.serve.http.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
+from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import ServerUrl, background_server
 from quire.types.serving import ServeOptions
 

@@ -10,9 +10,9 @@ import time
 import pytest
 
 from quire.serve.core import prepare_pool as prepare_pool
+from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import BACKLOG, INLINE_SIZE, PreparePool, off_loop
 from quire.serve.http.server import SWITCH_INTERVAL
-from quire.serve.ops.loop_lag import LagMonitor
 from quire.types.errors import InputError, OverloadedError
 
 

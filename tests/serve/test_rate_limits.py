@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from fake_frontend import FakeClient, FakeFrontend
 
+from quire.serve.core.api_keys import Key
 from quire.serve.core.generation import price
 from quire.serve.core.rate_limits import Admission, Permit
-from quire.serve.http.api_keys import Key
 from quire.serve.http.app import QUEUE, create_serving
 from quire.types.errors import OverloadedError, RateLimitError
 from quire.types.request import Request

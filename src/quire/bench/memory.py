@@ -39,7 +39,7 @@ def converse(link: Link, rounds: list[Workload]) -> tuple[float, list[list[int]]
         said[client] += fresh
         params = SamplingParams(temperature=0.0, seed=client, max_tokens=length, ignore_eos=True)
         name = f"{client}/{turn[client]}"
-        link.send(Submit(Request(id=name, prompt=list(said[client]), params=params, arrival=time.monotonic())))
+        link.send(Submit(Request(id=name, prompt=list(said[client]), params=params, arrival=time.time())))
 
     began = time.perf_counter()
     for client in range(clients):

@@ -14,7 +14,7 @@ import msgspec
 from quire.engine.link import Link, LocalLink
 from quire.types.errors import from_wire
 from quire.types.events import EngineStats
-from quire.types.messages import Events, GetStats, Reset, Stats, Submit
+from quire.types.messages import Events, GetStats, Query, Reply, Reset, Stats, Submit
 from quire.types.request import FinishReason, Request, longest_first
 from quire.types.sampling_params import SamplingParams
 
@@ -58,7 +58,7 @@ def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: b
     requests = []
     for i, (prompt, length) in enumerate(work):
         params = SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True)
-        requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.monotonic()))
+        requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time()))
     for request in longest_first(requests):
         link.send(Submit(request))
     with model_clock(link) as model:
@@ -114,11 +114,13 @@ def model_clock(link: Link) -> Iterator[list[float] | None]:
 
 
 def stats_of(link: Link) -> EngineStats:
-    link.send(GetStats())
+    query = Query(GetStats())
+    link.send(query)
     while True:
         for message in link.receive(None):
-            if isinstance(message, Stats):
-                return message.stats
+            if isinstance(message, Reply) and message.id == query.id:
+                assert isinstance(message.answer, Stats)
+                return message.answer.stats
 
 
 def _peak_memory() -> int:

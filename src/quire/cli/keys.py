@@ -20,7 +20,7 @@ def new(
     scope: Annotated[list[str] | None, typer.Option(help="inference (default) or admin; may be given twice")] = None,
 ) -> None:
     """Print a new [[key]] entry for the key file, and on stderr the key itself."""
-    from quire.serve.http.api_keys import INFERENCE, check_entry, digest, new_secret
+    from quire.serve.core.api_keys import INFERENCE, check_entry, digest, new_secret
 
     secret = new_secret()
     entry = {"name": name, "sha256": digest(secret).hex(), "scopes": scope or [INFERENCE]}

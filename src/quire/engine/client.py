@@ -15,9 +15,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 from quire.engine.link import Link, open_link
 from quire.types.cache_control import CacheOrder, CacheReport
@@ -26,6 +26,7 @@ from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.messages import (
     Abort,
+    Answer,
     Cache,
     Cached,
     Events,
@@ -35,6 +36,10 @@ from quire.types.messages import (
     GetView,
     Power,
     Powered,
+    Query,
+    Question,
+    Refused,
+    Reply,
     Reset,
     Stats,
     Submit,
@@ -48,6 +53,8 @@ from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
+
+Kind = TypeVar("Kind", bound=Answer)
 
 WINDOW = 600.0  # seconds over which restarts are counted
 BACKOFF = 0.25  # seconds before the first restart; each further one waits twice as long
@@ -67,14 +74,81 @@ class Care:
     max_restarts: int = 0
 
 
-class _Stream:
-    """Events of one request, coalesced while the reader lags."""
+Sink = Callable[[TokenEvent], bool]  # whether it took the event
 
-    def __init__(self, branches: int):
-        self.open = branches
+
+class EventQueue:
+    """Events of one request on their way to its one reader, who gets all that have come since it last looked. A reader
+    that waits may have left a `sink` that is offered events first, where waking it would be most of the work. The
+    first look submits the request; `aclose` before its end, or cancelling the reader, aborts it."""
+
+    def __init__(self, client: AsyncClient, request: Request):
+        self._client = client
+        self._request: Request | None = request
+        self.id = request.id
+        self.open = request.params.n  # branches whose end was not yet read
         self.events: list[TokenEvent] = []
-        self.ready = asyncio.Event()
-        self.error: QuireError | None = None
+        self.error: Exception | None = None
+        self.waiter: asyncio.Future[None] | None = None  # there while the reader waits
+        self.sink: Sink | None = None
+
+    def __aiter__(self) -> EventQueue:
+        return self
+
+    async def __anext__(self) -> list[TokenEvent]:
+        if self._request is not None:
+            request, self._request, branches, self.open = self._request, None, self.open, 0
+            self._client.follow(self, request)
+            self.open = branches
+        if not self.open:
+            raise StopAsyncIteration
+        if not self.events and self.error is None:
+            self.waiter = self._client.loop.create_future()
+            try:
+                await self.waiter
+            except asyncio.CancelledError:
+                await self.aclose()
+                raise
+            finally:
+                self.waiter = None
+        if self.error is not None:
+            self._client.unfollow(self)
+            self.open = 0
+            raise self.error
+        events, self.events = self.events, []
+        for event in events:
+            if event.finish is not None:
+                self.open -= 1
+        if not self.open:
+            self._client.unfollow(self)
+        return events
+
+    async def aclose(self) -> None:
+        self._request = None
+        if self._client.unfollow(self) and self.open and self.error is None:
+            self._client.abort(self.id)
+        self.open = 0
+
+    def put(self, event: TokenEvent) -> None:
+        """To the sink, if the reader has read all there was and the sink takes it; else the reader is woken."""
+        if (waiter := self.waiter) is not None:
+            try:
+                if self.sink is not None and self.sink(event):
+                    return
+            except Exception as error:  # the reader's affair, not that of others whose events came with this one
+                self.sink = None
+                self.fail(error)
+                self._client.abort(self.id)
+                return
+            self.waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        self.events.append(event)
+
+    def fail(self, error: Exception) -> None:
+        self.error = error
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
 
 class AsyncClient:
@@ -86,14 +160,13 @@ class AsyncClient:
         self.restarts = 0
         self._link = link
         self._reopen = reopen
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._outbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
-        self._streams: dict[str, _Stream] = {}
-        self._stats: list[asyncio.Future[EngineStats]] = []
-        self._asked: list[asyncio.Future[Any]] = []  # views and timelines, which come back in the order asked
+        self._queues: dict[str, EventQueue] = {}  # by request
+        self._asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
         self._closing = threading.Event()
         self._dead = ""  # why there is no engine now, in words for callers
-        self._lost: asyncio.Future[QuireError] = self._loop.create_future()
+        self._lost: asyncio.Future[QuireError] = self.loop.create_future()
         self._thread = threading.Thread(target=self._supervise, args=(link,), name="quire-link", daemon=True)
         self._thread.start()
 
@@ -132,24 +205,19 @@ class AsyncClient:
         """Wait until the engine is gone for good; returns why."""
         return await asyncio.shield(self._lost)
 
-    async def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
-        """Events until every branch finished; leaving the iteration early aborts the request."""
+    def submit(self, request: Request) -> EventQueue:
+        """Events until every branch finished; leaving the iteration early, by `aclose`, aborts the request."""
+        return EventQueue(self, request)
+
+    def follow(self, events: EventQueue, request: Request) -> None:
+        """Submit a request whose events go to that queue."""
         self._require_alive()
-        stream = self._streams[request.id] = _Stream(request.params.n)
+        self._queues[request.id] = events
         self._send(Submit(request))
-        try:
-            while stream.open:
-                await stream.ready.wait()
-                if stream.error:
-                    raise stream.error
-                stream.ready.clear()
-                events, stream.events = stream.events, []
-                stream.open -= sum(e.finish is not None for e in events)
-                yield events
-        finally:
-            del self._streams[request.id]
-            if stream.open and stream.error is None and self.alive:
-                self._send(Abort(request.id))
+
+    def unfollow(self, events: EventQueue) -> bool:
+        """Whether the queue was followed until now."""
+        return self._queues.get(events.id) is events and self._queues.pop(events.id) is events
 
     def abort(self, request_id: str) -> None:
         if self.alive:
@@ -160,39 +228,36 @@ class AsyncClient:
             self._send(FinishAt(request_id, branch, tokens))
 
     async def stats(self) -> EngineStats:
-        self._require_alive()
-        future: asyncio.Future[EngineStats] = self._loop.create_future()
-        self._stats.append(future)
-        self._send(GetStats())
-        return await future
+        return (await self._ask(GetStats(), Stats)).stats
 
     async def view(self) -> EngineView:
-        reply: View = await self._ask(GetView())
-        return reply.view
+        return (await self._ask(GetView(), View)).view
 
     async def timelines(self, request_id: str) -> list[Timeline]:
-        reply: Timelines = await self._ask(GetTimelines(request_id))
-        return reply.timelines
+        return (await self._ask(GetTimelines(request_id), Timelines)).timelines
 
     async def power(self, *, asleep: bool) -> None:
         """Free the device's memory until a request comes, or take it again now."""
-        reply: Powered = await self._ask(Power(asleep))
-        if reply.error or reply.message:
-            raise from_wire(reply.error, reply.message)
+        await self._ask(Power(asleep), Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Look at the KV cache, or change it; of an export, the bundle too."""
-        reply: Cached = await self._ask(Cache(order))
-        if reply.report is None:
-            raise from_wire(reply.error, reply.message)
+        reply = await self._ask(Cache(order), Cached)
         return reply.report, reply.data
 
-    async def _ask(self, message: GetView | GetTimelines | Power | Cache) -> Any:
+    async def _ask(self, question: Question, kind: type[Kind]) -> Kind:
         self._require_alive()
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._asked.append(future)
-        self._send(message)
-        return await future
+        query = Query(question)
+        future = self._asked[query.id] = self.loop.create_future()
+        self._send(query)
+        try:
+            answer = await future
+        finally:
+            self._asked.pop(query.id, None)
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error, answer.message)
+        assert isinstance(answer, kind)
+        return answer
 
     def reset(self) -> None:
         self._send(Reset())
@@ -267,38 +332,31 @@ class AsyncClient:
         return None
 
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(call, *arguments)
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call, *arguments)
 
     # ---- the event loop -------------------------------------------------------------------------------------
 
     def _deliver(self, messages: list[ToClient]) -> None:
         for message in messages:
             if isinstance(message, Events):
+                queues = self._queues
                 for event in message.events:
-                    stream = self._streams.get(event.request)
-                    if stream is not None:
-                        stream.events.append(event)
-                        stream.ready.set()
-            elif isinstance(message, Stats) and self._stats:
-                future = self._stats.pop(0)
-                if not future.done():
-                    future.set_result(message.stats)
-            elif isinstance(message, View | Timelines | Powered | Cached):
-                asked = self._asked.pop(0)
-                if not asked.done():
-                    asked.set_result(message)
+                    if (events := queues.get(event.request)) is not None:
+                        events.put(event)
+            elif isinstance(message, Reply):
+                future = self._asked.get(message.id)
+                if future is not None and not future.done():
+                    future.set_result(message.answer)
 
     def _fail(self, why: str) -> None:
         """The engine is gone: everything open ends now."""
         self._dead = why
-        for stream in self._streams.values():
-            stream.error = EngineDeadError(why)
-            stream.ready.set()
-        for future in (*self._stats, *self._asked):
+        for events in self._queues.values():
+            events.fail(EngineDeadError(why))
+        for future in self._asked.values():
             if not future.done():
                 future.set_exception(EngineDeadError(why))
-        self._stats.clear()
         self._asked.clear()
 
     def _revive(self, link: Link, outbox: queue.SimpleQueue[ToEngine]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 from quire.assets import resolve
 from quire.engine.client import AsyncClient
@@ -16,10 +16,21 @@ from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
+from quire.types.events import TokenEvent
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request
 from quire.types.sampling_params import SamplingParams
 from quire.types.seams import EngineClient
+
+
+class Direct(Protocol):
+    """A way for deltas past the reader of a stream."""
+
+    def ready(self) -> bool:
+        """Whether it would take one now."""
+        ...
+
+    def take(self, delta: Delta) -> None: ...
 
 
 class Frontend:
@@ -56,10 +67,21 @@ class Frontend:
             hold=hold,
         )
 
-    async def stream(self, request: Request) -> AsyncGenerator[list[Delta], None]:
-        """Deltas of all branches as they come; closing the iterator aborts the request."""
+    async def stream(self, request: Request, direct: Direct | None = None) -> AsyncGenerator[list[Delta], None]:
+        """Deltas of all branches as they come; closing the iterator aborts the request. A reader that waits is spared
+        those that `direct` takes: it is given what ends nothing, as soon as that comes, if it is `ready`."""
         view = RequestText(request, self.text)
         events = self.client.submit(request)
+        if direct is not None:
+
+            def sink(event: TokenEvent) -> bool:
+                delta = view.plain(event) if direct.ready() else None
+                if delta is None:
+                    return False
+                direct.take(delta)
+                return True
+
+            events.sink = sink
         try:
             async for batch in events:
                 deltas = []
@@ -71,10 +93,10 @@ class Frontend:
                         deltas.append(delta)
                 if deltas:
                     yield deltas
-                if view.done:
+                if not view.open:
                     return
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
     async def collect(self, request: Request, prompt: str | None = None) -> RequestOutput:
         """The whole answer."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from quire.engine.core import EngineCore
 from quire.engine.grammar_queue import endings
@@ -29,6 +30,7 @@ from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.messages import (
     MAX_FRAME,
     Abort,
+    Answer,
     Cache,
     Cached,
     EngineInfo,
@@ -41,7 +43,11 @@ from quire.types.messages import (
     Heartbeat,
     Power,
     Powered,
+    Query,
+    Question,
     Ready,
+    Refused,
+    Reply,
     Reset,
     Shutdown,
     Stats,
@@ -50,6 +56,8 @@ from quire.types.messages import (
     ToClient,
     ToEngine,
     View,
+    received,
+    wall_clock,
 )  # fmt: skip
 from quire.types.request import FinishReason
 
@@ -85,33 +93,37 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
     """Apply one client message to an engine; what both forms share."""
     if isinstance(message, Submit):
         try:
-            core.submit(message.request)
+            core.submit(received(message.request))
         except QuireError as error:
             return [Events(endings(message.request, FinishReason.ERROR, error))]
     elif isinstance(message, Abort):
         return [Events(core.abort(message.request))]
     elif isinstance(message, FinishAt):
         return [Events(core.finish_at(message.request, message.branch, message.tokens))]
-    elif isinstance(message, GetStats):
-        return [Stats(core.stats())]
-    elif isinstance(message, GetView):
-        return [View(core.view())]
-    elif isinstance(message, GetTimelines):
-        return [Timelines(message.request, core.timelines(message.request))]
-    elif isinstance(message, Power):
+    elif isinstance(message, Query):
         try:
-            core.power(asleep=message.asleep)
+            return [Reply(message.id, answer(core, message.question))]
         except QuireError as error:
-            return [Powered(type(error).__name__, str(error))]
-        return [Powered()]
-    elif isinstance(message, Cache):
-        try:
-            return [Cached(*core.cache(message.order))]
-        except QuireError as error:
-            return [Cached(error=type(error).__name__, message=str(error))]
+            return [Reply(message.id, Refused(type(error).__name__, str(error)))]
     elif isinstance(message, Reset):
         core.reset()
     return []
+
+
+def answer(core: EngineCore, question: Question) -> Answer:
+    """Do what a query asks; a QuireError says why not."""
+    match question:
+        case GetStats():
+            return Stats(core.stats())
+        case GetView():
+            return View(replace(core.view(), now=time.time()))
+        case GetTimelines(request):
+            return Timelines([wall_clock(timeline) for timeline in core.timelines(request)])
+        case Power(asleep):
+            core.power(asleep=asleep)
+            return Powered()
+        case Cache(order):
+            return Cached(*core.cache(order))
 
 
 class LentLink:

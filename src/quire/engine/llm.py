@@ -24,22 +24,26 @@ from quire.types.errors import EngineDeadError, InputError, QuireError, from_wir
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.messages import (
     Abort,
+    Answer,
     Events,
     FinishAt,
     GetStats,
     Power,
     Powered,
+    Query,
+    Question,
+    Refused,
+    Reply,
     Reset,
     Stats,
     Submit,
     ToClient,
-    ToEngine,
 )
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request, longest_first
 from quire.types.sampling_params import SamplingParams
 
-Reply = TypeVar("Reply", bound=ToClient)
+Kind = TypeVar("Kind", bound=Answer)
 
 
 class LLM:
@@ -147,15 +151,10 @@ class LLM:
 
     def sleep(self) -> None:
         """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""
-        self._power(asleep=True)
+        self._ask(Power(True), Powered)
 
     def wake(self) -> None:
-        self._power(asleep=False)
-
-    def _power(self, *, asleep: bool) -> None:
-        reply = self._ask(Power(asleep), Powered)
-        if reply.message:
-            raise from_wire(reply.error, reply.message)
+        self._ask(Power(False), Powered)
 
     def reset(self) -> None:
         """Forget cached prefixes and counters."""
@@ -210,7 +209,7 @@ class LLM:
                     raise
                 if end is not None:
                     self._link.send(FinishAt(event.request, event.branch, end))
-                if view.done:
+                if not view.open:
                     del views[event.request]
                 if delta is not None:
                     yield view.request, delta
@@ -237,12 +236,16 @@ class LLM:
             self._receive()
         return inbox.popleft()
 
-    def _ask(self, question: ToEngine, answer: type[Reply]) -> Reply:
-        self._link.send(question)
+    def _ask(self, question: Question, kind: type[Kind]) -> Kind:
+        query = Query(question)
+        self._link.send(query)
         while True:
             for message in self._receive():
-                if isinstance(message, answer):
-                    return message
+                if isinstance(message, Reply) and message.id == query.id:
+                    if isinstance(message.answer, Refused):
+                        raise from_wire(message.answer.error, message.answer.message)
+                    assert isinstance(message.answer, kind)
+                    return message.answer
 
     def _receive(self) -> list[ToClient]:
         """Events go to whoever follows their request, for several may be under way; the rest is handed on."""

@@ -1,4 +1,4 @@
-"""The door: text or token ids and parameters in, a checked Request out. Everything wrong is refused here."""
+"""Text or token ids and parameters in, a checked Request out. Everything wrong is refused here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.types.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
 POOLINGS = ("mean", "last")
-_door = GrammarSandbox()
+_sandbox = GrammarSandbox()
 
 
 def prepare(
@@ -34,6 +34,7 @@ def prepare(
     request_id: str | None = None,
     priority: int = 0,
     salt: str = "",
+    tenant: str = "",
     blend: Blend | None = None,
     session: str = "",
     hold: float = HOLD,
@@ -60,8 +61,9 @@ def prepare(
         id=request_id or secrets.token_hex(12),
         prompt=tokens,
         params=params,
-        arrival=time.monotonic(),
+        arrival=time.time(),
         priority=priority,
+        tenant=tenant,
         salt=salt,
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
@@ -118,7 +120,7 @@ def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: 
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
-    _door.check(spec, _alphabet(text.tokenizer))
+    _sandbox.check(spec, _alphabet(text.tokenizer))
 
 
 _alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives

@@ -27,13 +27,18 @@ def embedding_in(event: TokenEvent) -> list[float]:
 class _Branch:
     def __init__(self, request: Request, text: TextModel):
         params = request.params
-        self.received = 0
+        self.received = len(request.outputs)
         self.done = False
         self.include_stop = params.include_stop
         self.stop_ids = set(params.stop_token_ids)
         self.end_ids = self.stop_ids.union(request.eos_token_ids)
         self.decoder = IncrementalDetokenizer(text.tokenizer, request.prompt, params.skip_special_tokens)
+        self.push = self.decoder.push
         self.stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
+        if request.outputs:  # what another engine drew is out already; what it held back is held back here
+            said = self.push(request.outputs)
+            if self.stops is not None:
+                self.stops.push(said)
 
 
 class RequestText:
@@ -42,19 +47,36 @@ class RequestText:
     def __init__(self, request: Request, text: TextModel):
         self.request = request
         self._branches = [_Branch(request, text) for _ in range(request.params.n)]
-        self._open = request.params.n
-
-    @property
-    def done(self) -> bool:
-        return self._open == 0
+        self.open = request.params.n  # branches that have not ended
 
     def take(self, event: TokenEvent) -> tuple[Delta | None, int | None]:
         """(what to hand on, where to end the branch if a stop string matched); events after the end are dropped."""
         branch = self._branches[event.branch]
         if branch.done:
             return None, None
+        if (delta := self.plain(event)) is not None:
+            return delta, None
         if event.finish is FinishReason.ERROR:
             raise from_wire(event.error, event.message)
+        return self._end_or_stop(branch, event)
+
+    def plain(self, event: TokenEvent) -> Delta | None:
+        """What an event says that ends nothing, as nearly all do; None if `take` must have a look at it."""
+        branch = self._branches[event.branch]
+        if event.finish is not None or branch.stops is not None or event.index != branch.received or branch.done:
+            return None
+        branch.received += len(event.tokens)
+        return Delta(
+            branch=event.branch,
+            text=branch.push(event.tokens),
+            token_ids=event.tokens,
+            logprobs=event.logprobs,
+            prompt_logprobs=event.prompt_logprobs,
+            counts=event.counts,
+        )
+
+    def _end_or_stop(self, branch: _Branch, event: TokenEvent) -> tuple[Delta, int | None]:
+        """An event that repeats tokens, ends its branch, or may hold a stop string."""
         fresh = max(0, branch.received - event.index)  # a repeat of tokens we have
         tokens, logprobs = event.tokens[fresh:], event.logprobs
         matched = None
@@ -65,7 +87,7 @@ class RequestText:
         silent = ended and not branch.include_stop
         for token in tokens:
             used += 1
-            piece = "" if silent and used == len(tokens) else branch.decoder.push([token])
+            piece = "" if silent and used == len(tokens) else branch.push([token])
             if branch.stops is not None:
                 piece, matched = branch.stops.push(piece)
             pieces.append(piece)
@@ -80,7 +102,7 @@ class RequestText:
             stop_reason = tokens[-1]
         if finish:
             branch.done = True
-            self._open -= 1
+            self.open -= 1
         delta = Delta(
             branch=event.branch,
             text="".join(pieces),
@@ -89,13 +111,8 @@ class RequestText:
             prompt_logprobs=event.prompt_logprobs,
             finish_reason=finish,
             stop_reason=stop_reason,
-            cached_tokens=event.cached,
-            blended_tokens=event.blended,
-            forced_tokens=event.forced,
+            counts=event.counts,
             score=event.score,
-            drafted_tokens=event.drafted,
-            accepted_tokens=event.accepted,
-            evicted_tokens=event.evicted,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
 

@@ -25,7 +25,7 @@ _PROMPT = re.compile(r"-\d{1,4}\Z")  # which prompt of several
 @dataclass(eq=False)
 class Entry:
     """One engine request. `arrived` is when its HTTP request came, `ready` when it was one for the engine, which counts
-    from there; both on the monotonic clock that the engine uses too."""
+    from there; both in wall-clock seconds since the epoch, as the engine tells times."""
 
     request: str
     call: str  # id of the HTTP or gRPC request it belongs to
@@ -40,7 +40,7 @@ class Entry:
     error: str = ""
 
     def seconds(self) -> float:
-        return (self.ended or time.monotonic()) - self.arrived
+        return (self.ended or time.time()) - self.arrived
 
 
 class Ledger:
@@ -60,7 +60,7 @@ class Ledger:
         self, request: Request, arrived: float, *, call: str = "", owner: str = "", traceparent: str = ""
     ) -> Iterator[RequestMeter]:
         """Follow one engine request from here to its end; `arrived` is a `perf_counter` time."""
-        branches, came = request.params.n, time.monotonic() - (time.perf_counter() - arrived)
+        branches, came = request.params.n, time.time() - (time.perf_counter() - arrived)
         meter = self.metrics.request(len(request.prompt), arrived)
         ready = max(came, request.arrival)
         entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter)
@@ -74,7 +74,7 @@ class Ledger:
             raise
         finally:
             meter.close(branches)
-            entry.ended = time.monotonic()
+            entry.ended = time.time()
             self._log(entry)
             if self.on_end is not None:
                 self.on_end(entry)

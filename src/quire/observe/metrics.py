@@ -82,27 +82,31 @@ class RequestMeter:
 
     def deltas(self, deltas: Iterable[Delta], now: float | None = None) -> None:
         now = perf_counter() if now is None else now
-        metrics = self._metrics
         for delta in deltas:
-            branch = self._branches.get(delta.branch)
-            if branch is None:
-                branch = self._branches[delta.branch] = _Branch()
-            if delta.token_ids:
-                if branch.tokens:
-                    metrics.gap.observe(now - branch.last)
-                    metrics.window.gaps.add(now - branch.last)
-                else:
-                    branch.first = now
-                    metrics.ttft.observe(now - self.started)
-                    metrics.window.firsts.add(now - self.started)
-                    self.cached = max(self.cached, delta.cached_tokens)
-                branch.last = now
-                branch.tokens += len(delta.token_ids)
-                metrics.output_tokens += len(delta.token_ids)
-                metrics.window.tokens += len(delta.token_ids)
-            if delta.finish_reason is not None and branch.reason is None:
-                branch.reason = delta.finish_reason
-                self._finish(branch, delta.finish_reason)
+            self.delta(delta, now)
+
+    def delta(self, delta: Delta, now: float) -> None:
+        metrics = self._metrics
+        branch = self._branches.get(delta.branch)
+        if branch is None:
+            branch = self._branches[delta.branch] = _Branch()
+        if count := len(delta.token_ids):
+            if branch.tokens:
+                gap = now - branch.last
+                metrics.gap.observe(gap)
+                metrics.window.gaps.add(gap)
+            else:
+                branch.first = now
+                metrics.ttft.observe(now - self.started)
+                metrics.window.firsts.add(now - self.started)
+                self.cached = max(self.cached, delta.cached_tokens)
+            branch.last = now
+            branch.tokens += count
+            metrics.output_tokens += count
+            metrics.window.tokens += count
+        if delta.finish_reason is not None and branch.reason is None:
+            branch.reason = delta.finish_reason
+            self._finish(branch, delta.finish_reason)
 
     def close(self, branches: int = 1) -> None:
         """The request is over; of its `branches`, those that never ended count as aborted."""

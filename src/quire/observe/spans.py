@@ -40,11 +40,10 @@ class Tracer:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        def stamp(monotonic: float) -> int:
-            return int((monotonic + offset) * 1e9)
+        def stamp(moment: float) -> int:
+            return int(moment * 1e9)
 
-        offset = time.time() - time.monotonic()
-        ended = entry.ended or time.monotonic()
+        ended = entry.ended or time.time()
         parent = TraceContextTextMapPropagator().extract({"traceparent": entry.traceparent})
         span = self._tracer.start_span(
             f"generate {self._model}",

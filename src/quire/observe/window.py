@@ -5,6 +5,7 @@ Refuses to know: who looks.
 
 from __future__ import annotations
 
+import math
 from random import Random
 from typing import Generic, TypeVar
 
@@ -26,21 +27,32 @@ class Glance(msgspec.Struct):
 
 
 class Sample(Generic[T]):
-    """At most KEPT of all values seen, each as likely as any other."""
+    """At most KEPT of all values seen, each as likely as any other: a reservoir that draws how many to skip (Li's
+    Algorithm L), so that most values cost a comparison."""
 
-    __slots__ = ("_random", "kept", "seen")
+    __slots__ = ("_next", "_random", "_weight", "kept", "seen")
 
     def __init__(self, random: Random):
         self._random = random
+        self._weight = 1.0
+        self._next = 0  # the value that is to be kept next, once there are KEPT
         self.kept: list[T] = []
         self.seen = 0
 
     def add(self, value: T) -> None:
         self.seen += 1
-        if len(self.kept) < KEPT:
+        if self.seen <= KEPT:
             self.kept.append(value)
-        elif (place := self._random.randrange(self.seen)) < KEPT:
-            self.kept[place] = value
+            if self.seen == KEPT:
+                self._skip()
+        elif self.seen >= self._next:
+            self.kept[self._random.randrange(KEPT)] = value
+            self._skip()
+
+    def _skip(self) -> None:
+        self._weight *= (1.0 - self._random.random()) ** (1 / KEPT)
+        rest = min(self._weight, 1.0 - 1e-12)
+        self._next = self.seen + 1 + int(math.log(1.0 - self._random.random()) / math.log1p(-rest))
 
 
 class Window:

@@ -13,6 +13,7 @@ from quire.scheduling.features.beam_search import Search, answers
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
+from quire.types.counts import Counts
 from quire.types.errors import InputError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.plan import Row, StepResult, TokenLogprobs
@@ -69,7 +70,8 @@ class Commit(SchedulingFeature):
         seq.tokens += drawn
         seq.pending -= 1
         seq.unsent = forced = max(0, len(drawn) - 1 - accepted)
-        if index == len(seq.request.outputs) or drafted or forced:
+        first = index == len(seq.request.outputs)
+        if first or drafted or forced:
             self._table.drew(seq, drafted, accepted, forced)
         if EventKind.DREW in self._table.observed:
             self._table.tell(EventKind.DREW, [(seq, len(drawn))])
@@ -81,10 +83,10 @@ class Commit(SchedulingFeature):
             event = self._table.finish(seq, finish or FinishReason.STOP)
         else:
             event = TokenEvent(seq.request.id, seq.branch, index, drawn)
-        event.index, event.tokens, event.cached = index, drawn, max(0, seq.cached)
-        event.blended, event.evicted = seq.log.blended, seq.log.evicted
-        if drafted or forced:
-            event.forced, event.drafted, event.accepted = forced, drafted, accepted
+        event.index, event.tokens = index, drawn
+        if first or event.finish or drafted or forced or seq.log.evicted:
+            log = seq.log
+            event.counts = Counts(max(0, seq.cached), log.blended, log.evicted, forced, drafted, accepted)
         if sample in result.logprobs:
             event.logprobs = result.logprobs[sample][: len(drawn)]
         if scores:

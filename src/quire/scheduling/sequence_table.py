@@ -23,6 +23,7 @@ from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_group import SequenceGroup
 from quire.scheduling.waiting_queue import WaitingQueue
 from quire.types.clock import Clock
+from quire.types.counts import Counts
 from quire.types.events import TokenEvent
 from quire.types.policy import EventKind, PolicyEvent
 from quire.types.request import FinishReason, Request, Status
@@ -193,9 +194,8 @@ class SequenceTable:
         self.retire(seq, reason)
         if not self.requests[request.id].live:
             del self.requests[request.id]
-        return TokenEvent(
-            request.id, seq.branch, seq.outputs, [], finish=reason, cached=max(0, seq.cached), message=message
-        )
+        counts = Counts(max(0, seq.cached), seq.log.blended, seq.log.evicted)
+        return TokenEvent(request.id, seq.branch, seq.outputs, [], finish=reason, counts=counts, message=message)
 
     def finish_search(self, search: Search, reason: FinishReason) -> None:
         """End a request whose sequences are no answers by themselves."""

@@ -4,7 +4,7 @@ Knows: text (templates, tokens), the client side of the engine, metrics. Refuses
 how many engines there are.
 """
 
-from quire.serve.http.api_keys import load_keys
+from quire.serve.core.api_keys import load_keys
 from quire.serve.http.app import create_admin_app, create_app, create_serving
 from quire.serve.http.server import background_server, run_server
 

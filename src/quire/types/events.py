@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
+from quire.types.counts import Counts
 from quire.types.histogram import LATENCY, TOKENS, Histogram
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 
 
-class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
+class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one branch. `index` is the position of the first among the branch's outputs, so a receiver
     can drop what it already has. The last event of a branch carries `finish`; on ERROR, `error` names the class
     in types.errors (or nothing) and `message` says why."""
@@ -19,18 +20,13 @@ class TokenEvent(msgspec.Struct, array_like=True, omit_defaults=True):
     index: int
     tokens: list[int]
     finish: FinishReason | None = None
-    cached: int = 0  # prompt tokens that needed no computing
+    counts: Counts | None = None  # with the first event, the last, and where there is something new
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str = ""
     message: str = ""
     embedding: list[float] | None = None  # of a request that asked for pooling
-    forced: int = 0  # of these tokens, how many a grammar forced: they took no step
     score: float | None = None  # of an answer that beam search found
-    drafted: int = 0  # draft tokens behind this event, and how many were accepted
-    accepted: int = 0
-    evicted: int = 0  # tokens whose KV was dropped so far, to keep the request's budget
-    blended: int = 0  # prompt tokens whose KV came from another place
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their

@@ -1,13 +1,23 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, GetStats, GetView, GetTimelines, Power, Cache, Reset, Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Stats, View, Timelines, Powered, Cached, Failed
-(the engine died), Heartbeat (when there was nothing else to say for a while).
+Client → engine: Submit, Abort, FinishAt, Query, Reset, Shutdown.
+Engine → client: Ready (once, or Failed), Events (one frame a step), Reply (to the Query of the same id), Failed (the
+engine died), Heartbeat (when there was nothing else to say for a while).
+
+A Query carries an id that its Reply repeats: replies are matched by it and may come in any order.
+
+Times in messages are wall-clock seconds since the epoch (`time.time()`) or durations in seconds. Nobody's monotonic
+clock leaves its process: on another host, or after a restart, it means nothing. An engine converts on receipt
+(`received`) and before sending (`wall_clock`), and keeps its own monotonic clock inside.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import msgspec
+from msgspec.structs import replace
 
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.events import EngineStats, TokenEvent
@@ -48,15 +58,24 @@ class GetTimelines(msgspec.Struct, tag=True):
 
 
 class Power(msgspec.Struct, tag=True):
-    """Free the device's memory, or take it again; answered by Powered."""
+    """Free the device's memory, or take it again."""
 
     asleep: bool
 
 
 class Cache(msgspec.Struct, tag=True):
-    """An order to the KV cache; answered by Cached."""
+    """An order to the KV cache."""
 
     order: CacheOrder
+
+
+Question = GetStats | GetView | GetTimelines | Power | Cache
+_ids = itertools.count(1)  # of this process: two clients that take turns on one link never share an id
+
+
+class Query(msgspec.Struct, tag=True):
+    question: Question
+    id: int = msgspec.field(default_factory=lambda: next(_ids))
 
 
 class Reset(msgspec.Struct, tag=True):
@@ -86,22 +105,33 @@ class View(msgspec.Struct, tag=True):
 class Timelines(msgspec.Struct, tag=True):
     """Of the branches of one request, running or ended; none if it is not, or no longer, known."""
 
-    request: str
     timelines: list[Timeline]
 
 
-class Cached(msgspec.Struct, tag=True):
-    report: CacheReport | None = None
-    data: bytes = b""
-    error: str = ""
-    message: str = ""
-
-
 class Powered(msgspec.Struct, tag=True):
-    """`error`: the class in types.errors of a refusal, or nothing."""
+    pass
 
-    error: str = ""
-    message: str = ""
+
+class Cached(msgspec.Struct, tag=True):
+    report: CacheReport
+    data: bytes = b""
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Not done, and why; `error` is the class in types.errors."""
+
+    error: str
+    message: str
+
+
+Answer = Stats | View | Timelines | Powered | Cached | Refused
+
+
+class Reply(msgspec.Struct, tag=True):
+    """`id` is that of the Query."""
+
+    id: int
+    answer: Answer
 
 
 class Heartbeat(msgspec.Struct, tag=True):
@@ -134,5 +164,32 @@ class EngineInfo(msgspec.Struct):
         return max(self.max_model_len, self.stream_len) if params.kv_budget is not None else self.max_model_len
 
 
-ToEngine = Submit | Abort | FinishAt | GetStats | GetView | GetTimelines | Power | Cache | Reset | Shutdown
-ToClient = Ready | Events | Stats | View | Timelines | Powered | Cached | Heartbeat | Failed
+ToEngine = Submit | Abort | FinishAt | Query | Reset | Shutdown
+ToClient = Ready | Events | Reply | Heartbeat | Failed
+
+
+def received(request: Request) -> Request:
+    """A request off the wire, its times on this process's monotonic clock. One that does not say when it arrived does
+    so now."""
+    now, offset = time.monotonic(), time.monotonic() - time.time()
+    arrival = min(request.arrival + offset, now) if request.arrival else now
+    return replace(request, arrival=arrival, deadline=request.deadline + offset if request.deadline else 0.0)
+
+
+def wall_clock(timeline: Timeline) -> Timeline:
+    """A timeline of this process for the wire."""
+    offset = time.time() - time.monotonic()
+
+    def at(moment: float) -> float:
+        return moment + offset if moment else 0.0
+
+    return replace(
+        timeline,
+        arrival=at(timeline.arrival),
+        admitted=at(timeline.admitted),
+        first_token=at(timeline.first_token),
+        ended=at(timeline.ended),
+        gone_at=at(timeline.gone_at),
+        chunks=[(at(planned), tokens) for planned, tokens in timeline.chunks],
+        preemptions=[replace(p, at=at(p.at), resumed=at(p.resumed)) for p in timeline.preemptions],
+    )

@@ -20,18 +20,21 @@ MAX_HOLD = 86_400.0
 
 
 class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What the engine needs to know of one request; token ids only, text stays with the client."""
+    """What the engine needs to know of one request; token ids only, text stays with the client.
+
+    `arrival` and `deadline` are wall-clock seconds since the epoch on the wire; an engine converts them to its own
+    monotonic clock on receipt (types.messages.received)."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
-    arrival: float = 0.0
+    arrival: float = 0.0  # 0: when the engine receives it
     priority: int = 0
-    tenant: str = ""  # who is served: the name of an API key
+    tenant: str = ""  # who is served: the name of the API key; what policies are fair between
     salt: str = ""  # requests with different salts never share pages
-    outputs: list[int] = []  # output tokens that another engine has drawn already: this one goes on behind them
     eos_token_ids: list[int] = []
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
+    outputs: list[int] = []  # tokens that another engine has drawn already: this one goes on behind them
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     session: str = ""  # whose pages stay for a while after its end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -157,13 +157,26 @@ class Proposer(Protocol):
         ...
 
 
+class EventStream(Protocol):
+    """Events of one request, as many at a time as have come. `sink`, if set, is offered each event first while the
+    reader waits, and says whether it took it; a client may ignore it."""
+
+    sink: Callable[[TokenEvent], bool] | None
+
+    def __aiter__(self) -> EventStream: ...
+
+    async def __anext__(self) -> list[TokenEvent]: ...
+
+    async def aclose(self) -> None: ...
+
+
 class EngineClient(Protocol):
     """One engine or a thousand: what the servers and the language see."""
 
     info: EngineInfo
 
-    def submit(self, request: Request) -> AsyncIterator[list[TokenEvent]]:
-        """Events of the request until every branch finished."""
+    def submit(self, request: Request) -> EventStream:
+        """Events of the request until every branch finished; closing it before aborts the request."""
         ...
 
     def abort(self, request_id: str) -> None: ...

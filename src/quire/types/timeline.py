@@ -1,6 +1,7 @@
 """What happened to one sequence, in few enough numbers to keep for many: where its time went, why its prefix hit.
 
-Times are seconds on the system's monotonic clock, 0 where the moment has not come.
+Times are seconds on the engine's monotonic clock inside the engine and since the epoch outside (types.messages), 0
+where the moment has not come.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class PrefixNode(msgspec.Struct, array_like=True):
 
 
 class EngineView(msgspec.Struct, kw_only=True):
-    now: float
+    now: float  # wall-clock outside the engine, as all times in messages
     stats: EngineStats
     slots: int
     max_batch_tokens: int

@@ -18,6 +18,7 @@ from quire.scheduling.features.beam_group import BeamGroup, Hypothesis
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_group import SequenceGroup
 from quire.types.beam import BeamParams
+from quire.types.counts import Counts
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.events import TokenEvent
 from quire.types.plan import TokenLogprobs
@@ -110,7 +111,7 @@ def answers(request: Request, found: list[Hypothesis], cached: int) -> list[Toke
             0,
             hypothesis.tokens,
             finish=FinishReason.STOP if hypothesis.ended else FinishReason.LENGTH,
-            cached=cached,
+            counts=Counts(cached),
             score=hypothesis.score,
         )
         for branch, hypothesis in enumerate(found)

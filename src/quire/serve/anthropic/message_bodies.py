@@ -7,8 +7,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.serve.core.fields import Count, Name, noted, refused, unused
-from quire.serve.openai.request_bodies import MAX_TOOLS, JsonSchema, SessionId, SessionTtl, ToolName, TopP, plain_call
+from quire.serve.core.fields import (
+    MAX_TOOLS,
+    Count,
+    JsonSchema,
+    Name,
+    SessionId,
+    SessionTtl,
+    ToolName,
+    TopP,
+    noted,
+    refused,
+    unused,
+)
+from quire.serve.core.turns import plain_call
 from quire.text import Tool
 
 
@@ -233,3 +245,15 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 class TokenCount(msgspec.Struct):
     input_tokens: int
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    """Errors of /v1/messages."""
+
+    error: AnthropicErrorDetail
+    type: Literal["error"] = "error"

@@ -5,7 +5,6 @@ Refuses to know: how a template is written, how tokens are made, how calls are r
 
 from __future__ import annotations
 
-import json as stdlib_json
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -18,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.anthropic.message_bodies import (
+    AnthropicError,
     AnthropicMessage,
     AnthropicUsage,
     ChoiceAny,
@@ -36,9 +36,8 @@ from quire.serve.core.constraints import json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
 from quire.serve.core.turns import Reply, Talk, ToolChoice, Turn, continued, render, start
-from quire.serve.http.http_io import NamedEvents, decode, read_body, until_gone
-from quire.serve.http.openapi import AnthropicError, answers
-from quire.serve.openai.sse import json
+from quire.serve.http.http_io import NamedEvents, decode, json, read_body, until_gone
+from quire.serve.http.openapi import answers
 from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
 from quire.types.request import FinishReason
 from quire.types.sampling_params import SamplingParams
@@ -98,8 +97,8 @@ def stop_of(reply: Reply) -> tuple[str, str | None]:
         return "max_tokens", None
     if reply.calls:
         return "tool_use", None
-    if isinstance(reply.stop_reason, str):
-        return "stop_sequence", reply.stop_reason
+    if isinstance(reply.output.stop_reason, str):
+        return "stop_sequence", reply.output.stop_reason
     return "end_turn", None
 
 
@@ -110,15 +109,6 @@ def usage_of(talk: Talk, tokens: int) -> AnthropicUsage:
     )
 
 
-def input_of(arguments: str) -> dict[str, Any]:
-    """A call's arguments as the object they should be; a call cut short has none."""
-    try:
-        value = stdlib_json.loads(arguments)
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
 def message_of(serving: Serving, id: str, talk: Talk, thinking: bool) -> bytes:
     [reply] = talk.replies
     content: list[ContentText | ContentThinking | ContentToolUse] = []
@@ -126,7 +116,7 @@ def message_of(serving: Serving, id: str, talk: Talk, thinking: bool) -> bytes:
         content.append(ContentThinking(reply.thought))
     if reply.text:
         content.append(ContentText(reply.text))
-    content += [ContentToolUse(call.id, call.name, input_of(call.text)) for call in reply.calls]
+    content += [ContentToolUse(call.id, call.name, call.input) for call in reply.calls]
     stop_reason, stop_sequence = stop_of(reply)
     return json(
         AnthropicMessage(
@@ -193,8 +183,8 @@ async def stream(serving: Serving, id: str, talk: Talk, thinking: bool) -> Async
     [reply] = talk.replies
     blocks = Blocks(reply, thinking)
     begun = False
-    async with aclosing(talk.steps()) as batches:
-        async for steps in batches:
+    async with aclosing(talk.generation.deltas()) as batches:
+        async for deltas in batches:
             out = b""
             if not begun:  # with the first tokens it is known what the cache held
                 begun = True
@@ -207,7 +197,7 @@ async def stream(serving: Serving, id: str, talk: Talk, thinking: bool) -> Async
                     usage=usage_of(talk, 0),
                 )
                 out = event(b"message_start", message=message) + event(b"ping")
-            if out := out + b"".join(blocks.write(segment) for step in steps for segment in step.segments):
+            if out := out + b"".join(blocks.write(segment) for delta in deltas for segment in reply.push(delta)):
                 yield out
     stop_reason, stop_sequence = stop_of(reply)
     delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}

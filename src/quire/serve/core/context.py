@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.serve.http.api_keys import OPEN_KEY, Key
+from quire.serve.core.api_keys import OPEN_KEY, Key
 
 if TYPE_CHECKING:
     from quire.serve.core.rate_limits import Permit

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.types.errors import InputError
+from quire.types.request import MAX_HOLD
 
 # Bounded here because Python's integers are not, and JSON's digits are free.
 Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -47,6 +48,17 @@ def refused(*neutral: Any, why: str = "") -> Meta:
         extra={"kind": "refused", "note": f"{note}; {why}" if why else note, "neutral": neutral},
         extra_json_schema={"enum": [None, *neutral]},
     )
+
+
+# Kinds of fields that bodies of several APIs have.
+MAX_TOOLS = 128
+ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+JsonSchema = Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+Temperature = Annotated[float, Meta(ge=0, le=100)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+SessionId = Annotated[str, extension("keep this conversation's pages when the answer has ended", max_length=256)]
+SessionTtl = Annotated[float, extension("for so many seconds (300)", gt=0, le=MAX_HOLD)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
 class Field(NamedTuple):

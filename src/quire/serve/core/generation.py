@@ -1,6 +1,6 @@
-"""From a parsed body to deltas: sampling parameters, engine requests, accounting. Shared by every API family.
+"""From engine requests to deltas: admission, accounting, usage. Shared by every API family.
 
-One HTTP request is one engine request per prompt; its choices are numbered prompt by prompt, n for each. Deltas
+One call is one engine request per prompt; its choices are numbered prompt by prompt, n for each. Deltas
 leave here with `branch` set to that number. Refuses to know: JSON, HTTP.
 """
 
@@ -9,23 +9,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
-from msgspec import UNSET, UnsetType
-
+from quire.engine.collector import Collector
 from quire.observe.ledger import Ledger
-from quire.observe.metrics import Metrics
+from quire.observe.metrics import Metrics, RequestMeter
+from quire.serve.core.api_keys import KeyRing
 from quire.serve.core.context import Context, current
-from quire.serve.core.fields import refuse_unsupported
+from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
 from quire.serve.core.rate_limits import Admission, Permit
-from quire.serve.http.api_keys import KeyRing
-from quire.serve.openai.request_bodies import GenerationRequest
-from quire.serve.openai.response_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
-from quire.serve.ops.loop_lag import LagMonitor
+from quire.types.counts import Counts
 from quire.types.errors import (
     ContextLengthError,
     DeadlineError,
@@ -35,8 +32,7 @@ from quire.types.errors import (
     QuireError,
 )
 from quire.types.messages import EngineInfo
-from quire.types.outputs import Delta
-from quire.types.plan import TokenLogprobs
+from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, FinishReason, Request
 from quire.types.sampling_params import SamplingParams
 from quire.types.serving import ServeOptions
@@ -45,19 +41,15 @@ if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
 __all__ = [
-    "Collected",
+    "DirectOut",
     "Generation",
     "Serving",
-    "check",
+    "Usage",
     "collect",
     "hold_session",
     "off_loop",
     "price",
-    "sampling_params",
 ]
-
-# Fields of a body that mean the same, under the same name, to the sampler.
-_SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
 
 
 @dataclass(frozen=True)
@@ -84,30 +76,11 @@ class Serving:
             raise ModelNotFoundError(f"no model {name!r} here; this server has {self.frontend.model_name!r}")
 
 
-def check(serving: Serving, body: GenerationRequest) -> None:
-    """Refuse, before any work, what can be seen from the body alone."""
-    serving.check_model(body.model)
-    refuse_unsupported(body)
-    hold_session(body.session_id, body.session_ttl)
-    if body.stream_options is not None and not body.stream:
-        raise InputError("stream_options needs stream to be true", param="stream_options")
-    if body.stream and body.prompt_logprobs is not None:
-        raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
-
-
 def hold_session(name: str | None, seconds: float | None) -> None:
     """Keep the pages of the request being handled for a while after its answer, if it names a session."""
     if name:
         context = current()
         context.session, context.hold = name, HOLD if seconds is None else seconds
-
-
-def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
-    """The sampler's view of a body; `changes` are what the API family decides for itself."""
-    given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
-    if isinstance(body.stop, str):
-        given["stop"] = [body.stop]
-    return SamplingParams(**(given | changes))
 
 
 def preparing(size: int, params: SamplingParams) -> int:
@@ -129,21 +102,34 @@ def naming(*, prompt: str = "prompt", constraint: str = "") -> Iterator[None]:
         raise
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What a call used, whichever API tells of it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # of the prompts, found in the cache
+    blended_tokens: int | None  # ... of chunks, from another place; None: not asked for
+    evicted_tokens: int | None  # whose KV was dropped; None: no budget was asked for
+    forced_tokens: int  # of the completion, forced by a grammar
+    drafted_tokens: int  # guessed ahead
+    accepted_tokens: int  # ... of them, right
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
 @dataclass
 class Generation:
-    """The engine requests of one HTTP request under way, and what they have used."""
+    """The engine requests of one call under way, and what they have used."""
 
     serving: Serving
     requests: list[Request]
     arrived: float
     deadline_ms: int | None = None  # None: the server's own
     completion_tokens: int = 0
-    drafted_tokens: int = 0  # guessed ahead
-    accepted_tokens: int = 0  # ... of them, right
-    forced_tokens: int = 0  # of completion_tokens, forced by a grammar
-    cached: dict[int, int] = field(default_factory=dict)  # prompt tokens from the cache, by request
-    blended: dict[int, int] = field(default_factory=dict)  # ... of chunks, from another place
-    evicted: dict[int, int] = field(default_factory=dict)  # tokens whose KV was dropped, by choice
+    counts: dict[int, Counts] = field(default_factory=dict)  # by choice
 
     @property
     def prompt_tokens(self) -> int:
@@ -151,47 +137,48 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(self.cached.values())
+        return self._of_prompts("cached")
 
-    def usage(self, thought_tokens: int = 0) -> Usage:
+    def usage(self) -> Usage:
+        counts = self.counts.values()
         return Usage(
             self.prompt_tokens,
             self.completion_tokens,
-            self.prompt_tokens + self.completion_tokens,
-            PromptTokensDetails(self.cached_tokens, self._blended_tokens()),
-            CompletionTokensDetails(
-                thought_tokens, self.accepted_tokens, self.drafted_tokens - self.accepted_tokens, self.forced_tokens
-            ),
-            sum(self.evicted.values()) if any(r.params.kv_budget for r in self.requests) else UNSET,
+            self.cached_tokens,
+            self._of_prompts("blended") if any(request.blend for request in self.requests) else None,
+            sum(c.evicted for c in counts) if any(request.params.kv_budget for request in self.requests) else None,
+            sum(c.forced for c in counts),
+            sum(c.drafted for c in counts),
+            sum(c.accepted for c in counts),
         )
 
-    def _blended_tokens(self) -> int | UnsetType:
-        return sum(self.blended.values()) if any(request.blend for request in self.requests) else UNSET
+    def _of_prompts(self, name: str) -> int:
+        """A counter that all choices of a prompt share, once for each prompt."""
+        most: dict[int, int] = {}
+        for choice, counts in self.counts.items():
+            prompt = choice // self.requests[0].params.n
+            most[prompt] = max(most.get(prompt, 0), getattr(counts, name))
+        return sum(most.values())
 
-    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """Everything that is new, as it comes; a slow reader gets more at a time. Closing it aborts the work."""
+    def deltas(self, out: DirectOut | None = None) -> AsyncGenerator[list[Delta], None]:
+        """Everything that is new, as it comes, at most one delta a choice: a slow reader gets more at a time. Closing
+        it aborts the work. To be called once; raises where the call may not be made now. `out`: where deltas that end
+        nothing may go at once, rather than to a reader that would have to be woken for each."""
         permit = self._admitted(current())
-        streams = [self._deltas(index, request) for index, request in enumerate(self.requests)]
-        try:
-            async with aclosing(streams[0] if len(streams) == 1 else _merged(streams)) as stream:
-                async for deltas in stream:
-                    if permit is not None and not permit.started:
-                        self.serving.admission.start(permit)
-                    yield coalesced(deltas)
-        finally:
-            if permit is not None:
-                permit.used += self.usage().total_tokens
+        if len(self.requests) == 1:
+            return self._deltas(0, self.requests[0], permit, out)
+        return _merged([self._deltas(index, request, permit) for index, request in enumerate(self.requests)])
 
     def _admitted(self, context: Context) -> Permit | None:
-        """The one door to the engine, for every API family: salts, deadlines, and the price of it all."""
+        """The one way to the engine, for every API family: tenants, salts, deadlines, and the price of it all."""
         allowed = self.serving.options.deadline_ms if self.deadline_ms is None else self.deadline_ms
         left = allowed / 1000 - (time.perf_counter() - self.arrived) if allowed else math.inf
         if left <= 0:
             raise DeadlineError(f"the deadline of {allowed} ms passed before the request could be queued")
         for request in self.requests:
-            request.salt = context.salted(request.salt)
+            request.salt, request.tenant = context.salted(request.salt), context.key.name
             request.session, request.hold = context.session, context.hold
-            request.deadline = time.monotonic() + left if allowed else 0.0
+            request.deadline = time.time() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
             sequences = sum(request.params.n for request in self.requests)
@@ -199,30 +186,78 @@ class Generation:
             self.serving.admission.charge(context.permit, tokens, sequences, left)
         return context.permit
 
-    async def _deltas(self, index: int, request: Request) -> AsyncGenerator[list[Delta], None]:
-        branches = request.params.n
-        who = current()
+    async def _deltas(
+        self, index: int, request: Request, permit: Permit | None, out: DirectOut | None = None
+    ) -> AsyncGenerator[list[Delta], None]:
+        who, first = current(), index * request.params.n
         with self.serving.ledger.watch(
             request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
         ) as meter:
-            source = self.serving.frontend.stream(request)
-            async with aclosing(source) as stream:
-                async for deltas in stream:
-                    meter.deltas(deltas)
-                    for delta in deltas:
-                        _raise_failure(delta)
-                        self.completion_tokens += len(delta.token_ids)
-                        self.drafted_tokens += delta.drafted_tokens
-                        self.accepted_tokens += delta.accepted_tokens
-                        self.forced_tokens += delta.forced_tokens
-                        if delta.cached_tokens:
-                            self.cached[index] = max(delta.cached_tokens, self.cached.get(index, 0))
-                        if delta.blended_tokens:
-                            self.blended[index] = max(delta.blended_tokens, self.blended.get(index, 0))
-                        delta.branch += index * branches
-                        if delta.evicted_tokens:
-                            self.evicted[delta.branch] = delta.evicted_tokens
-                    yield deltas
+            try:
+                direct = Accounted(self, meter, out) if out is not None else None
+                async with aclosing(self.serving.frontend.stream(request, direct)) as stream:
+                    async for deltas in stream:
+                        if permit is not None and not permit.started:
+                            self.serving.admission.start(permit)
+                        now = time.perf_counter()
+                        for delta in deltas:
+                            meter.delta(delta, now)
+                            delta.branch += first
+                            self.note(delta)
+                            if delta.finish_reason is not None:
+                                _raise_failure(delta)
+                        yield deltas if len(deltas) == 1 else coalesced(deltas)
+            finally:
+                if permit is not None:
+                    permit.used += len(request.prompt) + meter.tokens
+
+    def note(self, delta: Delta) -> None:
+        """Count what a delta brings."""
+        self.completion_tokens += len(delta.token_ids)
+        if delta.counts is not None:
+            known = self.counts.get(delta.branch)
+            self.counts[delta.branch] = delta.counts if known is None else known + delta.counts
+
+
+class Body(Protocol):
+    """A response under way."""
+
+    @property
+    def paused(self) -> bool: ...
+
+    def write(self, data: bytes) -> None: ...
+
+
+class DirectOut:
+    """The way of plain deltas from the engine's step to the socket: `write` makes bytes of a delta, `body` takes them
+    once the response has begun, unless its reader lags."""
+
+    def __init__(self) -> None:
+        self.body: Body | None = None
+        self.write: Callable[[Delta], bytes] | None = None
+
+
+class Accounted:
+    """Deltas that go to a `DirectOut`, metered and counted on their way as those that a reader gets."""
+
+    __slots__ = ("_generation", "_meter", "_out")
+
+    def __init__(self, generation: Generation, meter: RequestMeter, out: DirectOut):
+        self._generation = generation
+        self._meter = meter
+        self._out = out
+
+    def ready(self) -> bool:
+        body = self._out.body
+        return body is not None and not body.paused
+
+    def take(self, delta: Delta) -> None:
+        out = self._out
+        assert out.body is not None and out.write is not None
+        self._meter.delta(delta, time.perf_counter())
+        self._generation.note(delta)
+        if data := out.write(delta):
+            out.body.write(data)
 
 
 def price(request: Request, info: EngineInfo) -> int:
@@ -247,23 +282,12 @@ def _raise_failure(delta: Delta) -> None:
 
 def coalesced(deltas: list[Delta]) -> list[Delta]:
     """At most one delta per branch: several that waited together become one."""
-    if len(deltas) == 1:
-        return deltas
     merged: dict[int, Delta] = {}
     for delta in deltas:
         first = merged.setdefault(delta.branch, delta)
         if first is not delta:
-            first.text += delta.text
-            first.token_ids = first.token_ids + delta.token_ids
-            first.logprobs = _joined(first.logprobs, delta.logprobs)
-            first.prompt_logprobs = _joined(first.prompt_logprobs, delta.prompt_logprobs)
-            first.finish_reason = delta.finish_reason
-            first.stop_reason = delta.stop_reason
+            first.extend(delta)
     return list(merged.values())
-
-
-def _joined(first: list[TokenLogprobs] | None, second: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
-    return first + second if first and second else first or second
 
 
 async def _merged(streams: list[AsyncGenerator[list[Delta], None]]) -> AsyncGenerator[list[Delta], None]:
@@ -295,42 +319,20 @@ async def _merged(streams: list[AsyncGenerator[list[Delta], None]]) -> AsyncGene
                 else:
                     batch += item
             if batch:
-                yield batch
+                yield coalesced(batch)
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
-@dataclass
-class Collected:
-    """One choice, complete."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason = FinishReason.LENGTH
-
-    @property
-    def likelihood(self) -> float:
-        """Mean log-probability of its tokens, where asked for."""
-        return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
-
-
-async def collect(generation: Generation) -> list[Collected]:
-    """Wait for every choice of the request."""
-    choices = [Collected() for request in generation.requests for _ in range(request.params.n)]
-    parts: list[list[str]] = [[] for _ in choices]
+async def collect(generation: Generation) -> list[RequestOutput]:
+    """Wait for every choice of the call; of each prompt those that are wanted."""
+    collectors = [Collector(request, None) for request in generation.requests]
+    branches = generation.requests[0].params.n
     async with aclosing(generation.deltas()) as stream:
         async for deltas in stream:
             for delta in deltas:
-                choice = choices[delta.branch]
-                parts[delta.branch].append(delta.text)
-                choice.token_ids += delta.token_ids
-                choice.logprobs += delta.logprobs or ()
-                choice.prompt_logprobs = choice.prompt_logprobs or delta.prompt_logprobs
-                choice.finish_reason = delta.finish_reason or choice.finish_reason
-    for choice, texts in zip(choices, parts, strict=True):
-        choice.text = "".join(texts)
-    return choices
+                prompt, delta.branch = divmod(delta.branch, branches)
+                collectors[prompt].add(delta)
+    return [collector.result() for collector in collectors]

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.serve.http.api_keys import Key
+from quire.serve.core.api_keys import Key
 from quire.types.errors import OverloadedError, RateLimitError
 
 MEMORY = 10.0  # seconds after which a measurement counts a half

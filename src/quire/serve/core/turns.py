@@ -6,8 +6,9 @@ API's names for things.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+import json as stdlib_json
+from collections.abc import Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.tool_calls import FORCED, forced_grammar, strict_grammar
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import InputError
-from quire.types.outputs import Delta
+from quire.types.outputs import CompletionOutput, Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 from quire.types.request import Request as EngineRequest
@@ -90,22 +91,37 @@ class Call(NamedTuple):
     def text(self) -> str:
         return "".join(self.arguments)
 
+    @property
+    def input(self) -> dict[str, Any]:
+        """The arguments as the object they should be; a call cut short has none."""
+        try:
+            value = stdlib_json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+
+def plain_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
+    """A call as chat templates want it: arguments as an object, where they are one."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = stdlib_json.loads(arguments)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
 
 class Reply:
-    """One answer: read as it comes, and kept."""
+    """One answer: read as it comes, and kept. `output` is what the engine said of it, all but its text."""
 
-    def __init__(self, thoughts: ReasoningReader | None, tools: ToolReader | None, format: ToolFormat):
+    def __init__(self, index: int, thoughts: ReasoningReader | None, tools: ToolReader | None, format: ToolFormat):
         self._thoughts = thoughts
         self._tools = tools
         self._format = format
         self._said: list[str] = []
         self._thought: list[str] = []
+        self.output = CompletionOutput(index=index, token_ids=[])
+        self.plain = thoughts is None and tools is None  # all its text is said
         self.calls: list[Call] = []
-        self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        self.tokens = 0
         self.thought_tokens = 0
 
     @property
@@ -116,10 +132,25 @@ class Reply:
     def thought(self) -> str:
         return "".join(self._thought)
 
-    def push(self, delta: Delta) -> list[Segment]:
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.output.finish_reason
+
+    @property
+    def tokens(self) -> int:
+        return len(self.output.token_ids)
+
+    def push(self, delta: Delta) -> Sequence[Segment]:
         """What a delta says; keeps the rest of it too."""
+        self.output.add(delta)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if self.plain:  # nearly always
+            if not delta.text:
+                return ()
+            self._said.append(delta.text)
+            return (Said(delta.text),)
         segments = self._read(delta.text, delta.finish_reason is not None)
-        self.tokens += len(delta.token_ids)
         for segment in segments:
             if isinstance(segment, Said):
                 self._said.append(segment.text)
@@ -131,10 +162,6 @@ class Reply:
                 self.calls[segment.index].arguments.append(segment.text)
         if self._thought and not self._said and not self.calls:
             self.thought_tokens += len(delta.token_ids)
-        self.logprobs += delta.logprobs or ()
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        self.finish_reason = delta.finish_reason or self.finish_reason
-        self.stop_reason = delta.stop_reason or self.stop_reason
         return segments
 
     def _read(self, text: str, last: bool) -> list[Segment]:
@@ -149,16 +176,8 @@ class Reply:
         return segments
 
 
-class Spoken(NamedTuple):
-    """A step of one choice: the delta as the engine gave it and what it says."""
-
-    delta: Delta
-    segments: list[Segment]
-    reply: Reply
-
-
 class Talk:
-    """A turn under way."""
+    """A turn under way: its deltas, and the reply of each choice that they are to be pushed to."""
 
     def __init__(self, generation: Generation, replies: list[Reply]):
         self.generation = generation
@@ -168,20 +187,11 @@ class Talk:
     def request(self) -> EngineRequest:
         return self.generation.requests[0]
 
-    async def steps(self) -> AsyncGenerator[list[Spoken], None]:
-        """What is new, as it comes. Closing it aborts the work."""
+    async def whole(self) -> list[Reply]:
         async with aclosing(self.generation.deltas()) as batches:
             async for deltas in batches:
-                steps = []
                 for delta in deltas:
-                    reply = self.replies[delta.branch]
-                    steps.append(Spoken(delta, reply.push(delta), reply))
-                yield steps
-
-    async def whole(self) -> list[Reply]:
-        async with aclosing(self.steps()) as steps:
-            async for _ in steps:
-                pass
+                    self.replies[delta.branch].push(delta)
         return self.replies
 
     def thought_tokens(self) -> int:
@@ -222,13 +232,13 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
         request = await off_loop(preparing(len(tokens), params), work)
     names = {tool.name for tool in tools}
 
-    def reply() -> Reply:
+    def reply(index: int) -> Reply:
         # A grammar describes the whole answer: there is no room for thoughts before it.
         thoughts = None if params.grammar else frontend.text.reasoning_reader(request.prompt)
         reader = ToolReader(format, names, turn.choice.parallel) if tools else None
-        return Reply(thoughts, reader, frontend.text.tool_format)
+        return Reply(index, thoughts, reader, frontend.text.tool_format)
 
-    return Talk(Generation(serving, [request], arrived, turn.deadline_ms), [reply() for _ in range(params.n)])
+    return Talk(Generation(serving, [request], arrived, turn.deadline_ms), [reply(index) for index in range(params.n)])
 
 
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:

@@ -13,13 +13,13 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from quire.serve.core import prepare_pool as prepare_pool
+from quire.serve.core.api_keys import INFERENCE
 from quire.serve.core.context import Context, enter
+from quire.serve.core.embedding import embed
 from quire.serve.core.generation import Generation, Serving, hold_session, off_loop
 from quire.serve.grpc.proto import SERVICE, load_messages
-from quire.serve.http.api_keys import INFERENCE
 from quire.serve.http.auth import context_of, presented
 from quire.serve.http.error_bodies import describe, request_id_of
-from quire.serve.openai.embeddings import embed
 from quire.types.errors import ConfigError, ForbiddenError, InputError
 from quire.types.outputs import Delta
 from quire.types.request import MAX_HOLD, Request
@@ -114,7 +114,7 @@ class Calls:
                     for delta in deltas:
                         yield response(id=id, chunk=self._chunk(delta))
             usage = generation.usage()
-            yield response(id=id, usage=self._usage(usage.prompt_tokens, usage.completion_tokens, generation.cached))
+            yield response(id=id, usage=self._usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
 
     async def embed(self, body: Any, call: Any) -> Any:
         async with self._inside(call):
@@ -125,7 +125,7 @@ class Calls:
             vectors, tokens = await embed(self.serving, inputs, pooling=body.pooling or "mean")
             embedding = self.messages["Embedding"]
             answers = [embedding(values=vector) for vector in vectors]
-            return self.messages["EmbedResponse"](embeddings=answers, usage=self._usage(tokens, 0, {}))
+            return self.messages["EmbedResponse"](embeddings=answers, usage=self._usage(tokens, 0, 0))
 
     @asynccontextmanager
     async def _inside(self, call: Any) -> AsyncIterator[None]:
@@ -193,10 +193,8 @@ class Calls:
             finish_reason=delta.finish_reason.value if delta.finish_reason else "",
         )
 
-    def _usage(self, prompt: int, completion: int, cached: dict[int, int]) -> Any:
-        return self.messages["Usage"](
-            prompt_tokens=prompt, completion_tokens=completion, cached_tokens=sum(cached.values())
-        )
+    def _usage(self, prompt: int, completion: int, cached: int) -> Any:
+        return self.messages["Usage"](prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
 
 
 def _params(sampling: Any) -> SamplingParams:

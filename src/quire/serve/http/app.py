@@ -21,10 +21,11 @@ from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.anthropic import messages as anthropic
+from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.core.generation import Serving
+from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import PreparePool
 from quire.serve.core.rate_limits import Admission
-from quire.serve.http.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.http.auth import Gate
 from quire.serve.http.error_bodies import Guard, on_error
 from quire.serve.http.openapi import install_schemas
@@ -39,7 +40,6 @@ from quire.serve.ops import dashboard, health
 from quire.serve.ops import explain_request as explain
 from quire.serve.ops import live_view as live
 from quire.serve.ops import sleep as power
-from quire.serve.ops.loop_lag import LagMonitor
 from quire.serve.ops.request_spans import traced
 from quire.types.errors import QuireError
 from quire.types.serving import ServeOptions

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.serve.core import prepare_pool as prepare_pool
+from quire.serve.core.api_keys import ADMIN, INFERENCE, Key
 from quire.serve.core.context import Context, current, enter
-from quire.serve.http.api_keys import ADMIN, INFERENCE, Key
 from quire.serve.http.error_bodies import describe
 from quire.types.errors import EngineDeadError, ForbiddenError, InputError, QuireError
 

@@ -8,12 +8,74 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0  # from the first byte of a request (or the connection) to the end of its headers
 
 
+class Body:
+    """The body of a response under way, written to the transport without the layers of an application between: what
+    starts and ends it goes through them as usual. In the request's scope as `quire.body`."""
+
+    __slots__ = ("_cycle", "_data", "_flow", "_outbox")
+
+    def __init__(self, cycle: RequestResponseCycle, outbox: Outbox):
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._outbox = outbox
+        self._data = b""
+
+    @property
+    def open(self) -> bool:
+        """Whether it was started, in chunks."""
+        return self._cycle.response_started and self._cycle.chunked_encoding is True
+
+    @property
+    def paused(self) -> bool:
+        """Whether the client reads too slowly; `drain` waits until it has caught up, or is gone."""
+        return self._flow.write_paused
+
+    async def drain(self) -> None:
+        await self._flow.drain()
+
+    def write(self, data: bytes) -> None:
+        """One chunk, which leaves when all that can run now has run. A client that is gone is not told: `receive` says
+        that it is."""
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        if self._data:
+            self._data += chunk
+        else:
+            self._data = chunk
+            self._outbox.add(self)
+
+    def flush(self) -> None:
+        """Send what was written, before anything else is sent."""
+        data, self._data = self._data, b""
+        if data and not self._cycle.disconnected:
+            self._cycle.transport.write(data)
+
+
+class Outbox:
+    """Bodies of many streams that have something to send. A step of the engine brings a token to each, and a system
+    call for each is what that costs: one after the other they find each other's code and the readers awake."""
+
+    def __init__(self) -> None:
+        self._bodies: list[Body] = []
+
+    def add(self, body: Body) -> None:
+        if not self._bodies:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._bodies.append(body)
+
+    def _flush(self) -> None:
+        bodies, self._bodies = self._bodies, []
+        for body in bodies:
+            body.flush()
+
+
 def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsProtocol]:
+    outbox = Outbox()
+
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
@@ -54,6 +116,7 @@ def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsPro
                 self._refuse(431, f"the request line and headers are larger than {max_header} bytes")
             elif not self.transport.is_closing():
                 super().on_headers_complete()
+                self.scope["quire.body"] = Body(self.cycle, outbox)  # type: ignore[typeddict-unknown-key]
 
         def on_body(self, body: bytes) -> None:
             if not self.transport.is_closing():

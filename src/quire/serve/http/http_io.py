@@ -18,11 +18,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.serve.core.context import current
+from quire.serve.core.generation import DirectOut
+from quire.serve.http.bounded_protocol import Body
 from quire.serve.http.error_bodies import ClientGoneError, Failure, describe
 from quire.types.errors import InputError
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+
+json = msgspec.json.encode
 
 
 class BodyTooLargeError(InputError):
@@ -138,29 +142,46 @@ class EventStream(Response):
     media_type = "text/event-stream"
     last = b"data: [DONE]\n\n"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]):
+    def __init__(self, events: AsyncGenerator[bytes, None], out: DirectOut | None = None):
+        """`out`: where what makes the events may write past them, once the first is sent, while the next is awaited."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self.events = events
+        self.out = out or DirectOut()
 
     def failed(self, failure: Failure, path: str) -> bytes:
         return b"data: " + failure.encode(path) + b"\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._send(send, scope["path"]))
+        await until_gone(receive, self._send(scope, send))
 
-    async def _send(self, send: Send, path: str) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         async with aclosing(self.events) as events:
             event = await anext(events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                body = scope.get("quire.body")
+                if body is not None and body.open:
+                    await self._write(events, body)
+                else:  # not our own protocol below, or not in chunks
+                    async for event in events:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                last = self.failed(describe(error), path)
+                last = self.failed(describe(error), scope["path"])
                 await send({"type": "http.response.body", "body": last, "more_body": True})
             await send({"type": "http.response.body", "body": self.last, "more_body": False})
+
+    async def _write(self, events: AsyncGenerator[bytes, None], body: Body) -> None:
+        self.out.body = body
+        try:
+            async for event in events:
+                body.write(event)
+                if body.paused:
+                    await body.drain()
+        finally:
+            self.out.body = None
+            body.flush()
 
 
 class NamedEvents(EventStream):

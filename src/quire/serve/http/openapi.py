@@ -5,7 +5,7 @@ Refuses to know: routes.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
@@ -16,24 +16,6 @@ _REF = "#/components/schemas/{name}"
 
 # Structs that routes named, by the name they have in the document.
 _named: dict[str, type[msgspec.Struct]] = {}
-
-
-class AnthropicErrorDetail(msgspec.Struct):
-    type: str
-    message: str
-
-
-class AnthropicError(msgspec.Struct):
-    """Errors of /v1/messages."""
-
-    error: AnthropicErrorDetail
-    type: Literal["error"] = "error"
-
-
-class OllamaError(msgspec.Struct):
-    """Errors of /api."""
-
-    error: str
 
 
 # One item of a stream, by its media type.

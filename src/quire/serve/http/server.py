@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 
+from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.grpc.service import RpcServer
-from quire.serve.http.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.http.app import create_admin_app, create_app, create_serving
 from quire.serve.http.bounded_protocol import bounded_protocol
 from quire.types.errors import ConfigError

@@ -20,18 +20,19 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.anthropic.messages import input_of
 from quire.serve.core.constraints import ANY_JSON, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
+from quire.serve.core.logprobs import token_logprobs
 from quire.serve.core.turns import Call, Talk, Turn, continued, start
-from quire.serve.http.http_io import JsonLines, decode, read_body, until_gone
-from quire.serve.http.openapi import OllamaError, answers
+from quire.serve.http.http_io import JsonLines, decode, json, read_body, until_gone
+from quire.serve.http.openapi import answers
 from quire.serve.ollama.ollama_bodies import (
     OllamaAnswerRequest,
     OllamaCall,
     OllamaChatAnswer,
     OllamaChatRequest,
+    OllamaError,
     OllamaFunction,
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
@@ -39,8 +40,6 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaReply,
     OllamaRequest,
 )
-from quire.serve.openai.logprob_shapes import chat_logprobs
-from quire.serve.openai.sse import json
 from quire.text.segments import Said, Thought
 from quire.types.errors import InputError, ModelNotFoundError
 from quire.types.grammar import GrammarSpec
@@ -128,14 +127,14 @@ class Writer:
             message = OllamaReply(content=said, thinking=thinking)
             if calls:
                 message.tool_calls = [
-                    OllamaCall(id=call.id, function=OllamaFunction(name=call.name, arguments=input_of(call.text)))
+                    OllamaCall(id=call.id, function=OllamaFunction(name=call.name, arguments=call.input))
                     for call in calls
                 ]
             answer = OllamaChatAnswer(model=name, created_at=created, message=message)
         else:
             answer = OllamaGenerateAnswer(model=name, created_at=created, response=said, thinking=thinking)
         if self.body.logprobs and logprobs:
-            answer.logprobs = chat_logprobs(self.serving.frontend.text.tokenizer, logprobs).content
+            answer.logprobs = token_logprobs(self.serving.frontend.text.tokenizer, logprobs)
         return answer
 
     def finish(self, answer: Answer, talk: Talk) -> Answer:
@@ -167,25 +166,28 @@ async def stream(writer: Writer, talk: Talk) -> AsyncGenerator[bytes, None]:
     """Calls are sent whole: when the next begins, or the answer ends."""
     [reply] = talk.replies
     sent = 0
-    async with aclosing(talk.steps()) as batches:
-        async for steps in batches:
+    async with aclosing(talk.generation.deltas()) as batches:
+        async for deltas in batches:
             writer.first = writer.first or time.perf_counter()
-            for step in steps:
-                said = "".join(segment.text for segment in step.segments if isinstance(segment, Said))
-                thought = "".join(segment.text for segment in step.segments if isinstance(segment, Thought))
-                ready = reply.calls[sent : len(reply.calls) - (step.delta.finish_reason is None)]
+            for delta in deltas:
+                segments = reply.push(delta)
+                said = "".join(segment.text for segment in segments if isinstance(segment, Said))
+                thought = "".join(segment.text for segment in segments if isinstance(segment, Thought))
+                ready = reply.calls[sent : len(reply.calls) - (delta.finish_reason is None)]
                 sent += len(ready)
-                if said or thought or ready or step.delta.logprobs:
-                    yield json(writer.line(said, thought, ready, step.delta.logprobs)) + b"\n"
+                if said or thought or ready or delta.logprobs:
+                    yield json(writer.line(said, thought, ready, delta.logprobs)) + b"\n"
     yield json(writer.finish(writer.line("", "", []), talk)) + b"\n"
 
 
 async def whole(writer: Writer, talk: Talk) -> bytes:
-    async with aclosing(talk.steps()) as batches:
-        async for _ in batches:
-            writer.first = writer.first or time.perf_counter()
     [reply] = talk.replies
-    return json(writer.finish(writer.line(reply.text, reply.thought, reply.calls, reply.logprobs), talk))
+    async with aclosing(talk.generation.deltas()) as batches:
+        async for deltas in batches:
+            writer.first = writer.first or time.perf_counter()
+            for delta in deltas:
+                reply.push(delta)
+    return json(writer.finish(writer.line(reply.text, reply.thought, reply.calls, reply.output.logprobs), talk))
 
 
 def chat_turn(body: OllamaChatRequest) -> Turn:

@@ -14,9 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
+from quire.serve.core.embedding import embed, prompts_of
 from quire.serve.core.generation import Serving, off_loop
-from quire.serve.http.http_io import decode, read_body, until_gone
-from quire.serve.http.openapi import OllamaError, answers
+from quire.serve.http.http_io import decode, json, read_body, until_gone
+from quire.serve.http.openapi import answers
 from quire.serve.ollama.generate import check, check_model
 from quire.serve.ollama.ollama_bodies import (
     OllamaDetails,
@@ -24,15 +25,13 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaEmbeddingsAnswer,
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
+    OllamaError,
     OllamaModel,
     OllamaModels,
     OllamaShowAnswer,
     OllamaShowRequest,
     OllamaVersion,
 )
-from quire.serve.openai.completions import prompts_of
-from quire.serve.openai.embeddings import embed
-from quire.serve.openai.sse import json
 from quire.text import Tokenizer
 
 _EMBED = msgspec.json.Decoder(OllamaEmbedRequest)

@@ -7,19 +7,23 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.serve.core.fields import Int, Name, noted, refused, unused
-from quire.serve.openai.request_bodies import (
+from quire.serve.core.fields import (
     MAX_TOOLS,
+    Int,
     JsonSchema,
+    Name,
     Penalty,
     SessionId,
     SessionTtl,
     Temperature,
     ToolName,
     TopP,
-    plain_call,
+    noted,
+    refused,
+    unused,
 )
-from quire.serve.openai.response_bodies import ChatTokenLogprob
+from quire.serve.core.logprobs import ChatTokenLogprob
+from quire.serve.core.turns import plain_call
 from quire.text import Tool
 from quire.types.sampling_params import MAX_LOGPROBS
 
@@ -262,3 +266,9 @@ class OllamaShowAnswer(msgspec.Struct, kw_only=True):
 
 class OllamaVersion(msgspec.Struct):
     version: str
+
+
+class OllamaError(msgspec.Struct):
+    """Errors of /api."""
+
+    error: str

@@ -16,10 +16,9 @@ from msgspec import Meta
 from quire.serve.core.generation import Serving
 from quire.serve.http.auth import own_place
 from quire.serve.http.error_bodies import describe
-from quire.serve.http.http_io import decode
+from quire.serve.http.http_io import decode, json
 from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import completions, embeddings, responses
-from quire.serve.openai.sse import json
 from quire.types.errors import EngineDeadError, InputError, OverloadedError
 
 AT_ONCE = 64  # lines in the engine together

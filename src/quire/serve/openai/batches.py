@@ -24,12 +24,11 @@ from starlette.responses import Response
 
 from quire.serve.core.fields import refuse_unsupported, refused
 from quire.serve.core.generation import Serving
-from quire.serve.http.http_io import NotFoundError, decode, owner_of, read_body
+from quire.serve.http.http_io import NotFoundError, decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
 from quire.serve.openai import file_store as files
 from quire.serve.openai.batch_lines import ENDPOINTS, answer_lines, read_line
 from quire.serve.openai.file_store import PAGE, FileStore, lines_of, page_of, remembered
-from quire.serve.openai.sse import json
 from quire.types.errors import InputError, OverloadedError, QuireError
 
 logger = logging.getLogger("quire.serve")

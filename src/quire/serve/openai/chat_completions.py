@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -17,17 +17,18 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.constraints import grammar_of
-from quire.serve.core.generation import Serving, check, sampling_params
-from quire.serve.core.turns import Reply, Spoken, Talk, ToolChoice, Turn, continued, start
-from quire.serve.http.http_io import EventStream, decode, read_body, until_gone
+from quire.serve.core.generation import DirectOut, Serving
+from quire.serve.core.turns import Reply, Talk, ToolChoice, Turn, continued, start
+from quire.serve.http.http_io import EventStream, decode, json, read_body, until_gone
 from quire.serve.http.openapi import generates
 from quire.serve.openai.logprob_shapes import chat_logprobs, prompt_logprobs, scored_prompt
 from quire.serve.openai.request_bodies import TIERS, AllowedTools, CalledFunction, ChatRequest, NamedTool, ToolCall
-from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion
-from quire.serve.openai.sse import Chunks, json, worth_sending
+from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion, usage_of
+from quire.serve.openai.sampling import check, grammar_of, sampling_params
+from quire.serve.openai.sse import Chunks, worth_sending
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.types.errors import InputError
+from quire.types.outputs import Delta
 from quire.types.request import FinishReason
 from quire.types.sampling_params import SamplingParams
 
@@ -116,12 +117,12 @@ def completion(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> byte
             ChatChoice(
                 index,
                 message_of(reply, body),
-                chat_logprobs(tokenizer, reply.logprobs) if body.logprobs else None,
+                chat_logprobs(tokenizer, reply.output.logprobs or []) if body.logprobs else None,
                 finish_of(reply, reply.finish_reason, named) or "length",
             )
             for index, reply in enumerate(talk.replies)
         ],
-        usage=talk.generation.usage(talk.thought_tokens()),
+        usage=usage_of(talk.generation, talk.thought_tokens()),
     )
     if talk.request.params.prompt_logprobs is not None:
         scores = next((reply.prompt_logprobs for reply in talk.replies if reply.prompt_logprobs), [])
@@ -129,7 +130,7 @@ def completion(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> byte
     return json(answer)
 
 
-def delta_of(segments: list[Segment], reply: Reply, reasoning: bool) -> dict[str, Any]:
+def delta_of(segments: Sequence[Segment], reply: Reply, reasoning: bool) -> dict[str, Any]:
     """The `delta` of a chunk: texts joined, calls piece by piece."""
     delta: dict[str, Any] = {}
     for segment in segments:
@@ -150,36 +151,61 @@ def delta_of(segments: list[Segment], reply: Reply, reasoning: bool) -> dict[str
     return delta
 
 
-async def stream(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> AsyncGenerator[bytes, None]:
-    tokenizer = serving.frontend.text.tokenizer
-    chunks = Chunks(serving, id, "chat.completion.chunk", body.stream_options)
-    named = isinstance(body.tool_choice, NamedTool)
-    reasoning = body.include_reasoning is not False
-    begun: set[int] = set()
+class Writer:
+    """Chunks of one stream. What is the same in all of a choice's is encoded once; the text is put between."""
 
-    def event(step: Spoken) -> bytes:
-        delta, segments, reply = step
-        first = delta.branch not in begun
-        begun.add(delta.branch)
+    def __init__(self, serving: Serving, id: str, talk: Talk, body: ChatRequest):
+        self._tokenizer = serving.frontend.text.tokenizer
+        self._talk = talk
+        self._body = body
+        self._named = isinstance(body.tool_choice, NamedTool)
+        self._reasoning = body.include_reasoning is not False
+        self._begun: set[int] = set()
+        self.chunks = Chunks(serving, id, "chat.completion.chunk", body.stream_options)
+        # Of choices that have begun and have nothing but text, what stands before the text and after it.
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
+
+    def write(self, delta: Delta) -> bytes:
+        """The chunk for a delta; nothing where it has nothing to say yet."""
+        frame = self._frames.get(delta.branch)
+        if frame is not None and delta.finish_reason is None and delta.logprobs is None:  # nearly always
+            return frame[0] + json(delta.text) + frame[1] if delta.text else b""
+        reply = self._talk.replies[delta.branch]
+        segments = reply.push(delta)
+        return self._chunk(delta, segments, reply) if segments or worth_sending(delta) else b""
+
+    def _chunk(self, delta: Delta, segments: Sequence[Segment], reply: Reply) -> bytes:
+        first = delta.branch not in self._begun
+        self._begun.add(delta.branch)
+        if first and reply.plain:
+            before = b'{"index":%d,"delta":{"content":' % delta.branch
+            self._frames[delta.branch] = self.chunks.around(before, b'},"logprobs":null,"finish_reason":null}')
         texts = [segment.text for segment in segments if isinstance(segment, Said)]
         if len(texts) == len(segments):  # nearly always
             said = b'"content":%b' % json("".join(texts))
             content = b'{"role":"assistant",%b}' % said if first else b"{%b}" % said
         else:
             role = {"role": "assistant", "content": None} if first else {}
-            content = json(role | delta_of(segments, reply, reasoning))
-        logprobs = json(chat_logprobs(tokenizer, delta.logprobs)) if body.logprobs and delta.logprobs else b"null"
-        return chunks.event(
+            content = json(role | delta_of(segments, reply, self._reasoning))
+        scores = delta.logprobs if self._body.logprobs else None
+        logprobs = json(chat_logprobs(self._tokenizer, scores)) if scores else b"null"
+        return self.chunks.event(
             b'{"index":%d,"delta":%b,"logprobs":%b,"finish_reason":%b}'
-            % (delta.branch, content, logprobs, json(finish_of(reply, delta.finish_reason, named)))
+            % (delta.branch, content, logprobs, json(finish_of(reply, delta.finish_reason, self._named)))
         )
 
-    async with aclosing(talk.steps()) as batches:
-        async for steps in batches:
-            if events := [event(step) for step in steps if step.segments or worth_sending(step.delta)]:
-                yield b"".join(events)
-    if chunks.with_usage:
-        yield chunks.usage(talk.generation.usage(talk.thought_tokens()))
+
+async def stream(
+    serving: Serving, id: str, talk: Talk, body: ChatRequest, out: DirectOut
+) -> AsyncGenerator[bytes, None]:
+    writer = Writer(serving, id, talk, body)
+    out.write = writer.write
+    async with aclosing(talk.generation.deltas(out)) as batches:
+        async for deltas in batches:
+            if data := b"".join([writer.write(delta) for delta in deltas]):
+                yield data
+    if writer.chunks.with_usage:
+        yield writer.chunks.usage(usage_of(talk.generation, talk.thought_tokens()))
 
 
 async def begin(serving: Serving, body: ChatRequest) -> tuple[str, Talk]:
@@ -206,7 +232,8 @@ def router(serving: Serving) -> APIRouter:
         body = parse(serving, await read_body(request, serving.max_body))
         id, talk = await begin(serving, body)
         if body.stream:
-            return EventStream(stream(serving, id, talk, body))
+            out = DirectOut()
+            return EventStream(stream(serving, id, talk, body, out), out)
         await until_gone(request.receive, talk.whole())
         return Response(completion(serving, id, talk, body), media_type="application/json")
 

@@ -10,38 +10,34 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.constraints import grammar_of
-from quire.serve.core.generation import (
-    Collected,
-    Generation,
-    Serving,
-    check,
-    collect,
-    naming,
-    off_loop,
-    preparing,
-    sampling_params,
-)
-from quire.serve.http.http_io import EventStream, decode, read_body, until_gone
+from quire.serve.core.embedding import prompts_of
+from quire.serve.core.generation import DirectOut, Generation, Serving, collect, naming, off_loop, preparing
+from quire.serve.http.http_io import EventStream, decode, json, read_body, until_gone
 from quire.serve.http.openapi import generates
 from quire.serve.openai.logprob_shapes import CompletionLogprobsBuilder, prompt_logprobs, scored_prompt
 from quire.serve.openai.request_bodies import CompletionRequest
-from quire.serve.openai.response_bodies import Completion, CompletionChoice, CompletionLogprobs, Covered, PromptLogprobs
-from quire.serve.openai.sse import Chunks, json, worth_sending
+from quire.serve.openai.response_bodies import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Covered,
+    PromptLogprobs,
+    usage_of,
+)
+from quire.serve.openai.sampling import check, grammar_of, sampling_params
+from quire.serve.openai.sse import Chunks, worth_sending
 from quire.types.errors import InputError
-from quire.types.outputs import Delta
+from quire.types.outputs import Delta, RequestOutput
 from quire.types.plan import TokenLogprobs
+from quire.types.request import FinishReason
 from quire.types.request import Request as EngineRequest
 from quire.types.sampling_params import SamplingParams
-
-MAX_PROMPTS = 1024  # prompts in one body
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
@@ -55,24 +51,6 @@ def completion_params(body: CompletionRequest) -> SamplingParams:
     if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = body.logprobs
     return params
-
-
-def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") -> list[str | list[int]]:
-    """The four forms of a prompt as a list of prompts."""
-    prompts: list[str | list[int]]
-    if isinstance(given, str):
-        prompts = [given]
-    elif given and all(isinstance(item, int) for item in given):
-        prompts = [cast("list[int]", given)]
-    elif all(isinstance(item, str) for item in given) or all(isinstance(item, list) for item in given):
-        prompts = cast("list[str | list[int]]", given)
-    else:
-        raise InputError(f"{param} mixes text and token ids; send one kind per request", param=param)
-    if not prompts or not all(prompts):
-        raise InputError(f"{param} is empty; give at least one character or token id", param=param)
-    if len(prompts) > MAX_PROMPTS:
-        raise InputError(f"{param} takes at most {MAX_PROMPTS} prompts, got {len(prompts)}", param=param)
-    return prompts
 
 
 async def prepare(serving: Serving, body: CompletionRequest, id: str) -> list[EngineRequest]:
@@ -138,32 +116,23 @@ class Writer:
         return scored_prompt(self.requests[number].prompt, self._scores.get(number, []))
 
 
-def kept(requests: list[EngineRequest], choices: list[Collected]) -> list[int]:
-    """Which choices the caller sees, in order: all, or with best_of the likeliest n of each prompt."""
-    every = range(len(choices))
-    found: list[int] = []
-    for number, request in enumerate(requests):
-        own = every[number * request.params.n : (number + 1) * request.params.n]
-        found += sorted(own, key=lambda i: -choices[i].likelihood)[: request.keep] if request.keep else own
-    return found
-
-
 def completion(
-    serving: Serving, id: str, generation: Generation, choices: list[Collected], body: CompletionRequest
+    serving: Serving, id: str, generation: Generation, results: list[RequestOutput], body: CompletionRequest
 ) -> bytes:
     writer = Writer(serving, body, generation.requests)
-    for index, choice in enumerate(choices):
-        writer.note(index, choice.prompt_logprobs)
     out: list[CompletionChoice] = []
-    for index in kept(generation.requests, choices):
-        choice = choices[index]
-        text, logprobs = writer.piece(index, choice.text, choice.logprobs)
-        out.append(CompletionChoice(len(out), text, logprobs, choice.finish_reason.value))
-        if body.prompt_logprobs is not None:
-            out[-1].prompt_logprobs = writer.prompt_logprobs(index)
-        if body.return_token_ids:
-            out[-1].token_ids = choice.token_ids
-            out[-1].covered = Covered(*writer.tokenizer.covered(choice.token_ids, choice.text))
+    for prompt, result in enumerate(results):
+        first = prompt * generation.requests[0].params.n
+        writer.note(first, result.prompt_logprobs)
+        for choice in result.outputs:
+            text, logprobs = writer.piece(first + choice.index, choice.text, choice.logprobs or [])
+            finish = choice.finish_reason or FinishReason.LENGTH
+            out.append(CompletionChoice(len(out), text, logprobs, finish.value))
+            if body.prompt_logprobs is not None:
+                out[-1].prompt_logprobs = writer.prompt_logprobs(first)
+            if body.return_token_ids:
+                out[-1].token_ids = choice.token_ids
+                out[-1].covered = Covered(*writer.tokenizer.covered(choice.token_ids, choice.text))
     return json(
         Completion(
             id=id,
@@ -171,20 +140,30 @@ def completion(
             model=serving.frontend.model_name,
             system_fingerprint=serving.fingerprint,
             choices=out,
-            usage=generation.usage(),
+            usage=usage_of(generation),
         )
     )
 
 
 async def stream(
-    serving: Serving, id: str, generation: Generation, body: CompletionRequest
+    serving: Serving, id: str, generation: Generation, body: CompletionRequest, out: DirectOut
 ) -> AsyncGenerator[bytes, None]:
     writer = Writer(serving, body, generation.requests)
     chunks = Chunks(serving, id, "text_completion", body.stream_options)
-
+    plain = body.logprobs is None and not body.echo and not body.return_token_ids  # nothing but text
+    choices = sum(request.params.n for request in generation.requests)
+    ends = b',"logprobs":null,"finish_reason":null}'
+    frames = [chunks.around(b'{"index":%d,"text":' % choice, ends) for choice in range(choices)]
     held: defaultdict[int, list[int]] = defaultdict(list)  # ids whose text is not sent yet, by choice
 
-    def event(delta: Delta) -> bytes:
+    def write(delta: Delta) -> bytes:
+        if plain and delta.finish_reason is None:
+            before, after = frames[delta.branch]
+            return before + json(delta.text) + after if delta.text else b""
+        writer.note(delta.branch, delta.prompt_logprobs)
+        held[delta.branch] += delta.token_ids
+        if not worth_sending(delta):
+            return b""
         text, logprobs = writer.piece(delta.branch, delta.text, delta.logprobs or [])
         ids = b',"token_ids":%b' % json(held.pop(delta.branch)) if body.return_token_ids else b""
         return chunks.event(
@@ -192,15 +171,13 @@ async def stream(
             % (delta.branch, json(text), json(logprobs), json(delta.finish_reason), ids)
         )
 
-    async with aclosing(generation.deltas()) as batches:
+    out.write = write
+    async with aclosing(generation.deltas(out)) as batches:
         async for deltas in batches:
-            for delta in deltas:
-                writer.note(delta.branch, delta.prompt_logprobs)
-                held[delta.branch] += delta.token_ids
-            if events := [event(delta) for delta in deltas if worth_sending(delta)]:
-                yield b"".join(events)
+            if data := b"".join([write(delta) for delta in deltas]):
+                yield data
     if chunks.with_usage:
-        yield chunks.usage(generation.usage())
+        yield chunks.usage(usage_of(generation))
 
 
 def parse(serving: Serving, raw: bytes) -> CompletionRequest:
@@ -232,8 +209,9 @@ def router(serving: Serving) -> APIRouter:
         body = parse(serving, await read_body(request, serving.max_body))
         id, generation = await begin(serving, body)
         if body.stream:
-            return EventStream(stream(serving, id, generation, body))
-        choices = await until_gone(request.receive, collect(generation))
-        return Response(completion(serving, id, generation, choices, body), media_type="application/json")
+            out = DirectOut()
+            return EventStream(stream(serving, id, generation, body, out), out)
+        results = await until_gone(request.receive, collect(generation))
+        return Response(completion(serving, id, generation, results, body), media_type="application/json")
 
     return routes

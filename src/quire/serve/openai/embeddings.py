@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import array
-import asyncio
 import base64
-import math
 import sys
 from typing import Annotated, Literal
 
@@ -14,17 +12,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.context import current
+from quire.serve.core.embedding import embed, prompts_of
 from quire.serve.core.fields import Int, Name, extension, noted, unused
-from quire.serve.core.generation import Serving, off_loop
-from quire.serve.http.http_io import decode, read_body, until_gone
+from quire.serve.core.generation import Serving
+from quire.serve.http.http_io import decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
-from quire.serve.openai.completions import prompts_of
 from quire.serve.openai.response_bodies import Embedding, EmbeddingList, EmbeddingUsage
-from quire.serve.openai.sse import json
-from quire.types.errors import InputError
-
-AT_ONCE = 64  # inputs of one request in the engine together
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -41,47 +34,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
-
-
-async def embed(
-    serving: Serving, prompts: list[str | list[int]], *, pooling: str = "mean", dimensions: int | None = None
-) -> tuple[list[list[float]], int]:
-    """(a vector of length 1 for each prompt, tokens of all prompts)."""
-    encode = serving.frontend.text.tokenizer.encode
-
-    def work() -> list[list[int]]:
-        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-
-    inputs = await off_loop(sum(map(len, prompts)), work)
-    context = current()
-    tokens = sum(map(len, inputs))
-    if context.permit is not None:
-        serving.admission.charge(context.permit, tokens)
-        serving.admission.start(context.permit)
-        context.permit.used += tokens
-
-    vectors: list[list[float]] = [[] for _ in inputs]
-    left = iter(enumerate(inputs))
-
-    async def some() -> None:
-        for index, prompt in left:
-            vector, _ = await serving.frontend.embed(prompt, pooling, salt=context.salted(""))
-            vectors[index] = vector if dimensions is None else shortened(vector, dimensions)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(AT_ONCE, len(inputs))):
-                group.create_task(some())
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return vectors, tokens
-
-
-def shortened(vector: list[float], dimensions: int) -> list[float]:
-    if dimensions > len(vector):
-        raise InputError(f"dimensions is {dimensions} but this model has {len(vector)}", param="dimensions")
-    length = math.sqrt(sum(value * value for value in vector[:dimensions])) or 1.0
-    return [value / length for value in vector[:dimensions]]
 
 
 def encoded(vector: list[float]) -> str:

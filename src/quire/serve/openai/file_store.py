@@ -26,9 +26,8 @@ from starlette.types import Message
 
 from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
-from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, owner_of
+from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, json, owner_of
 from quire.serve.http.openapi import answers, queried
-from quire.serve.openai.sse import json
 from quire.types.errors import InputError, OverloadedError
 
 S = TypeVar("S", bound=msgspec.Struct)

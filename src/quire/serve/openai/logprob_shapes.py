@@ -7,43 +7,14 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
-from quire.serve.openai.response_bodies import (
-    ChatLogprobs,
-    ChatTokenLogprob,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TopLogprob,
-)
+from quire.serve.core.logprobs import FLOOR, TokenBytes, label, token_logprobs
+from quire.serve.openai.response_bodies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs
 from quire.types.plan import TokenLogprobs
-
-FLOOR = -9999.0  # JSON has no infinity; OpenAI writes impossible tokens so
-
-
-class TokenBytes(Protocol):
-    def token_bytes(self, token: int) -> bytes: ...
-
-
-def label(raw: bytes) -> str:
-    """A token's text; one that is no whole character reads `bytes:\\xe2\\x82`, as OpenAI writes it."""
-    try:
-        return raw.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def chat_logprobs(tokenizer: TokenBytes, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    content = []
-    for entry in entries:
-        tops = [
-            TopLogprob(label(raw := tokenizer.token_bytes(token)), max(logprob, FLOOR), list(raw))
-            for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True)
-        ]
-        raw = tokenizer.token_bytes(entry.token)
-        content.append(ChatTokenLogprob(label(raw), max(entry.logprob, FLOOR), list(raw), tops))
-    return ChatLogprobs(content)
+    return ChatLogprobs(token_logprobs(tokenizer, entries))
 
 
 class CompletionLogprobsBuilder:

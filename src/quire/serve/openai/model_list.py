@@ -8,9 +8,9 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.serve.core.generation import Serving
+from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
 from quire.serve.openai.response_bodies import ModelCard, ModelList
-from quire.serve.openai.sse import json
 
 
 def router(serving: Serving) -> APIRouter:

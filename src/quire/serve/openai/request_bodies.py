@@ -5,29 +5,35 @@ Refuses to know: how a request is carried out.
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from quire.serve.core.fields import Count, Int, Name, extension, noted, refused, unused
+from quire.serve.core.fields import (
+    MAX_TOOLS,
+    Count,
+    Int,
+    JsonSchema,
+    Name,
+    Penalty,
+    SessionId,
+    SessionTtl,
+    Temperature,
+    ToolName,
+    TopP,
+    extension,
+    noted,
+    refused,
+    unused,
+)
+from quire.serve.core.turns import plain_call
 from quire.text import Tool
 from quire.types.blend import BlendParams
-from quire.types.request import MAX_HOLD
 from quire.types.sampling_params import MAX_LOGPROBS, MAX_N
 
-MAX_TOOLS = 128
-ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-JsonSchema = Annotated[dict[str, Any], Meta(description="A JSON schema.")]
-Temperature = Annotated[float, Meta(ge=0, le=100)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)]
 Deadline = Annotated[int, extension("cancelled if not finished after so many milliseconds", ge=1, le=1 << 40)]
-SessionId = Annotated[str, extension("keep this conversation's pages when the answer has ended", max_length=256)]
-SessionTtl = Annotated[float, extension("for so many seconds (300)", gt=0, le=MAX_HOLD)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # The tiers that OpenAI publishes, as priorities: lower runs earlier.
 TIERS = {"auto": 0, "default": 0, "scale": 0, "priority": -10, "fast": -10, "flex": 10}
 Tier = Annotated[
@@ -181,14 +187,6 @@ class ToolMessage(_Message, tag="tool"):
 
 
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-
-
-def plain_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str, Any]:
-    """A call as chat templates want it: arguments as an object, where they are one."""
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments)
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.core.generation import Generation
+from quire.serve.core.logprobs import ChatTokenLogprob
 from quire.serve.openai.request_bodies import ToolCall
 
 
@@ -31,17 +33,18 @@ class Usage(msgspec.Struct):
     evicted_tokens: int | UnsetType = UNSET  # with kv_budget: tokens whose KV was dropped
 
 
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatTokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
+def usage_of(generation: Generation, thought_tokens: int = 0) -> Usage:
+    used = generation.usage()
+    return Usage(
+        used.prompt_tokens,
+        used.completion_tokens,
+        used.total_tokens,
+        PromptTokensDetails(used.cached_tokens, UNSET if used.blended_tokens is None else used.blended_tokens),
+        CompletionTokensDetails(
+            thought_tokens, used.accepted_tokens, used.drafted_tokens - used.accepted_tokens, used.forced_tokens
+        ),
+        UNSET if used.evicted_tokens is None else used.evicted_tokens,
+    )
 
 
 class ChatLogprobs(msgspec.Struct):

@@ -19,13 +19,12 @@ from starlette.responses import Response
 from quire.serve.core.constraints import ANY_JSON, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.core.turns import Spoken, Talk, ToolChoice, Turn, start
+from quire.serve.core.logprobs import ChatTokenLogprob, token_logprobs
+from quire.serve.core.turns import Talk, ToolChoice, Turn, start
 from quire.serve.http.error_bodies import describe
-from quire.serve.http.http_io import NamedEvents, decode, owner_of, read_body, until_gone
+from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import answers, generates
-from quire.serve.openai.logprob_shapes import chat_logprobs
 from quire.serve.openai.request_bodies import TIERS, JsonObjectFormat, TextFormat
-from quire.serve.openai.response_bodies import ChatTokenLogprob
 from quire.serve.openai.responses_bodies import (
     AllowedFunctions,
     Incomplete,
@@ -44,10 +43,10 @@ from quire.serve.openai.responses_bodies import (
 )
 from quire.serve.openai.responses_items import Events, Output
 from quire.serve.openai.responses_store import ResponseStore, Stored
-from quire.serve.openai.sse import json
 from quire.text.segments import Said
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
+from quire.types.outputs import Delta
 from quire.types.request import FinishReason
 from quire.types.sampling_params import SamplingParams
 
@@ -175,11 +174,15 @@ class Work:
         )
         return await start(self.serving, turn, self.response.id, arrived)
 
-    def write(self, output: Output, step: Spoken) -> bytes:
+    def write(self, output: Output, talk: Talk, deltas: list[Delta]) -> bytes:
         """Tokens may come before their text does: their logprobs wait for it."""
-        self._scores += chat_logprobs(self.serving.frontend.text.tokenizer, step.delta.logprobs or ()).content
+        return b"".join([self._events(output, talk, delta) for delta in deltas])
+
+    def _events(self, output: Output, talk: Talk, delta: Delta) -> bytes:
+        if delta.logprobs:
+            self._scores += token_logprobs(self.serving.frontend.text.tokenizer, delta.logprobs)
         out = b""
-        for segment in step.segments:
+        for segment in talk.replies[delta.branch].push(delta):
             scores: list[ChatTokenLogprob] = []
             if isinstance(segment, Said):
                 scores, self._scores = self._scores, []
@@ -221,10 +224,9 @@ class Work:
 
     async def whole(self, talk: Talk) -> bytes:
         output = Output(Events(), talk.replies[0])
-        async with aclosing(talk.steps()) as batches:
-            async for steps in batches:
-                for step in steps:
-                    self.write(output, step)
+        async with aclosing(talk.generation.deltas()) as batches:
+            async for deltas in batches:
+                self.write(output, talk, deltas)
         self.finish(talk, output)
         return json(self.response)
 
@@ -233,15 +235,14 @@ class Work:
         output = Output(events, talk.replies[0])
         response, begun = self.response, False
         try:
-            async with aclosing(talk.steps()) as batches:
-                async for steps in batches:
-                    out = b"".join(self.write(output, step) for step in steps) if begun else b""
+            async with aclosing(talk.generation.deltas()) as batches:
+                async for deltas in batches:
+                    out = b""
                     if not begun:  # not before the engine has begun: until then, errors have a status of their own
                         begun = True
                         out = events.write("response.created", response=response)
                         out += events.write("response.in_progress", response=response)
-                        out += b"".join(self.write(output, step) for step in steps)
-                    if out:
+                    if out := out + self.write(output, talk, deltas):
                         yield out
             closing = self.finish(talk, output)
             yield closing + events.write(f"response.{response.status}", response=response)

@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from quire.serve.core.logprobs import ChatTokenLogprob
 from quire.serve.core.turns import Reply
-from quire.serve.openai.response_bodies import ChatTokenLogprob
+from quire.serve.http.http_io import json
 from quire.serve.openai.responses_bodies import (
     OutputCall,
     OutputItem,
@@ -19,7 +20,6 @@ from quire.serve.openai.responses_bodies import (
     OutputText,
     ReasoningText,
 )
-from quire.serve.openai.sse import json
 from quire.text.segments import CallBegun, Said, Segment, Thought
 
 

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from quire.serve.core.generation import Serving
+from quire.serve.http.http_io import json
 from quire.serve.openai.request_bodies import StreamOptions
 from quire.serve.openai.response_bodies import Usage
 from quire.types.outputs import Delta
-
-json = msgspec.json.encode
 
 
 class Chunks:
@@ -34,6 +31,10 @@ class Chunks:
 
     def event(self, choice: bytes) -> bytes:
         return self._head + choice + self._tail
+
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the one thing that changes within a choice."""
+        return self._head + before, after + self._tail
 
     def usage(self, usage: Usage) -> bytes:
         """The last event, if asked for: no choices, the whole request's usage."""

@@ -13,10 +13,9 @@ from starlette.responses import Response
 from quire.serve.core.fields import Int, Name, extension
 from quire.serve.core.generation import Serving, off_loop
 from quire.serve.core.turns import Turn, render
-from quire.serve.http.http_io import decode, read_body
+from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
 from quire.serve.openai.request_bodies import MAX_TOOLS, FunctionTool, Message
-from quire.serve.openai.sse import json
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
 

@@ -17,14 +17,13 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.core.api_keys import Key
 from quire.serve.core.context import Context
 from quire.serve.core.fields import Int
 from quire.serve.core.generation import Serving, off_loop
-from quire.serve.http.api_keys import Key
 from quire.serve.http.auth import salt_of
-from quire.serve.http.http_io import decode, read_body
+from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
-from quire.serve.openai.sse import json
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams

@@ -13,11 +13,11 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.observe.explanations import Explanation, explain
+from quire.serve.core.api_keys import ADMIN
 from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
-from quire.serve.http.api_keys import ADMIN
+from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
-from quire.serve.openai.sse import json
 from quire.types.errors import EngineDeadError, RequestNotFoundError
 from quire.types.timeline import Timeline
 
@@ -51,7 +51,7 @@ def router(serving: Serving) -> APIRouter:
         entries = [entry for entry in serving.ledger.find(id) if everything or entry.owner == key.name]
         if not entries:
             raise RequestNotFoundError(f"no request {id[:128]!r} of yours is remembered; the latest few thousand are")
-        now = time.monotonic()
+        now = time.time()
         found = [explain(e, await timelines(serving, e.request), now, others=everything) for e in entries]
         return Response(json(Explanations(found)), media_type="application/json")
 

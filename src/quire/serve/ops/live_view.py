@@ -18,9 +18,8 @@ from starlette.responses import Response
 
 from quire.observe.window import Glance
 from quire.serve.core.generation import Serving
-from quire.serve.http.http_io import EventStream
+from quire.serve.http.http_io import EventStream, json
 from quire.serve.http.openapi import answers
-from quire.serve.openai.sse import json
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.view import EngineView
 

@@ -10,8 +10,8 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.serve.core.generation import Serving
+from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
-from quire.serve.openai.sse import json
 from quire.types.errors import ConfigError, InputError
 
 
