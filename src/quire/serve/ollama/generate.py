@@ -23,7 +23,7 @@ from starlette.responses import Response
 from quire.serve.core.constraints import ANY_JSON, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.core.logprobs import token_logprobs
+from quire.serve.core.token_logprobs import token_logprobs
 from quire.serve.core.turns import Call, Talk, Turn, continued, start
 from quire.serve.http.http_io import JsonLines, decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers

@@ -22,7 +22,7 @@ from quire.serve.core.fields import (
     refused,
     unused,
 )
-from quire.serve.core.logprobs import ChatTokenLogprob
+from quire.serve.core.token_logprobs import ChatTokenLogprob
 from quire.serve.core.turns import plain_call
 from quire.text import Tool
 from quire.types.sampling_params import MAX_LOGPROBS

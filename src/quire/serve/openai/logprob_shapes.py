@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 
-from quire.serve.core.logprobs import FLOOR, TokenBytes, label, token_logprobs
+from quire.serve.core.token_logprobs import FLOOR, TokenBytes, label, token_logprobs
 from quire.serve.openai.response_bodies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs
 from quire.types.plan import TokenLogprobs
 

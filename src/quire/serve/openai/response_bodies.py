@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.serve.core.generation import Generation
-from quire.serve.core.logprobs import ChatTokenLogprob
+from quire.serve.core.token_logprobs import ChatTokenLogprob
 from quire.serve.openai.request_bodies import ToolCall
 
 

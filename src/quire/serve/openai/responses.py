@@ -19,7 +19,7 @@ from starlette.responses import Response
 from quire.serve.core.constraints import ANY_JSON, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.core.logprobs import ChatTokenLogprob, token_logprobs
+from quire.serve.core.token_logprobs import ChatTokenLogprob, token_logprobs
 from quire.serve.core.turns import Talk, ToolChoice, Turn, start
 from quire.serve.http.error_bodies import describe
 from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from quire.serve.core.logprobs import ChatTokenLogprob
+from quire.serve.core.token_logprobs import ChatTokenLogprob
 from quire.serve.core.turns import Reply
 from quire.serve.http.http_io import json
 from quire.serve.openai.responses_bodies import (
