@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
-from quire.serve.anthropic import messages as anthropic
+from quire.serve.anthropic import messages_api as anthropic
 from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.core.generation import Serving
 from quire.serve.core.loop_lag import LagMonitor
