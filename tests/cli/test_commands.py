@@ -42,6 +42,16 @@ def test_models_are_listed_and_shown(default_model):
     assert "134,515,008" in shown and "Q4_1" in shown and "8,192" in shown
 
 
+def test_doctor_says_what_does_not_fit(tmp_path):
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 65536, "num_hidden_layers": 80,'
+        ' "intermediate_size": 262144, "num_attention_heads": 128, "vocab_size": 32000, "rms_norm_eps": 1e-5,'
+        ' "max_position_embeddings": 4096}'
+    )
+    text = run("doctor", str(tmp_path), "--random-weights").output
+    assert "does not fit" in text and "of memory free" in text and "-1" not in text
+
+
 def test_doctor_says_what_and_why(default_model):
     text = run("doctor", "--context", "1000").output
     assert "decoder" in text and "sequences of 1000 tokens" in text and "KV per token" in text

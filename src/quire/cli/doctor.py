@@ -69,10 +69,23 @@ def doctor(
             ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {len(spec.layers)} layers"),
             ("weights", _size(weights)),
             ("KV per token", f"{_size(layout.token_bytes)} in {layout.dtype}"),
-            ("KV memory", f"{pages - 1} pages of {_size(layout.page_bytes)}; {why}"),
-            ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
+            *_ceiling(pages, layout.page_bytes, why, tokens, context, weights, hardware.memory),
         ],
     )
+
+
+def _ceiling(
+    pages: int, page_bytes: int, why: str, tokens: int, context: int, weights: int, memory: int
+) -> list[tuple[str, str]]:
+    """How many sequences fit, or why none does."""
+    if pages < 2:
+        smaller = "a smaller dtype, a quantised GGUF of it or a smaller model would"
+        cure = smaller if weights > memory else "raise kv_memory"
+        return [("does not fit", f"{_size(weights)} of weights, {_size(memory)} of memory free; {cure}")]
+    return [
+        ("KV memory", f"{pages - 1} pages of {_size(page_bytes)}; {why}"),
+        ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
+    ]
 
 
 def _section(title: str, rows: list[tuple[str, Any]]) -> None:

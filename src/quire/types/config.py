@@ -67,7 +67,7 @@ class CacheOptions:
 class SchedulerOptions:
     """Who runs next."""
 
-    scheduler: str = option("fcfs", "fcfs, priority or static")
+    scheduler: str = option("fcfs", "fcfs, priority, static, or package.module:Class of your own")
     max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)")
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")

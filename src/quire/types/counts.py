@@ -13,8 +13,8 @@ class Counts(msgspec.Struct, array_like=True, frozen=True):
     blended: int = 0  # prompt tokens whose KV came from another place
     evicted: int = 0  # tokens whose KV was dropped, to keep a budget
     forced: int = 0  # of the tokens drawn, how many a grammar forced: they took no step
-    drafted: int = 0  # tokens guessed ahead
-    accepted: int = 0  # ... of them, right
+    drafted: int = 0  # tokens drafted
+    accepted: int = 0  # ... of them, accepted
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
