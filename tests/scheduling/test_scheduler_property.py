@@ -197,6 +197,7 @@ WORLDS = [
     pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
     pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
     pytest.param((FULL,), "static", 1, True, id="static"),
+    pytest.param((FULL,), "static", 2, True, id="static-depth2"),
     pytest.param((FULL,), "own_policies:LongestPromptFirst", 2, True, id="own-displacing"),
 ]
 SHORT_OR_LONG = pytest.mark.parametrize(  # a life of so many operations

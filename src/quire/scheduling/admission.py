@@ -50,7 +50,7 @@ class Admission(SchedulingFeature):
     def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
         """Let waiting sequences start; `only` this one, at any price."""
         table, slots, memory = self._table, self._table.slots, self._memory
-        if not table.waiting or not builder.budget.fit(0) or (memory.contiguous and table.running):
+        if not (table.waiting and slots and builder.budget.fit(0)) or (memory.contiguous and table.running):
             return
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
         reserve = _whole(candidates[: len(slots)]) if memory.contiguous else 0
@@ -66,8 +66,10 @@ class Admission(SchedulingFeature):
                 continue  # preempted; its old pages are still in use, or it would only be preempted again
             if blocked is not None:
                 passed += 1
-                if not self._may_pass(blocked, seq, passed):
+                if passed > MAX_PASSED or not self._may_be_overtaken(blocked):
                     break
+                if not self._policy.passes(blocked.view, seq.view):
+                    continue
             hit = self._lookup(builder, seq)
             if hit is None:
                 seq.move(Status.PENDING)
@@ -79,12 +81,9 @@ class Admission(SchedulingFeature):
             else:
                 blocked = blocked or seq
 
-    def _may_pass(self, blocked: Sequence, seq: Sequence, passed: int) -> bool:
-        overtaken = self._overtaken.get(blocked, 0)
-        room = self._memory.pool.available > self._preemption.spare
-        return (
-            passed <= MAX_PASSED and overtaken < MAX_OVERTAKEN and room and self._policy.passes(blocked.view, seq.view)
-        )
+    def _may_be_overtaken(self, blocked: Sequence) -> bool:
+        """Whether others may still be admitted before it, and there are any pages for them."""
+        return self._overtaken.get(blocked, 0) < MAX_OVERTAKEN and self._memory.pool.available > self._preemption.spare
 
     def displace(self) -> None:
         """Before rows are planned: preempt running sequences, those with the highest rank, while the policy prefers the
