@@ -1,4 +1,4 @@
-"""What speculation brings: the same prompts with and without, turn by turn, and how many guesses were right.
+"""What speculation brings: the same prompts with and without, turn by turn, and how many drafts were accepted.
 
     edit   a text in the prompt, to be written again with a small change (as in code edits and answers from documents)
     chat   short questions
@@ -49,12 +49,12 @@ class Figures:
 
     @property
     def length(self) -> float:
-        """Tokens that a step with a guess came to: those guessed right, and the one every step draws."""
+        """Tokens that a step with a draft came to: those accepted, and the one every step draws."""
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
     @property
     def per_step(self) -> float:
-        """Tokens per step, those without a guess among them."""
+        """Tokens per step, those without a draft among them."""
         return self.tokens / (self.tokens - self.accepted) if self.tokens else 0.0
 
     def add(self, stats: EngineStats) -> None:

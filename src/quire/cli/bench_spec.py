@@ -27,9 +27,9 @@ def spec(
     rounds: Annotated[int, typer.Option(help="measured rounds, each over other prompts; medians count")] = 3,
     max_tokens: Annotated[int, typer.Option(help="longest answer")] = 160,
     synthetic: Annotated[
-        float | None, typer.Option(help="guess anything and take this share for right: speed alone, over any weights")
+        float | None, typer.Option(help="draft anything and accept this share: speed alone, over any weights")
     ] = None,
-    k: Annotated[int, typer.Option("--k", help="with --synthetic: most tokens guessed at once")] = 4,
+    k: Annotated[int, typer.Option("--k", help="with --synthetic: longest draft, in tokens")] = 4,
     batch: Annotated[list[int] | None, typer.Option(help="with --synthetic: requests at once; may be repeated")] = None,
     in_: Annotated[int, typer.Option("--in", help="with --synthetic: input tokens")] = 128,
     out: Annotated[int, typer.Option(help="with --synthetic: output tokens")] = 256,

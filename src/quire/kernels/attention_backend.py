@@ -18,7 +18,7 @@ import torch
 
 from quire.kernels.kv_views import LayerKV
 
-PATH = 16  # guesses of a tree, at most: places of four bits
+PATH = 16  # drafts of a tree, at most: places of four bits
 NO_TREE = 2**31 - 1
 
 
@@ -58,11 +58,11 @@ class GroupBatch:
 
 @dataclass
 class Paths:
-    """Rows of a tree of guesses, one token each: from position `base` on, a row's keys are not at their own positions
-    but at the places, counted from there, that four bits of `path` each name: those of the guesses that its own one
+    """Rows of a tree of drafts, one token each: from position `base` on, a row's keys are not at their own positions
+    but at the places, counted from there, that four bits of `path` each name: those of the drafts that its own one
     follows, in order, and its own.
 
-        base 40, guesses at places 40 41 42 43, the last after the one at 41:   path ...31, so positions 40 41 are 41 43
+        base 40, drafts at places 40 41 42 43, the last after the one at 41:   path ...31, so positions 40 41 are 41 43
 
     A row that has no part in a tree has a base beyond all positions."""
 
@@ -91,7 +91,7 @@ class Batch:
     counts: list[int]  # query tokens per row
     kv_lens: list[int]  # host's view of kv_len
     groups: tuple[GroupBatch, ...]
-    paths: Paths | None = None  # where rows guess in trees
+    paths: Paths | None = None  # where rows are drafts in trees
     asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for

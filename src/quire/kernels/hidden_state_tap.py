@@ -1,4 +1,4 @@
-"""What a forward pass shall show besides its end: the residual stream behind chosen layers, for those who guess.
+"""What a forward pass shall show besides its end: the residual stream behind chosen layers, for proposers.
 
 Refuses to know: who looks, and what for.
 """

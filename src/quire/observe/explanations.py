@@ -61,7 +61,7 @@ class Branch(msgspec.Struct, kw_only=True):
     output_tokens: int
     evicted_tokens: int  # whose KV was dropped to keep the request's budget
     forced_tokens: int  # of them, forced by a grammar: steps saved
-    drafted_tokens: int  # guessed ahead
+    drafted_tokens: int  # by speculation
     accepted_tokens: int  # ... of them, right: steps saved
     queue_s: float  # being admitted, waiting for a slot and pages
     pending_s: float  # of queue_s, waiting for pages somebody else was computing or loading

@@ -41,7 +41,7 @@ class Counted:
 
     @property
     def accepted_tokens(self) -> int:
-        """Of those guessed ahead, right: steps saved."""
+        """Of those drafted, right: steps saved."""
         return self.counts.accepted if self.counts else 0
 
 

@@ -112,7 +112,7 @@ class Usage:
     blended_tokens: int | None  # ... of chunks, from another place; None: not asked for
     evicted_tokens: int | None  # whose KV was dropped; None: no budget was asked for
     forced_tokens: int  # of the completion, forced by a grammar
-    drafted_tokens: int  # guessed ahead
+    drafted_tokens: int  # by speculation
     accepted_tokens: int  # ... of them, right
 
     @property

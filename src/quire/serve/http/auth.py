@@ -1,4 +1,4 @@
-"""The gate, plain ASGI in front of all routes: nothing passes that it was not told to let pass.
+"""Authentication, plain ASGI in front of all routes: nothing passes that it was not told to let pass.
 
 Denies by default: a path needs a key unless it is listed here, whether a route stands behind it or not. Work (every
 POST of the public API) also needs a place from admission, and gives it back when the response has ended, be it a

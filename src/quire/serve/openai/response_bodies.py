@@ -19,8 +19,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
-    accepted_prediction_tokens: int = 0  # guessed ahead by the engine, and right
-    rejected_prediction_tokens: int = 0  # guessed ahead, and wrong: not part of the answer
+    accepted_prediction_tokens: int = 0  # drafted by the engine and accepted
+    rejected_prediction_tokens: int = 0  # drafted and rejected: not part of the answer
     forced_tokens: int = 0  # Quire's own: the schema left no choice, so they took no step of the model
 
 
