@@ -55,8 +55,9 @@ def test_pinned_pages_are_in_use_until_dropped(server):
 
 def test_dropped_pages_are_gone_everywhere(server):
     other = "Something else entirely, told at length. " * 8
-    ask(server, "warm", prompt=other)
-    assert ask(server, "drop", prompt=other)["pages"] >= 5
+    warmed = ask(server, "warm", prompt=other)
+    # On the device at least; how many have reached the disk by now is a matter of how busy the machine is.
+    assert ask(server, "drop", prompt=other)["pages"] >= warmed["tokens"] // 16
     assert complete(server, prompt=other)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
 
 
