@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -238,7 +237,7 @@ def test_deadlines_reach_the_engine(fake_server: str, fake_frontend: FakeFronten
     assert fake_frontend.requests[-1].deadline == 0.0
     assert http.post(**post, json=chat(max_tokens=1, deadline_ms=60_000)).status_code == 200
     request = fake_frontend.requests[-1]
-    assert 0 < request.deadline - asyncio.new_event_loop().time() < 60
+    assert 0 < request.deadline - time.time() < 60
     for bad in (0, -1, "1", 1 << 50):
         assert http.post(**post, json=chat(deadline_ms=bad)).json()["error"]["param"] == "deadline_ms"
 

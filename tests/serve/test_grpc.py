@@ -58,7 +58,7 @@ def stub(server: ServerUrl, generated: tuple[ModuleType, ModuleType]) -> Iterato
 
 
 def test_shipped_descriptors_are_those_of_the_proto(tmp_path: Path) -> None:
-    root = PROTO.parents[2]
+    root = PROTO.parents[3]
     out = tmp_path / "quire.binpb"
     path = (PROTO / "quire.proto").relative_to(root)
     assert protoc.main(["protoc", f"-I{root}", f"--descriptor_set_out={out}", str(path)]) == 0

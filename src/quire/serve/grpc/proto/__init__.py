@@ -2,7 +2,8 @@
 
 To renew the descriptors, from the folder `src` (grpcio-tools has protoc):
 
-    python -m grpc_tools.protoc -I . --descriptor_set_out=quire/serve/proto/quire.binpb quire/serve/proto/quire.proto
+    python -m grpc_tools.protoc -I . --descriptor_set_out=quire/serve/grpc/proto/quire.binpb \
+        quire/serve/grpc/proto/quire.proto
 
 Code that protoc writes would need the very protobuf version that wrote it; descriptors go with any. Refuses to know:
 servers.
