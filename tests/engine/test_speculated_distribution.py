@@ -27,7 +27,14 @@ TABLE = torch.tensor(np.random.default_rng(8).normal(0, 1.2, (VOCAB, VOCAB)), dt
 class TableModel:
     """Logits that depend on the last token alone."""
 
-    spec = SimpleNamespace(vocab_size=VOCAB, heads=1)
+    spec = SimpleNamespace(vocab_size=VOCAB)
+    draw = None
+
+    def sketch(self):
+        return None
+
+    def prefix_heads(self, layout):
+        return None
 
     def forward(self, input_ids, batch, kv, *, last=False, tap=None):
         return input_ids[batch.ends] if last else input_ids

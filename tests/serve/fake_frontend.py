@@ -93,7 +93,7 @@ class FakeText:
 class FakeClient:
     info = EngineInfo(
         model="fake", max_model_len=CONTEXT, vocab_size=VOCAB, pages=64, page_size=16, max_batch_tokens=512, depth=1,
-        device="cpu", dtype="float32", reasons=[],
+        device="cpu", dtype="float32", reasons=[], priorities=True,
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -215,12 +216,20 @@ def test_extensions(client: openai.OpenAI, model: str) -> None:
     more = {
         "stop_token_ids": [5],
         "bad_words": ["zebra"],
-        "priority": 1,
         "cache_salt": "a",
         "skip_special_tokens": False,
     }
     answer = client.completions.create(model=model, prompt=PROMPT, max_tokens=9, seed=3, extra_body={**body, **more})
     assert answer.usage is not None and 4 <= answer.usage.completion_tokens <= 9
+
+
+def test_an_engine_without_priorities_has_one_tier(live_server: str) -> None:
+    client = openai.OpenAI(base_url=f"{live_server}/v1", api_key="none", max_retries=0)
+    ask = functools.partial(client.chat.completions.create, model="smollm2-135m", messages=QUESTION, max_tokens=2)
+    assert ask(service_tier="flex").service_tier == "default" and ask(service_tier="auto").service_tier == "auto"
+    with pytest.raises(openai.BadRequestError, match="scheduler priority") as caught:
+        ask(extra_body={"priority": -1})
+    assert caught.value.param == "priority"
 
 
 def test_prompt_logprobs(client: openai.OpenAI, model: str) -> None:

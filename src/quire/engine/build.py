@@ -40,6 +40,7 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         dtype=about.dtype,
         reasons=[*about.reasons, f"start-up: {stages}"],
         slots=capacity.slots,
+        priorities=core.scheduler.policy.uses_priority,
     )
     return core, info
 

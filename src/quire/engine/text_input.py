@@ -40,6 +40,8 @@ def prepare(
     hold: float = HOLD,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
+    if priority and not info.priorities:
+        raise InputError("priority needs an engine with scheduler priority", param="priority")
     tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     check_tokens(tokens, info, info.room(params))
     room = info.room(params) - len(tokens)

@@ -102,8 +102,7 @@ class Scheduler:
         if waiting >= self._max_waiting:
             raise OverloadedError(f"{waiting} requests are already waiting; retry shortly")
         if request.priority and not self.policy.uses_priority:
-            message = "priority, or a service_tier that stands for one, needs an engine with scheduler priority"
-            raise InputError(message, param="priority")
+            raise InputError("priority needs an engine with scheduler priority", param="priority")
         limit = check_request(request, self.memory, self.capacity, self.features.eviction.budget(request))
         self.sequences.enter(request, limit)
         if request.deadline:

@@ -158,6 +158,7 @@ class EngineInfo(msgspec.Struct):
     reasons: list[str]
     slots: int = 0  # sequences that run at once; 0: not known
     stream_len: int = 0  # tokens of prompt and answer with a KV budget, where that is more
+    priorities: bool = False  # whether the scheduler looks at requests' priorities
 
     def room(self, params: SamplingParams) -> int:
         """Tokens that prompt and answer may come to."""

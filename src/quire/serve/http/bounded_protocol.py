@@ -6,6 +6,7 @@ uvicorn's own parser has none of these; everything else is left to it. Refuses t
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -20,7 +21,7 @@ class Body:
     __slots__ = ("_cycle", "_data", "_flow", "_outbox")
 
     def __init__(self, cycle: RequestResponseCycle, outbox: Outbox):
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)  # whose scope holds this: not to be garbage that only a collector finds
         self._flow = cycle.flow
         self._outbox = outbox
         self._data = b""
@@ -28,7 +29,8 @@ class Body:
     @property
     def open(self) -> bool:
         """Whether it was started, in chunks."""
-        return self._cycle.response_started and self._cycle.chunked_encoding is True
+        cycle = self._cycle()
+        return cycle is not None and cycle.response_started and cycle.chunked_encoding is True
 
     @property
     def paused(self) -> bool:
@@ -51,8 +53,8 @@ class Body:
     def flush(self) -> None:
         """Send what was written, before anything else is sent."""
         data, self._data = self._data, b""
-        if data and not self._cycle.disconnected:
-            self._cycle.transport.write(data)
+        if data and (cycle := self._cycle()) is not None and not cycle.disconnected:
+            cycle.transport.write(data)
 
 
 class Outbox:

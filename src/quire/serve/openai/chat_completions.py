@@ -22,12 +22,21 @@ from quire.serve.core.turns import Reply, Talk, ToolChoice, Turn, continued, sta
 from quire.serve.http.http_io import EventStream, decode, json, read_body, until_gone
 from quire.serve.http.openapi import generates
 from quire.serve.openai.logprob_shapes import chat_logprobs, prompt_logprobs, scored_prompt
-from quire.serve.openai.request_bodies import TIERS, AllowedTools, CalledFunction, ChatRequest, NamedTool, ToolCall
+from quire.serve.openai.request_bodies import (
+    TIERS,
+    AllowedTools,
+    CalledFunction,
+    ChatRequest,
+    NamedTool,
+    ToolCall,
+    tier_used,
+)
 from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion, usage_of
 from quire.serve.openai.sampling import check, grammar_of, sampling_params
 from quire.serve.openai.sse import Chunks, worth_sending
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.types.errors import InputError
+from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason
 from quire.types.sampling_params import SamplingParams
@@ -62,7 +71,7 @@ def tool_choice(body: ChatRequest) -> ToolChoice:
     return ToolChoice(required=given == "required", none=given == "none", parallel=parallel)
 
 
-def turn_of(body: ChatRequest) -> Turn:
+def turn_of(body: ChatRequest, info: EngineInfo) -> Turn:
     variables: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         variables = {"reasoning_effort": body.reasoning_effort, "enable_thinking": body.reasoning_effort != "none"}
@@ -80,7 +89,7 @@ def turn_of(body: ChatRequest) -> Turn:
         choice=tool_choice(body),
         variables=variables | (body.chat_template_kwargs or {}),
         begin=body.add_generation_prompt is not False,
-        priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
+        priority=TIERS[tier_used(body.service_tier, info) or "auto"] if body.priority is None else body.priority,
         salt=body.cache_salt or "",
         blend=body.blend,
         deadline_ms=body.deadline_ms,
@@ -112,7 +121,7 @@ def completion(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> byte
         created=int(time.time()),
         model=serving.frontend.model_name,
         system_fingerprint=serving.fingerprint,
-        service_tier=body.service_tier or UNSET,
+        service_tier=tier_used(body.service_tier, serving.frontend.client.info) or UNSET,
         choices=[
             ChatChoice(
                 index,
@@ -211,7 +220,7 @@ async def stream(
 async def begin(serving: Serving, body: ChatRequest) -> tuple[str, Talk]:
     arrived = time.perf_counter()
     id = f"chatcmpl-{uuid.uuid4().hex}"
-    return id, await start(serving, turn_of(body), id, arrived)
+    return id, await start(serving, turn_of(body, serving.frontend.client.info), id, arrived)
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:

@@ -30,6 +30,7 @@ from quire.serve.core.fields import (
 from quire.serve.core.turns import plain_call
 from quire.text import Tool
 from quire.types.blend import BlendParams
+from quire.types.messages import EngineInfo
 from quire.types.sampling_params import MAX_LOGPROBS, MAX_N
 
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)]
@@ -40,8 +41,14 @@ Tier = Annotated[
     Literal["auto", "default", "scale", "priority", "fast", "flex"],
     noted("priority and fast run earlier, flex later, where the scheduler is `priority`"),
 ]
+
 Eviction = Literal["sinks", "snapkv", "h2o"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+def tier_used(tier: str | None, info: EngineInfo) -> str | None:
+    """The tier that a request is served in: where the scheduler knows no priorities, there is the default one only."""
+    return tier if tier is None or info.priorities or not TIERS[tier] else "default"
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

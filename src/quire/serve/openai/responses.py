@@ -24,7 +24,7 @@ from quire.serve.core.turns import Talk, ToolChoice, Turn, start
 from quire.serve.http.error_bodies import describe
 from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import answers, generates
-from quire.serve.openai.request_bodies import TIERS, JsonObjectFormat, TextFormat
+from quire.serve.openai.request_bodies import TIERS, JsonObjectFormat, TextFormat, tier_used
 from quire.serve.openai.responses_bodies import (
     AllowedFunctions,
     Incomplete,
@@ -155,6 +155,7 @@ class Work:
         ):
             if (value := getattr(body, name)) is not None:
                 setattr(response, name, value)
+        response.service_tier = tier_used(body.service_tier, self.serving.frontend.client.info) or response.service_tier
         return response
 
     async def start(self, arrived: float) -> Talk:
@@ -166,7 +167,7 @@ class Work:
             tools=[tool.tool() for tool in body.tools or ()],
             choice=choice_of(body),
             variables={"reasoning_effort": effort, "enable_thinking": effort != "none"} if effort else {},
-            priority=TIERS[body.service_tier or "auto"] if body.priority is None else body.priority,
+            priority=TIERS[self.response.service_tier] if body.priority is None else body.priority,
             salt=body.cache_salt or "",
             deadline_ms=body.deadline_ms,
             messages_param="input",
