@@ -199,6 +199,16 @@ def test_searches_that_stand_in_each_others_way_all_end():
     assert scheduler.stats.preemptions > 0
 
 
+def test_nothing_is_kept_of_a_request_that_is_aborted_while_its_prompt_is_scored():
+    scheduler, executor = world(tokens=8, depth=2)
+    scheduler.submit(ask("a", list(range(30)), prompt_logprobs=0))
+    plans = [scheduler.plan(0.0) for _ in range(2)]
+    scheduler.abort("a")
+    for plan in plans:
+        scheduler.commit(plan, executor.submit(plan).result())
+    assert not scheduler._commit._scores
+
+
 def test_running_out_of_pages_preempts_the_last_to_come():
     scheduler, executor = world(pages=1 + 9, slots=2)
     scheduler.submit(ask("old", list(range(14)), max_tokens=12, arrival=0))

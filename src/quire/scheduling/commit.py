@@ -33,7 +33,7 @@ class Commit(SchedulingFeature):
         sequence that ends before something fails must still be told of."""
         for i, scores in result.scores.items():
             seq, epoch = step.rows[i]
-            if seq.epoch == epoch:
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
                 found = self._scores.setdefault(seq, [])
                 found += scores[: seq.prompt_len - 1 - len(found)]
         first = len(events)
