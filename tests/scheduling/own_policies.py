@@ -37,3 +37,15 @@ class LeastServedTenantFirst(Policy):
                 self.served[seq.tenant] = self.served.get(seq.tenant, 0) + tokens
                 changed.add(seq.tenant)
         return [id for tenant in sorted(changed) for id in self.live[tenant]]
+
+
+class LeastServedFirst(Policy):
+    """By token rows computed for the sequence itself."""
+
+    observes = (EventKind.COMPUTED,)
+
+    def key(self, seq):
+        return (seq.attained,)
+
+    def observe(self, event):
+        return [seq.id for seq, _ in event.sequences]

@@ -11,6 +11,7 @@ from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.scheduling import POLICIES, Scheduler, SchedulingFeature
 from quire.scheduling import admission as admission_module
+from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions, SchedulerOptions
 from quire.types.errors import ConfigError, InputError
 from quire.types.fakes import FakeExecutor
@@ -195,6 +196,18 @@ def test_priority_does_not_let_lesser_requests_pass():
     for i in range(60):
         step(scheduler, executor, 1.0 + i)
     assert admitted.order == ["holder", "equal", "large", "lesser"]
+
+
+@pytest.mark.parametrize("searches", [2, 3, 4])
+@pytest.mark.parametrize("policy", [*OWN, "own_policies:LeastServedFirst"])
+def test_searches_in_each_others_way_end_though_their_keys_change(policy, searches):
+    scheduler, executor = engine(policy, slots=5)
+    beam = BeamParams(beams=4, n=2, max_tokens=12)
+    params = Params(n=2, temperature=0.0, max_tokens=12, logprobs=beam.candidates(0))
+    for i in range(searches):
+        scheduler.submit(Request(id=f"r{i}", prompt=[i, 7, 8], params=params, beam=beam, arrival=float(i)))
+    ended = [event.request for i in range(200) for event in step(scheduler, executor, 1.0 + i)[1] if event.finish]
+    assert Counter(ended) == {f"r{i}": 2 for i in range(searches)}
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "static"])

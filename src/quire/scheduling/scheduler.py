@@ -20,6 +20,7 @@ from quire.scheduling.admission import Admission
 from quire.scheduling.commit import Commit
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.feature_set import FeatureSet
+from quire.scheduling.features.beam_search import Search
 from quire.scheduling.limits import Deadlines, check_request
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import make_policy
@@ -231,13 +232,13 @@ class Scheduler:
 
     def _make_way(self, builder: PlanBuilder) -> None:
         """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
-        queue up without their pages, then others are preempted for the first of them, so that its search goes on."""
+        queue up without their pages, then others are preempted for one search, until that goes on."""
         sequences = self.sequences
         for seq in list(sequences.forks):
             del sequences.forks[seq]
             sequences.release(seq)
             sequences.waiting.add(seq)
-        first = sequences.waiting.first(1)[0]
+        first = self._stalled_beam() or sequences.waiting.first(1)[0]
         while True:
             builder.budget = Budget(self.capacity.max_batch_tokens)
             self._admission.admit(builder, only=first)
@@ -245,6 +246,14 @@ class Scheduler:
             if builder.rows or not others:
                 return
             sequences.preempt(max(others, key=lambda seq: seq.rank))
+
+    def _stalled_beam(self) -> Sequence | None:
+        """A waiting beam of the first of the searches that hold slots, in the order they came: one that changes
+        as they get on would have them preempt each other for ever."""
+        groups = {seq.request.id: self.sequences.requests.get(seq.request.id) for seq in self.sequences.running}
+        searches = sorted((g for g in groups.values() if isinstance(g, Search)), key=lambda search: search.rank)
+        waiting = self.sequences.waiting
+        return next((seq for search in searches for seq in search.live if seq in waiting), None)
 
     def _extend_or_preempt(self, seq: Sequence, count: int) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""

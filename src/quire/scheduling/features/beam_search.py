@@ -35,6 +35,7 @@ class Search(SequenceGroup):
             ends |= set(request.eos_token_ids)
         super().__init__(request, [root])
         self.root = root
+        self.rank = root.rank  # as it came: its place among searches in each other's way
         self.width = params.beams
         self._options: dict[Sequence, TokenLogprobs] = {}
         self._groups = [
