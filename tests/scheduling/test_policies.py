@@ -116,6 +116,20 @@ def test_own_policy_decides_who_starts_and_who_is_displaced():
     assert scheduler.stats.preemptions == 1
 
 
+def test_one_that_waited_for_pages_of_another_displaces_too():
+    scheduler, executor = engine("own_policies:LongestPromptFirst", slots=3, prefill_chunk=4)
+    stem = list(range(20))
+    scheduler.submit(ask("short", [90, 91], tokens=80))
+    step(scheduler, executor, 0.1)
+    scheduler.submit(ask("first", [*stem, *range(30, 50)], tokens=40))
+    scheduler.submit(ask("second", [*stem, 60], tokens=9))  # waits for the pages that the first one computes
+    step(scheduler, executor, 0.2)
+    scheduler.submit(ask("last", list(range(50, 75)), tokens=40))
+    for i in range(8):
+        step(scheduler, executor, 0.3 + i)
+    assert {seq.request.id for seq in scheduler.sequences.running} == {"first", "second", "last"}
+
+
 def test_keys_that_change_move_sequences_in_the_queue():
     scheduler, executor = engine("own_policies:LeastServedTenantFirst", slots=1)
     for i in range(4):

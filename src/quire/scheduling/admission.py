@@ -85,12 +85,12 @@ class Admission(SchedulingFeature):
         """Whether others may still be admitted before it, and there are any pages for them."""
         return self._overtaken.get(blocked, 0) < MAX_OVERTAKEN and self._memory.pool.available > self._preemption.spare
 
-    def displace(self) -> None:
+    def displace(self, builder: PlanBuilder) -> None:
         """Before rows are planned: preempt running sequences, those with the highest rank, while the policy prefers the
         first waiting one to them and that could not start otherwise."""
         table = self._table
         for _ in range(MAX_DISPLACED if self._displacing else 0):
-            best = next((s for s in table.waiting.first(MAX_SCANNED) if s.status is not Status.PENDING), None)
+            best = next((s for s in table.waiting.first(MAX_SCANNED) if self._could_start(builder, s)), None)
             if best is None or best.inflight or self._fits_now(best):
                 return
             worst = self._preemption.victim(table.running)
@@ -99,6 +99,12 @@ class Admission(SchedulingFeature):
             table.preempt(worst)
             if worst.inflight:
                 return  # its slot and pages come back when its step has landed
+
+    def _could_start(self, builder: PlanBuilder, seq: Sequence) -> bool:
+        """Whether it lacks but a slot and pages: none of its own are on their way any more."""
+        if not self._preemption.admits(seq):
+            return False
+        return seq.status is not Status.PENDING or self._lookup(builder, seq) is not None
 
     def _fits_now(self, seq: Sequence) -> bool:
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)

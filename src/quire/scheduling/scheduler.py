@@ -152,7 +152,7 @@ class Scheduler:
         self.clock.now = now
         sequences, admission, idle = self.sequences, self._admission, not self._in_flight
         builder = PlanBuilder(self._step, now, idle=idle)
-        admission.displace()
+        admission.displace(builder)
         self._catch_up(builder)
         for contribute in sequences.contribute:
             contribute(builder)
