@@ -1,5 +1,7 @@
 """Policies as an operator would write them, in a module of their own; `--scheduler own_policies:LongestPromptFirst`."""
 
+from collections import Counter, defaultdict
+
 from quire.scheduling import Policy
 from quire.types.policy import EventKind
 
@@ -49,3 +51,21 @@ class LeastServedFirst(Policy):
 
     def observe(self, event):
         return [seq.id for seq, _ in event.sequences]
+
+
+class Counting(Policy):
+    """Of what it was told, by sequence."""
+
+    observes = tuple(EventKind)
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.told = defaultdict(Counter)
+
+    def key(self, seq):
+        return (seq.arrival,)
+
+    def observe(self, event):
+        for seq, _ in event.sequences:
+            self.told[seq.id][event.kind.name] += 1
+        return ()

@@ -224,6 +224,16 @@ def test_searches_in_each_others_way_end_though_their_keys_change(policy, search
     assert Counter(ended) == {f"r{i}": 2 for i in range(searches)}
 
 
+def test_every_sequence_of_which_a_policy_is_told_arrives_and_finishes_once():
+    world = World((FULL,), policy="own_policies:Counting", depth=2, seed=5)
+    for _ in range(400):
+        world.rng.choice([world.submit, world.abort, world.preempt, *[world.step] * 9])()
+    world.drain()
+    assert any(request.beam for request in world.requests.values())
+    counts = world.scheduler.policy.told.values()
+    assert {(count["ARRIVED"], count["FINISHED"]) for count in counts} == {(1, 1)}
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "static"])
 def test_a_priority_that_would_have_no_effect_is_refused(policy):
     scheduler, _ = engine(policy)

@@ -122,6 +122,7 @@ class SequenceTable:
         child = parent.fork(next(self._ids), self._memory.fork(parent.table))
         self._by_id[child.id] = child
         self.forks[child] = None
+        self.tell(EventKind.ARRIVED, [(child, 0)])
         return child
 
     def start(self, builder: PlanBuilder, seq: Sequence, hit: Hit | None) -> None:

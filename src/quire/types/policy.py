@@ -66,7 +66,7 @@ class SequenceView(Protocol):
 
 
 class EventKind(enum.Enum):
-    ARRIVED = enum.auto()
+    ARRIVED = enum.auto()  # tokens of its prompt; 0: a beam that forked off another, whose rank it has
     COMPUTED = enum.auto()  # token rows planned for it, with each step
     DREW = enum.auto()  # output tokens, with each step
     PREEMPTED = enum.auto()
