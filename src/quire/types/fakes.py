@@ -184,8 +184,8 @@ class FakeExecutor:
             history = {slot.digest(i) for i in range(len(slot.tokens))}
             owned = {page: index for index, page in slot.tables[0].items()}
             for place in (divmod(target, size) for rope_shift in rope_shifts for target in rope_shift.targets):
-                digest, position, evicted = self._kv[place]
-                if place[0] in owned and digest not in history:
+                digest, position, evicted = self._kv.get(place, (None, 0, 0))  # of a page's end, nothing yet
+                if digest is not None and place[0] in owned and digest not in history:
                     changed[place] = ~self._token[digest], position, evicted
                     at = owned[place[0]] * size + place[1]
                     slot.shifted = at if slot.shifted is None else min(slot.shifted, at)
