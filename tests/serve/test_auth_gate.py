@@ -218,6 +218,11 @@ def test_an_open_server_does_not_answer_other_sites(fake_server: str, headers: d
     assert http.get(f"{fake_server}/v1/models", headers=headers).status_code == status
 
 
+def test_a_name_that_is_refused_comes_with_the_cure(fake_server: str) -> None:
+    refused = http.get(f"{fake_server}/v1/models", headers={"host": "my-server.example"})
+    assert "set API keys, or call it by its IP address or as localhost" in refused.json()["error"]["message"]
+
+
 def test_only_loopback_may_stand_open() -> None:
     with listen("0.0.0.0", 0) as everywhere, listen("127.0.0.1", 0) as here:
         for scope in (INFERENCE, ADMIN):

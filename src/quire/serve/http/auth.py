@@ -124,7 +124,10 @@ def check_origin(headers: dict[bytes, bytes]) -> None:
     here = "//" + headers.get(b"host", b"localhost").decode("latin-1")
     host = _hostname(here)
     if not (_is_local(host) or _address(host)):
-        raise ForbiddenError(f"without API keys this server answers to addresses and localhost, not to {host[:64]!r}")
+        raise ForbiddenError(
+            f"without API keys this server does not answer to the name {host[:64]!r}; "
+            "set API keys, or call it by its IP address or as localhost"
+        )
     if (origin := headers.get(b"origin")) is None:
         return
     site = origin.decode("latin-1")
