@@ -16,6 +16,16 @@ class LongestPromptFirst(Policy):
         return waiting.prompt > 2 * running.prompt
 
 
+class LongPromptsDisplace(Policy):
+    """First come, first served, but any longer prompt displaces a shorter one: the order says otherwise."""
+
+    def key(self, seq):
+        return (seq.arrival,)
+
+    def displaces(self, waiting, running):
+        return waiting.prompt > running.prompt
+
+
 class LeastServedTenantFirst(Policy):
     """By how many token rows were computed for a tenant: keys change as tenants are served."""
 

@@ -130,6 +130,48 @@ def test_one_that_waited_for_pages_of_another_displaces_too():
     assert {seq.request.id for seq in scheduler.sequences.running} == {"first", "second", "last"}
 
 
+def test_nothing_is_displaced_that_would_not_let_the_candidate_in():
+    scheduler, executor = engine("own_policies:LongestPromptFirst", slots=5, pages=31)
+    scheduler.submit(ask("holder", list(range(60)), tokens=29))
+    for i in range(3):
+        scheduler.submit(ask(f"small{i}", [90, i], tokens=12))
+    while len(scheduler.sequences.running) < 4:
+        step(scheduler, executor, 0.1)
+    scheduler.submit(ask("large", list(range(7, 80)), tokens=8))  # it needs the pages of the holder, who stays
+    for i in range(5):
+        step(scheduler, executor, 1.0 + i)
+    assert scheduler.stats.preemptions == 0 and len(scheduler.sequences.running) == 4
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_displaced_come_back_after_the_one_they_made_way_for(depth):
+    admitted = Admitted()
+    scheduler, executor = engine("own_policies:LongPromptsDisplace", slots=1, listeners=[admitted])
+    spare, in_flight = scheduler.features.preemption.spare, []
+    scheduler.submit(ask("short", [1, 2], tokens=40))
+    for i in range(12):
+        if (plan := scheduler.plan(1.0 + i)) is not None:
+            in_flight.append((plan, executor.submit(plan)))
+        if in_flight and (plan is None or len(in_flight) == depth):
+            done, ticket = in_flight.pop(0)
+            scheduler.commit(done, ticket.result(), 1.5 + i)
+        if i == 3:
+            scheduler.submit(ask("long", [1, 2, 3], tokens=3, arrival=4.0))
+    assert admitted.order == ["short", "long", "short"] and scheduler.stats.preemptions == 1
+    assert scheduler.features.preemption.spare == spare, "nobody was short of pages"
+
+
+def test_chunks_computed_apart_go_before_others_of_their_age_though_keys_change():
+    scheduler, executor = engine("own_policies:LeastServedTenantFirst", slots=1)
+    scheduler.submit(ask("runs", [9, 9], tenant="a"))
+    step(scheduler, executor, 0.1)
+    scheduler.submit(ask("waits", [1, 2], tenant="a"))
+    apart = scheduler.sequences.enter_apart(ask("apart", [3, 4], tenant="a"))
+    for i in range(3):
+        assert scheduler.sequences.waiting.first(1) == [apart]
+        step(scheduler, executor, 1.0 + i)
+
+
 def test_keys_that_change_move_sequences_in_the_queue():
     scheduler, executor = engine("own_policies:LeastServedTenantFirst", slots=1)
     for i in range(4):
@@ -198,6 +240,41 @@ def test_a_request_that_does_not_fit_is_overtaken_up_to_a_bound(monkeypatch):
     assert admitted.order == ["holder", "small0", "small1", "small2", "large", *(f"small{i}" for i in range(3, 8))]
 
 
+def test_the_bound_holds_for_all_that_are_overtaken(monkeypatch):
+    monkeypatch.setattr(admission_module, "MAX_OVERTAKEN", 3)
+    admitted = Admitted()
+    scheduler, executor = engine("fcfs", slots=8, pages=31, listeners=[admitted])
+    scheduler.submit(ask("holder", list(range(60)), tokens=29))
+    while not scheduler.sequences.running or next(iter(scheduler.sequences.running)).computed < 60:
+        step(scheduler, executor, 0.1)
+    for i in range(2):
+        scheduler.submit(ask(f"large{i}", list(range(7 + i, 80)), tokens=8, arrival=1.0 + i))
+    for i in range(8):
+        scheduler.submit(ask(f"small{i}", [90, i], tokens=1, arrival=3.0 + i))
+    for i in range(90):
+        step(scheduler, executor, 3.0 + i)
+    small = [f"small{i}" for i in range(8)]
+    assert admitted.order == ["holder", *small[:3], "large0", "large1", *small[3:]]
+
+
+def test_one_that_was_preempted_too_often_is_overtaken_up_to_the_bound(monkeypatch):
+    monkeypatch.setattr(admission_module, "MAX_OVERTAKEN", 3)
+    admitted, free = Admitted(), set()
+    scheduler, executor = engine("fcfs", listeners=[admitted])
+    monkeypatch.setattr(
+        scheduler.features.preemption, "admits", lambda seq: seq.request.id != "often" or "often" in free
+    )
+    scheduler.submit(ask("often", [1, 2, 3]))
+    for i in range(8):
+        scheduler.submit(ask(f"other{i}", [90, i], tokens=1, arrival=1.0 + i))
+    for i in range(9):
+        step(scheduler, executor, 9.0 + i)
+    assert admitted.order == ["other0", "other1", "other2"]
+    free.add("often")
+    step(scheduler, executor, 20.0)
+    assert admitted.order[3] == "often"
+
+
 def test_priority_does_not_let_lesser_requests_pass():
     admitted = Admitted()
     scheduler, executor = engine("priority", slots=8, pages=31, listeners=[admitted])
@@ -222,6 +299,62 @@ def test_searches_in_each_others_way_end_though_their_keys_change(policy, search
         scheduler.submit(Request(id=f"r{i}", prompt=[i, 7, 8], params=params, beam=beam, arrival=float(i)))
     ended = [event.request for i in range(200) for event in step(scheduler, executor, 1.0 + i)[1] if event.finish]
     assert Counter(ended) == {f"r{i}": 2 for i in range(searches)}
+
+
+def test_searches_in_each_others_way_wait_for_pages_that_a_tier_delivers(monkeypatch):
+    class Loads(SchedulingFeature):
+        """Beams that were preempted come back from a tier, which takes some plans."""
+
+        left = 0
+
+        def preempted(self, seq):
+            self.left = 5
+
+        def holds(self, seq, builder):
+            return self.left > 0
+
+        def contribute(self, builder):
+            self.left -= 1
+
+    loads = Loads()
+    scheduler, executor = engine("fcfs", slots=5, listeners=[loads])
+    monkeypatch.setattr(type(scheduler.features.tiers), "moving", property(lambda tiers: loads.left > 0))
+    beam = BeamParams(beams=4, n=1, max_tokens=12)
+    params = Params(n=1, temperature=0.0, max_tokens=12, logprobs=beam.candidates(0))
+    for i in range(3):
+        scheduler.submit(Request(id=f"r{i}", prompt=[i, 7, 8], params=params, beam=beam, arrival=float(i)))
+    most = 0
+    for i in range(400):
+        before = scheduler.stats.preemptions
+        step(scheduler, executor, 1.0 + i)
+        most = max(most, scheduler.stats.preemptions - before)
+    assert not scheduler.busy and most == 1
+
+
+def test_forked_beams_are_told_of_like_any_other_sequence():
+    class Lives(SchedulingFeature):
+        def __init__(self):
+            self.arrivals, self.admissions, self.planned = Counter(), Counter(), set()
+
+        def arrived(self, seq):
+            self.arrivals[seq.id] += 1
+
+        def admitted(self, seq, hit):
+            self.admissions[seq.id] += 1
+
+        def row_planned(self, seq, count):
+            self.planned.add(seq.id)
+
+    lives = Lives()
+    scheduler, executor = engine("own_policies:Counting", listeners=[lives])
+    beam = BeamParams(beams=4, n=1, max_tokens=6)
+    params = Params(n=1, temperature=0.0, max_tokens=6, logprobs=beam.candidates(0))
+    scheduler.submit(Request(id="r", prompt=[5, 7, 8], params=params, beam=beam))
+    for i in range(20):
+        step(scheduler, executor, 1.0 + i)
+    assert len(lives.planned) > 4 and set(lives.arrivals.values()) == set(lives.admissions.values()) == {1}
+    assert set(lives.admissions) == lives.planned
+    assert all(scheduler.policy.told[id]["DREW"] for id in lives.planned)
 
 
 def test_every_sequence_of_which_a_policy_is_told_arrives_and_finishes_once():
@@ -262,3 +395,6 @@ def test_an_answer_goes_on_where_another_engine_stopped():
     for wrong in ({"outputs": whole}, {"outputs": [1], "pooling": "mean"}):
         with pytest.raises(InputError, match=r"outputs|drawn already"):
             scheduler.submit(ask("wrong", prompt, tokens=12, **wrong))
+    scored = Params(max_tokens=12, prompt_logprobs=0)
+    with pytest.raises(InputError, match="prompt_logprobs"):
+        scheduler.submit(Request(id="scored", prompt=prompt, params=scored, outputs=whole[:5]))

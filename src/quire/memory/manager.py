@@ -11,6 +11,7 @@ A table maps KV positions to pages, one list per group:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from quire.memory.pool import ContiguousPool, PagePool
@@ -193,10 +194,18 @@ class KVManager:
 
     # ---- pages ----------------------------------------------------------------------------------------------
 
-    def fits(self, tokens: int, hit: Hit, spare: int) -> bool:
-        """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free."""
+    def fits(self, tokens: int, hit: Hit, spare: int, without: Sequence[PageTable] = ()) -> bool:
+        """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free, once the tables
+        `without` are released."""
         held = sum(len(pages) for pages in hit.pages)
-        return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available
+        freed = self._freed(without, hit) if without else 0
+        return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available + freed
+
+    def _freed(self, tables: Sequence[PageTable], hit: Hit) -> int:
+        """Pages that only these tables refer to, beside those of a hit."""
+        shared = Counter(page for table in tables for pages in table.pages for page in pages)
+        found = {page for pages in hit.pages for page in pages}
+        return sum(self.pool.refs(page) == refs for page, refs in shared.items() if page not in found)
 
     def adopt(self, table: PageTable, hit: Hit) -> Change:
         """Start a table with the pages of a hit."""

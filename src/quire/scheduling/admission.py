@@ -2,10 +2,12 @@
 
 A sequence starts on what is cached of its prompt; one whose pages are on their way (another sequence computes them, a
 tier delivers them, chunks of its own) waits for them. One that does not fit may be overtaken by a few that do, up to a
-bound; and the policy may have a running sequence displaced for it. Refuses to know: how running sequences go on.
+bound; and the policy may have running sequences displaced for it. Refuses to know: how running sequences go on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from quire.memory.manager import Hit, KVManager
 from quire.scheduling.feature import SchedulingFeature
@@ -39,13 +41,15 @@ class Admission(SchedulingFeature):
         """`chunk`: most tokens of one row; `overlapped`: whether plans are made while the device works."""
         self._table = table
         self._policy = policy
-        self._displacing = type(policy).displaces is not Policy.displaces
+        self._displacing = type(policy).displaces is not Policy.displaces and not memory.contiguous
         self._chunk = chunk
         self._overlapped = overlapped
         self._memory = memory
         self._timeline = timeline
         self._preemption = preemption
-        self._overtaken: dict[Sequence, int] = {}
+        self._overtaken: dict[Sequence, int] = {}  # how often, of those that wait
+        self._candidate: Sequence | None = None  # waits for the slots and pages of those who were displaced for it
+        self._displaced: list[Sequence] = []
 
     def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
         """Let waiting sequences start; `only` this one, at any price."""
@@ -55,69 +59,87 @@ class Admission(SchedulingFeature):
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
         reserve = _whole(candidates[: len(slots)]) if memory.contiguous else 0
         hurry = self._overlapped and builder.idle and not (reserve or builder.rows)
-        admitted = passed = 0
-        blocked: Sequence | None = None
+        admitted = behind = 0
+        blocked: Sequence | None = None  # the first that does not fit
+        passed: list[Sequence] = []  # those whom one that is admitted now overtakes
         for seq in candidates:
             if not slots or not (builder.budget.fit(0) or reserve):
                 break
             if hurry and (admitted >= IDLE_SEQUENCES or builder.plan.tokens >= IDLE_TOKENS):
                 break
+            if seq in self._displaced and not only:
+                continue  # behind the one it was displaced for
+            if any(self._overtaken.get(one, 0) >= MAX_OVERTAKEN for one in passed):
+                break
             if seq.inflight or not (only or self._preemption.admits(seq)):
-                continue  # preempted; its old pages are still in use, or it would only be preempted again
+                passed.append(seq)  # preempted; its old pages are still in use, or it would only be preempted again
+                continue
             if blocked is not None:
-                passed += 1
-                if passed > MAX_PASSED or not self._may_be_overtaken(blocked):
+                behind += 1
+                if behind > MAX_PASSED or self._memory.pool.available <= self._preemption.spare:
                     break
                 if not self._policy.passes(blocked.view, seq.view):
+                    passed.append(seq)
                     continue
-            hit = self._lookup(builder, seq)
-            if hit is None:
+            hit = self._lookup(seq)
+            if self._held(builder, seq, hit):
                 seq.move(Status.PENDING)
                 self._timeline.waits(seq)
             elif self._start_or_reclaim(builder, seq, hit, reserve, forced=bool(only)):
                 admitted += 1
-                if blocked is not None:
-                    self._overtaken[blocked] = self._overtaken.get(blocked, 0) + 1
+                for one in passed:
+                    self._overtaken[one] = self._overtaken.get(one, 0) + 1
             else:
+                if seq is self._candidate:
+                    break  # it waits for what it displaces others for
                 blocked = blocked or seq
-
-    def _may_be_overtaken(self, blocked: Sequence) -> bool:
-        """Whether others may still be admitted before it, and there are any pages for them."""
-        return self._overtaken.get(blocked, 0) < MAX_OVERTAKEN and self._memory.pool.available > self._preemption.spare
+                passed.append(seq)
 
     def displace(self, builder: PlanBuilder) -> None:
-        """Before rows are planned: preempt running sequences, those with the highest rank, while the policy prefers the
-        first waiting one to them and that could not start otherwise."""
-        table = self._table
-        for _ in range(MAX_DISPLACED if self._displacing else 0):
-            best = next((s for s in table.waiting.first(MAX_SCANNED) if self._could_start(builder, s)), None)
-            if best is None or best.inflight or self._fits_now(best):
+        """Before rows are planned: preempt running sequences, those with the highest rank, if the policy prefers the
+        first waiting one to them and their slots and pages let that start, which it could not otherwise."""
+        if not self._displacing:
+            return
+        if (before := self._candidate) is not None:
+            if any(seq.inflight for seq in self._displaced) or self._fits(before, self._lookup(before)):
+                return  # what they give up comes when their step lands; or it starts with this plan
+            self._candidate, self._displaced = None, []
+        for seq in self._table.waiting.first(MAX_SCANNED):
+            if seq.inflight:
+                return  # pages of its own are coming back
+            hit = self._lookup(seq)
+            waits = hit.waits or (seq.status is Status.PENDING and self._held(builder, seq, hit))
+            if self._preemption.admits(seq) and not waits:
+                if not self._fits(seq, hit) and not self._held(builder, seq, hit):
+                    self._displace_for(seq, hit)
                 return
-            worst = self._preemption.victim(table.running)
-            if worst is None or not self._policy.displaces(best.view, worst.view):
+
+    def _displace_for(self, seq: Sequence, hit: Hit) -> None:
+        victims: list[Sequence] = []
+        for victim in self._preemption.victims(self._table.running)[:MAX_DISPLACED]:
+            if not self._policy.displaces(seq.view, victim.view):
                 return
-            table.preempt(worst)
-            if worst.inflight:
-                return  # its slot and pages come back when its step has landed
+            victims.append(victim)
+            if self._fits(seq, hit, victims):
+                self._candidate, self._displaced = seq, victims
+                for one in victims:
+                    self._table.preempt(one)
+                return
 
-    def _could_start(self, builder: PlanBuilder, seq: Sequence) -> bool:
-        """Whether it lacks but a slot and pages: none of its own are on their way any more."""
-        if not self._preemption.admits(seq):
-            return False
-        return seq.status is not Status.PENDING or self._lookup(builder, seq) is not None
+    def _fits(self, seq: Sequence, hit: Hit, without: Collection[Sequence] = ()) -> bool:
+        """Whether there is a slot and pages for it, once those `without` which it is to be have given theirs up."""
+        spare = self._preemption.spare if len(without) < len(self._table.running) else 0
+        tables = [one.table for one in without]
+        return bool(self._table.slots or without) and self._memory.fits(min(seq.known, seq.peak), hit, spare, tables)
 
-    def _fits_now(self, seq: Sequence) -> bool:
+    def _lookup(self, seq: Sequence) -> Hit:
+        """What is cached of a sequence."""
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-        hit = self._memory.lookup(seq.table, seq.reusable)
-        spare = self._preemption.spare if self._table.running else 0
-        return bool(self._table.slots) and self._memory.fits(min(seq.known, seq.peak), hit, spare)
+        return self._memory.lookup(seq.table, seq.reusable)
 
-    def _lookup(self, builder: PlanBuilder, seq: Sequence) -> Hit | None:
-        """What is cached of a sequence; None: more of it is on its way."""
-        self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-        hit = self._memory.lookup(seq.table, seq.reusable)
-        held = hit.waits or any(holds(seq, builder) for holds in self._table.holds)
-        return None if held else hit
+    def _held(self, builder: PlanBuilder, seq: Sequence, hit: Hit) -> bool:
+        """Whether more of a sequence than was found is on its way."""
+        return hit.waits or any(holds(seq, builder) for holds in self._table.holds)
 
     def _start_or_reclaim(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, *, forced: bool) -> bool:
         spare = self._preemption.spare if self._table.running and not forced else 0
@@ -164,16 +186,18 @@ class Admission(SchedulingFeature):
             if change is None:
                 break
             del self._table.forks[seq]
-            self._table.run(builder, seq)
+            self._table.start(builder, seq, None)
             builder.tables(seq)
             builder.plan.copies += change.copies
             self._table.add_row(builder, seq, 1)
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         self._overtaken.pop(seq, None)
+        if seq is self._candidate:
+            self._candidate, self._displaced = None, []
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
-        self._overtaken.pop(seq, None)
+        self.admitted(seq, None)
 
 
 def _whole(batch: list[Sequence]) -> int:

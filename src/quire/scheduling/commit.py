@@ -103,7 +103,9 @@ class Commit(SchedulingFeature):
             return []
         if seq is search.root and not seq.outputs:
             table.drew(seq)
-        for old in search.advance(table.fork):
+        lost = search.advance(table.fork)
+        table.tell(EventKind.DREW, ((beam, 1) for beam in search.live))
+        for old in lost:
             table.retire(old)
         if search.live:
             return []

@@ -31,6 +31,9 @@ def check_request(request: Request, memory: KVManager, capacity: Capacity, budge
     limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
     if request.outputs and (request.params.n > 1 or request.beam or request.pooling):
         raise InputError("outputs continue one answer: n must be 1, without beam search or pooling", param="outputs")
+    if request.outputs and request.params.prompt_logprobs is not None:
+        problem = "outputs continue an answer whose prompt_logprobs came with its first token; leave them out"
+        raise InputError(problem, param="prompt_logprobs")
     if length + len(request.outputs) >= limit:
         raise InputError(f"all {limit - length} tokens of the answer are drawn already", param="outputs")
     if memory.layout.pages_for(min(limit, budget.peak) if budget else limit) > memory.pool.total:

@@ -1,8 +1,8 @@
 """Admission and preemption when memory is short: no sequence is made to start over again and again.
 
-Every preemption raises the pages that must stay free when a sequence is admitted beside others; every end lowers them
-a little. And one that was preempted `MAX_PREEMPTIONS` times comes back only if all such sequences fit at their longest
-together; from then on they are not preempted, because they never need to be.
+Every preemption for want of pages raises those that must stay free when a sequence is admitted beside others; every end
+lowers them a little. And one that was preempted `MAX_PREEMPTIONS` times comes back only if all such sequences fit at
+their longest together; from then on they are not preempted, because they never need to be.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ class PreemptionGuard(SchedulingFeature):
         """Pages to leave free when a sequence is admitted beside others."""
         return int(self._spare)
 
-    def victim(self, running: Iterable[Sequence], *, spared: bool = False) -> Sequence | None:
-        """The running sequence with the highest rank that may be preempted; with `spared`, any if there is no other."""
-        able = [seq for seq in running if seq not in self._reserved]
-        if not able and spared:
-            able = list(running)
-        return max(able, key=lambda seq: seq.rank) if able else None
+    def victims(self, running: Iterable[Sequence]) -> list[Sequence]:
+        """The running sequences that may be preempted, the highest rank first."""
+        able = (seq for seq in running if seq not in self._reserved)
+        return sorted(able, key=lambda seq: seq.rank, reverse=True)
+
+    def short_of_pages(self) -> None:
+        """A sequence is preempted for a page that another needs."""
+        self._spare = min(self._most, self._spare * 2)
 
     def admits(self, seq: Sequence) -> bool:
         """Whether a sequence that was preempted often enough can now run to its end."""
@@ -54,7 +56,6 @@ class PreemptionGuard(SchedulingFeature):
     def preempted(self, seq: Sequence) -> None:
         times = self._times[seq] = self._times.get(seq, 0) + 1
         self._reserved.pop(seq, None)
-        self._spare = min(self._most, self._spare * 2)
         stats = self._timeline.stats
         stats.preempted_most = max(stats.preempted_most, times)
 

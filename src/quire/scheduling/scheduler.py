@@ -243,7 +243,7 @@ class Scheduler:
             builder.budget = Budget(self.capacity.max_batch_tokens)
             self._admission.admit(builder, only=first)
             others = [seq for seq in sequences.running if seq.request is not first.request]
-            if builder.rows or not others:
+            if builder.rows or not others or (first.status is Status.PENDING and self.features.tiers.moving):
                 return
             sequences.preempt(max(others, key=lambda seq: seq.rank))
 
@@ -257,15 +257,16 @@ class Scheduler:
 
     def _extend_or_preempt(self, seq: Sequence, count: int) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
+        running = self.sequences.running
         while (change := self._extend(seq, count)) is None:
             if any(reclaim(running=True) for reclaim in self.sequences.reclaim):
                 continue
             if self._pages_returning():
                 return None
-            victim = self.features.preemption.victim(self.sequences.running, spared=True)
-            assert victim is not None, "the sequence itself is running"
-            self.sequences.preempt(victim)
-            if victim is seq:
+            victims = self.features.preemption.victims(running) or [max(running, key=lambda seq: seq.rank)]
+            self.features.preemption.short_of_pages()
+            self.sequences.preempt(victims[0])
+            if victims[0] is seq:
                 return None
         return change
 

@@ -101,15 +101,14 @@ class SequenceTable:
 
     def enter_apart(self, request: Request) -> Sequence:
         """Let a prompt wait of which only the pages are wanted, before others of its age: no caller hears of it."""
-        seq = self._sequence(request, 0, len(request.prompt) + 1)
+        seq = self._sequence(request, 0, len(request.prompt) + 1, id=-next(self._ids))
         seq.draws, seq.cached, seq.log.admitted = False, 0, self._clock.now
-        seq.rank = (*seq.rank[:-1], -seq.id)
         self.waiting.add(seq)
         return seq
 
-    def _sequence(self, request: Request, branch: int, limit: int) -> Sequence:
+    def _sequence(self, request: Request, branch: int, limit: int, id: int = 0) -> Sequence:
         table = PageTable(len(self._memory.layout.groups), request.id)
-        seq = Sequence(request, branch, id=next(self._ids), limit=limit, table=table)
+        seq = Sequence(request, branch, id=id or next(self._ids), limit=limit, table=table)
         self._by_id[seq.id] = seq
         for told in self._arrived:
             told(seq)
@@ -122,6 +121,8 @@ class SequenceTable:
         child = parent.fork(next(self._ids), self._memory.fork(parent.table))
         self._by_id[child.id] = child
         self.forks[child] = None
+        for told in self._arrived:
+            told(child)
         self.tell(EventKind.ARRIVED, [(child, 0)])
         return child
 
@@ -129,10 +130,6 @@ class SequenceTable:
         """A sequence that has its pages gets a slot; without a hit, as a fork of one that runs."""
         for told in self._admitted:
             told(seq, hit)
-        self.run(builder, seq)
-
-    def run(self, builder: PlanBuilder, seq: Sequence) -> None:
-        """Into a slot, and among the running."""
         seq.move(Status.RUNNING)
         self.running[seq] = None
         seq.slot = self.slots.pop()

@@ -274,5 +274,6 @@ def _alone(request: Request, tokens: list[int]) -> Request:
         params=SamplingParams(temperature=0.0, max_tokens=1),
         arrival=request.arrival,
         priority=request.priority,
+        tenant=request.tenant,
         salt=request.salt,
     )

@@ -70,10 +70,10 @@ class TimelineRecorder(SchedulingFeature):
             self.stats.queue_time.observe(max(0.0, now - log.arrival))
             if hit is not None:
                 self._explain_prefix(seq, hit)
-        elif log.preemptions:
+        elif seq in self._lost:
             last = log.preemptions[-1]
             last.resumed = last.resumed or now
-            again = max(0, self._lost.pop(seq, 0) - seq.computed)
+            again = max(0, self._lost.pop(seq) - seq.computed)
             last.recomputed += again
             self._recomputed[seq] = self._recomputed.get(seq, 0) + again
             self.stats.waste["recompute"] += again
