@@ -1,4 +1,4 @@
-"""The client's care for its engine: deaths, silences, restarts and their limit, over links that die on command."""
+"""How the client replaces its engine: deaths, silences, restarts and their limit, over links that die on command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quire.engine.client import AsyncClient, Care
+from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.text_output import RequestText
 from quire.text import TextModel
 from quire.types.errors import ConfigError, EngineDeadError
@@ -112,12 +112,12 @@ class Links:
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.engine.client.BACKOFF", 0.01)
+    monkeypatch.setattr("quire.engine.client.FIRST_BACKOFF_S", 0.01)
 
 
 async def test_a_death_ends_every_stream_and_the_next_engine_serves() -> None:
     links = Links()
-    client = AsyncClient(links(threading.Event()), Care(max_restarts=2), links)
+    client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=2), links)
     streams = [client.submit(request(f"r{i}")) for i in range(16)]
     for stream in streams:
         assert (await anext(stream))[0].tokens == [1]
@@ -146,7 +146,7 @@ async def test_while_there_is_no_engine_requests_are_refused() -> None:
         return FakeLink()
 
     link = FakeLink()
-    client = AsyncClient(link, Care(max_restarts=1), slow)
+    client = AsyncClient(link, RestartPolicy(max_restarts=1), slow)
     link.die()
     await asyncio.to_thread(started.wait, 10)
     assert "engine stopped" in (client.trouble() or "")
@@ -162,7 +162,7 @@ async def test_while_there_is_no_engine_requests_are_refused() -> None:
 
 async def test_too_many_deaths_are_the_end() -> None:
     links = Links()
-    client = AsyncClient(links(threading.Event()), Care(max_restarts=2), links)
+    client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=2), links)
     for life in range(3):
         await until(lambda life=life: len(links.made) == life + 1 and client.trouble() is None)
         links.made[life].die()
@@ -175,7 +175,7 @@ async def test_too_many_deaths_are_the_end() -> None:
 
 async def test_engines_that_do_not_start_count_as_restarts() -> None:
     links = Links()
-    client = AsyncClient(links(threading.Event()), Care(max_restarts=3), links)
+    client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=3), links)
     links.failures = 2
     links.made[0].die()
     await until(lambda: len(links.made) == 2 and client.trouble() is None)
@@ -186,7 +186,8 @@ async def test_engines_that_do_not_start_count_as_restarts() -> None:
 
 async def test_silence_is_trouble_and_long_silence_death() -> None:
     links = Links()
-    client = AsyncClient(links(threading.Event()), Care(heartbeat=0.1, hang_timeout=0.5, max_restarts=1), links)
+    policy = RestartPolicy(heartbeat=0.1, hang_timeout=0.5, max_restarts=1)
+    client = AsyncClient(links(threading.Event()), policy, links)
     assert client.trouble() is None
     stream = client.submit(request())
     await anext(stream)
@@ -210,7 +211,7 @@ async def test_closing_ends_what_is_open_and_a_restart_under_way() -> None:
         raise EngineDeadError("told to stop")
 
     link = FakeLink()
-    client = AsyncClient(link, Care(max_restarts=5), never)
+    client = AsyncClient(link, RestartPolicy(max_restarts=5), never)
     stream = client.submit(request())
     await anext(stream)
     link.die()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from quire.engine import gc_control as footprint
+from quire.engine import gc_control
 
 PROGRAM = """
 import re, torch
@@ -37,26 +37,26 @@ def thresholds():
 
 def test_whoever_leaves_last_turns_looking_for_garbage_on_again(thresholds):
     thresholds(600, 9, 8)
-    with footprint.calm:
-        with footprint.calm:
-            assert gc.get_threshold()[0] == footprint.GROWTH
-        assert gc.get_threshold()[0] == footprint.GROWTH
+    with gc_control.calm:
+        with gc_control.calm:
+            assert gc.get_threshold()[0] == gc_control.MAX_NEW_OBJECTS
+        assert gc.get_threshold()[0] == gc_control.MAX_NEW_OBJECTS
     assert gc.get_threshold() == (600, 9, 8)
 
 
 def test_where_garbage_is_never_looked_for_it_stays_so(thresholds):
     thresholds(0)
-    with footprint.calm:
+    with gc_control.calm:
         assert gc.get_threshold()[0] == 0
 
 
 def test_an_idle_engine_looks_for_garbage_when_there_is_much_new(thresholds, monkeypatch):
-    thresholds(footprint.GROWTH)
+    thresholds(gc_control.MAX_NEW_OBJECTS)
     looked = []
     monkeypatch.setattr(gc, "collect", lambda: looked.append(True))
-    monkeypatch.setattr(gc, "get_count", lambda: (footprint.UNTIDY, 0, 0))
-    footprint.tidy()
+    monkeypatch.setattr(gc, "get_count", lambda: (gc_control.IDLE_NEW_OBJECTS, 0, 0))
+    gc_control.tidy()
     assert not looked
-    monkeypatch.setattr(gc, "get_count", lambda: (footprint.UNTIDY + 1, 0, 0))
-    footprint.tidy()
+    monkeypatch.setattr(gc, "get_count", lambda: (gc_control.IDLE_NEW_OBJECTS + 1, 0, 0))
+    gc_control.tidy()
     assert looked

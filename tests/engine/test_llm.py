@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.engine import gc_control as footprint
+from quire.engine import gc_control
 from quire.types.beam import BeamParams
 from quire.types.errors import ConfigError, ContextLengthError, EngineDeadError, InputError, ModelNotFoundError
 from quire.types.grammar import GrammarSpec
@@ -96,7 +96,7 @@ def test_garbage_is_not_looked_for_while_a_batch_is_answered(llm, monkeypatch):
     before, seen, receive = gc.get_threshold(), [], llm._link.receive
     monkeypatch.setattr(llm._link, "receive", lambda wait: (seen.append(gc.get_threshold()), receive(wait))[1])
     llm.generate([PROMPT] * 2, greedy())
-    assert {threshold[0] for threshold in seen} == {footprint.GROWTH} and gc.get_threshold() == before
+    assert {threshold[0] for threshold in seen} == {gc_control.MAX_NEW_OBJECTS} and gc.get_threshold() == before
 
     def failing(wait):
         raise EngineDeadError("as it may")

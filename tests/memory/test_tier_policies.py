@@ -108,6 +108,6 @@ def test_costs_are_what_was_measured():
     costs.step(2, 5.0)  # says nothing about prompts
     costs.moved("host", "device", 10, 0.1)
     assert costs.compute(10) == pytest.approx(0.1) and costs.move("host", "device", 5) == pytest.approx(0.05)
-    costs.forget("host", "device")
+    costs.decay("host", "device")
     assert costs.move("host", "device", 5) == pytest.approx(0.045)
     assert costs.rates()["tokens"] == pytest.approx(100)

@@ -7,7 +7,7 @@ from test_scheduler_property import FULL, SHORT_OR_LONG, VOCAB, WINDOW, World, a
 from quire.memory.compaction import compact
 from quire.memory.manager import KVManager, PageTable
 from quire.scheduling import Scheduler
-from quire.scheduling.features.kv_eviction import POLICIES
+from quire.scheduling.features.kv_eviction import EVICTION_POLICIES
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.fakes import FakeExecutor
@@ -49,10 +49,10 @@ def run(scheduler, executor):
 
 def test_what_each_policy_keeps():
     scores = [9.0, 1.0, 5.0, 7.0, 2.0, 3.0, 0.5, 0.1]
-    assert POLICIES["sinks"].keep(scores, 6) == [0, 3, 4, 5, 6, 7]
-    assert POLICIES["snapkv"].keep(scores, 6) == [0, 2, 3, 4, 5, 7]  # the latest, and the best of the others
-    assert POLICIES["h2o"].keep(scores, 6) == [0, 2, 3, 5, 6, 7]  # half the latest, half the best of the others
-    assert set(POLICIES) == set(EVICTION)
+    assert EVICTION_POLICIES["sinks"].keep(scores, 6) == [0, 3, 4, 5, 6, 7]
+    assert EVICTION_POLICIES["snapkv"].keep(scores, 6) == [0, 2, 3, 4, 5, 7]  # the latest, and the best of the others
+    assert EVICTION_POLICIES["h2o"].keep(scores, 6) == [0, 2, 3, 5, 6, 7]  # half the latest, half the best
+    assert set(EVICTION_POLICIES) == set(EVICTION)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------

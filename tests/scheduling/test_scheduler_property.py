@@ -9,7 +9,7 @@ import pytest
 
 from quire.scheduling import Scheduler
 from quire.scheduling import prefill_budget as prefill_limiter
-from quire.scheduling.features.beam_group import BeamGroup
+from quire.scheduling.beam_group import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_options, fake_token

@@ -12,7 +12,7 @@ from fake_frontend import FakeClient, FakeFrontend
 
 from quire.serve.core.api_keys import Key
 from quire.serve.core.generation import price
-from quire.serve.core.rate_limits import Admission, Permit
+from quire.serve.core.rate_limits import Permit, RequestAdmission
 from quire.serve.http.app import QUEUE, create_serving
 from quire.types.errors import OverloadedError, RateLimitError
 from quire.types.request import Request
@@ -29,18 +29,18 @@ class Clock:
         return self.now
 
 
-def admission(clock: Clock | None = None, **limits: Any) -> Admission:
+def admission(clock: Clock | None = None, **limits: Any) -> RequestAdmission:
     wide = {"max_queue": 1000, "max_queue_tokens": 1_000_000, "max_queue_wait": 1e9}
-    return Admission(**(wide | limits), clock=clock or Clock())
+    return RequestAdmission(**(wide | limits), clock=clock or Clock())
 
 
-def queue(door: Admission, tokens: int, key: Key = ALICE) -> Permit:
+def queue(door: RequestAdmission, tokens: int, key: Key = ALICE) -> Permit:
     permit = door.enter(key)
     door.charge(permit, tokens)
     return permit
 
 
-def drained_at(rate: int, clock: Clock, **limits: Any) -> Admission:
+def drained_at(rate: int, clock: Clock, **limits: Any) -> RequestAdmission:
     """An admission that has seen its queue drain at `rate` tokens a second."""
     door = admission(clock, **limits)
     for _ in range(20):

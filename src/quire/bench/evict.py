@@ -1,4 +1,4 @@
-"""What forgetting costs: perplexity of a long text and needles in a haystack, by every policy at the same KV budget.
+"""What KV eviction costs: perplexity of a long text and needles in a haystack, by every policy at the same KV budget.
 
     full        no budget: attention to everything, as far as the model was trained for
     recompute   a window of the budget's size computed anew for every quarter of it: what a budget is measured against
@@ -58,11 +58,11 @@ def _recomputed(llm: LLM, text: Sequence[int], budget: int, tail: int) -> list[f
 
 def _scores(llm: LLM, texts: list[list[int]], way: str, budget: int) -> list[list[float]]:
     """Log-probability of every token but the first."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **_forgetting(way, budget))
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **_eviction(way, budget))
     return [[p.logprob for p in out.prompt_logprobs or []] for out in llm.generate(texts, params)]
 
 
-def _forgetting(way: str, budget: int) -> dict[str, Any]:
+def _eviction(way: str, budget: int) -> dict[str, Any]:
     return {"kv_budget": budget, "kv_eviction": way} if way in EVICTION else {}
 
 
@@ -80,7 +80,7 @@ def needles(llm: LLM, way: str, budget: int, length: int, num: int, filler: Sequ
         prompts.append([*hay[:at], *needle, *hay[at:], *question])
     if way == "recompute":
         prompts = [prompt[-budget:] for prompt in prompts]
-    params = SamplingParams(temperature=0.0, max_tokens=8, **_forgetting(way, budget))
+    params = SamplingParams(temperature=0.0, max_tokens=8, **_eviction(way, budget))
     answers = [out.outputs[0].text.strip() for out in llm.generate(prompts, params)]
     return sum(answer.startswith(key) for answer, key in zip(answers, keys, strict=True)) / num
 

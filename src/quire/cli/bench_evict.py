@@ -1,4 +1,4 @@
-"""bench evict: what each way of forgetting costs at the same KV budget."""
+"""bench evict: what each eviction policy costs at the same KV budget."""
 
 from __future__ import annotations
 

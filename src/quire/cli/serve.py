@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs."""
     from quire.assets import resolve
-    from quire.engine.client import AsyncClient, Care
+    from quire.engine.client import AsyncClient, RestartPolicy
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
     from quire.serve.core.context import current
@@ -28,8 +28,8 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
 
     async def open_frontend() -> Frontend:
         local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
-        care = Care(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
-        client = await AsyncClient.open(engine, process=True, care=care)
+        policy = RestartPolicy(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
+        client = await AsyncClient.open(engine, process=True, policy=policy)
         text = TextModel.load(local, tool_parser=serving.tool_parser, reasoning_parser=serving.reasoning_parser)
         return Frontend(client, text, serving.served_model_name or local.name)
 

@@ -81,7 +81,7 @@ class CacheOrders:
         )
 
     def _drop(self, order: CacheOrder, table: PageTable) -> int:
-        """Forget the pages of a prompt, or all of them, in some places or everywhere."""
+        """Drop the pages of a prompt, or all of them, in some places or everywhere."""
         places = ["device", *(tier.name for tier in self._directory.tiers)]
         names = order.tiers or places
         if unknown := set(names) - set(places):
@@ -91,7 +91,7 @@ class CacheOrders:
             self._memory.hash_pages(table, order.tokens, order.salt)
             keys = [(group, name) for group, hashes in enumerate(table.hashes) for name in hashes]
         count = self._directory.drop(names, keys)
-        return count + self._memory.forget(keys) if "device" in names else count
+        return count + self._memory.drop_cached(keys) if "device" in names else count
 
     def _bundle(self, tokens: list[int], pages: list[int]) -> bytes:
         held = [page for page in pages if page != NULL_PAGE]

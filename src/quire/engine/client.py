@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 
 Kind = TypeVar("Kind", bound=Answer)
 
-WINDOW = 600.0  # seconds over which restarts are counted
-BACKOFF = 0.25  # seconds before the first restart; each further one waits twice as long
-LOOK = 0.5  # seconds between looks at the clock while the engine is silent
+RESTART_WINDOW_S = 600.0  # over which restarts are counted
+FIRST_BACKOFF_S = 0.25  # before the first restart; each further one waits twice as long
+POLL_INTERVAL_S = 0.5  # between looks at the clock while the engine is silent
 
 # What callers are told; why it happened is in the log.
 STOPPED = "the engine stopped; what it was working on is lost, and new requests must wait for its restart"
@@ -66,8 +66,8 @@ CLOSED = "the server is shutting down; try again later"
 
 
 @dataclass(frozen=True)
-class Care:
-    """How an engine is looked after: when its silence means trouble, when death, and how often it is replaced."""
+class RestartPolicy:
+    """When an engine's silence means trouble, when death, and how often it is replaced."""
 
     heartbeat: float = 5.0
     hang_timeout: float = 0.0  # 0: silence is never death
@@ -154,9 +154,14 @@ class EventQueue:
 class AsyncClient:
     """`reopen` makes a new link where the old one broke; without it, a broken link is the end."""
 
-    def __init__(self, link: Link, care: Care | None = None, reopen: Callable[[threading.Event], Link] | None = None):
+    def __init__(
+        self,
+        link: Link,
+        policy: RestartPolicy | None = None,
+        reopen: Callable[[threading.Event], Link] | None = None,
+    ):
         self.info = link.info
-        self.care = care or Care()
+        self.policy = policy or RestartPolicy()
         self.restarts = 0
         self._link = link
         self._reopen = reopen
@@ -172,7 +177,12 @@ class AsyncClient:
 
     @classmethod
     async def open(
-        cls, options: EngineOptions, *, process: bool = True, progress: bool = False, care: Care | None = None
+        cls,
+        options: EngineOptions,
+        *,
+        process: bool = True,
+        progress: bool = False,
+        policy: RestartPolicy | None = None,
     ) -> AsyncClient:
         def reopen(stop: threading.Event) -> Link:
             return open_link(options, process=process, progress=progress, stop=stop)
@@ -183,7 +193,7 @@ class AsyncClient:
         except asyncio.CancelledError:
             stop.set()
             raise
-        return cls(link, care, reopen if process else None)
+        return cls(link, policy, reopen if process else None)
 
     @property
     def alive(self) -> bool:
@@ -199,7 +209,7 @@ class AsyncClient:
         if not self.alive:
             return self._dead
         silent = time.monotonic() - self._link.heard
-        return f"the engine gave no sign of life for {silent:.1f} s" if silent > self.care.heartbeat else None
+        return f"the engine gave no sign of life for {silent:.1f} s" if silent > self.policy.heartbeat else None
 
     async def lost(self) -> QuireError:
         """Wait until the engine is gone for good; returns why."""
@@ -304,10 +314,10 @@ class AsyncClient:
             while not self._closing.is_set():
                 while not outbox.empty():
                     link.send(outbox.get())
-                if messages := link.receive(LOOK):
+                if messages := link.receive(POLL_INTERVAL_S):
                     self._on_loop(self._deliver, messages)
                 silent = time.monotonic() - link.heard
-                if 0 < self.care.hang_timeout < silent:
+                if 0 < self.policy.hang_timeout < silent:
                     return EngineDeadError(f"the engine gave no sign of life for {silent:.0f} s")
             return None
         except Exception as error:
@@ -318,13 +328,13 @@ class AsyncClient:
         """A new link, after a pause that grows; None if there were too many, or there is no need any more."""
         while self._reopen is not None and not self._closing.is_set():
             now = time.monotonic()
-            restarts[:] = [then for then in restarts if now - then < WINDOW]
-            if len(restarts) >= self.care.max_restarts:
+            restarts[:] = [then for then in restarts if now - then < RESTART_WINDOW_S]
+            if len(restarts) >= self.policy.max_restarts:
                 break
             restarts.append(now)
-            if self._closing.wait(BACKOFF * 2 ** (len(restarts) - 1)):
+            if self._closing.wait(FIRST_BACKOFF_S * 2 ** (len(restarts) - 1)):
                 break
-            log.warning("restarting the engine (%d of %d)", len(restarts), self.care.max_restarts)
+            log.warning("restarting the engine (%d of %d)", len(restarts), self.policy.max_restarts)
             try:
                 return self._reopen(self._closing)
             except Exception:

@@ -117,7 +117,7 @@ class EngineCore:
         return events
 
     def settle(self) -> None:
-        """Nobody waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
+        """No client waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
         when they ended could not be told later."""
         try:
             while self._tickets and self._tickets[0][0].rows and not self.scheduler.sequences.requests:
@@ -135,7 +135,7 @@ class EngineCore:
         return self.scheduler.fail(f"the step failed: {type(error).__name__}: {error}")
 
     def reset(self) -> None:
-        self._rouse()  # what the tiers are to forget, the worker forgets
+        self._rouse()  # what the tiers are to drop, the worker drops
         self.scheduler.reset()
 
     def stats(self) -> EngineStats:

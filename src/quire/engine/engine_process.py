@@ -57,7 +57,7 @@ class EngineProcess:
         checked = 0.0
         while True:
             if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
-                core.scheduler.check()  # nobody wants anything: time to look whether all is in order
+                core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
             if time.monotonic() - self._sent > BEAT:

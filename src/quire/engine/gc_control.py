@@ -1,4 +1,4 @@
-"""Memory, once everything is loaded: what only starting up needed is given back, and nobody looks for garbage at work.
+"""Memory, once everything is loaded: what only starting up needed is given back, and no garbage is collected at work.
 
 An engine's objects make no cycles (a test holds it to that), so counting references frees them all. Looking for cycles
 takes as long as there are objects, tens of milliseconds with hundreds of requests under way, during which no step is
@@ -15,10 +15,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-MADV_DONTNEED = 4  # for code, which nobody writes: drop it from this process, not from the system's cache
-LEAST = 1 << 20  # bytes of a mapping worth asking about
-GROWTH = 1_000_000  # objects more than when last looked before somebody looks for cycles at work: a leak, then
-UNTIDY = 10_000  # as many more, and an idle engine looks
+MADV_DONTNEED = 4  # for code, which is never written: drop it from this process, not from the system's cache
+MIN_MAPPING_BYTES = 1 << 20  # of a mapping worth asking about
+MAX_NEW_OBJECTS = 1_000_000  # objects more than when last looked before cycles are looked for at work: a leak, then
+IDLE_NEW_OBJECTS = 10_000  # as many more, and an idle engine looks
 
 
 def shed() -> None:
@@ -37,17 +37,17 @@ def settle() -> None:
     """What lives now is taken to live for ever and never looked at again; the rest when idle."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(GROWTH)
+    gc.set_threshold(MAX_NEW_OBJECTS)
 
 
 def tidy() -> None:
     """For an idle moment."""
-    if gc.get_count()[0] > UNTIDY:
+    if gc.get_count()[0] > IDLE_NEW_OBJECTS:
         gc.collect()
 
 
 class _Calm:
-    """While an engine works in somebody else's process, whose own way of looking for garbage comes back with the last
+    """While an engine works in another program's process, whose own collector settings come back with the last
     to leave."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class _Calm:
             self._inside += 1
             if self._inside == 1:
                 self._usual = gc.get_threshold()
-                if 0 < self._usual[0] < GROWTH:
-                    gc.set_threshold(GROWTH)
+                if 0 < self._usual[0] < MAX_NEW_OBJECTS:
+                    gc.set_threshold(MAX_NEW_OBJECTS)
 
     def __exit__(self, *exc: object) -> None:
         with self._lock:
@@ -77,11 +77,11 @@ def _code() -> Iterator[tuple[int, int]]:
     """Mappings of files that may be run and not written."""
     try:
         maps = Path("/proc/self/maps").read_text()
-    except OSError:  # nobody says; then the code stays
+    except OSError:  # not known; then the code stays
         return
     for line in maps.splitlines():
         addresses, rights, *_, name = line.split(maxsplit=5) if line.count("/") else (line, "", "")
         if rights == "r-xp" and name.startswith("/"):
             start, end = (int(part, 16) for part in addresses.split("-"))
-            if end - start >= LEAST:
+            if end - start >= MIN_MAPPING_BYTES:
                 yield start, end

@@ -63,7 +63,7 @@ from quire.types.request import FinishReason
 
 START_TIMEOUT = 600.0
 CLOSE_TIMEOUT = 5.0
-LOOK = 0.25  # seconds between looks at whether the process is still there
+POLL_INTERVAL_S = 0.25  # between looks at whether the process is still there
 
 
 class Link(Protocol):
@@ -216,7 +216,7 @@ class ProcessLink:
                 if stop is not None and stop.is_set():
                     self._process.kill()
                     raise EngineDeadError("the engine was told to stop before it was ready")
-                for message in self.receive(LOOK):
+                for message in self.receive(POLL_INTERVAL_S):
                     if isinstance(message, Ready):
                         return message.info
             raise EngineDeadError(f"the engine process was not ready within {START_TIMEOUT:.0f} s")
@@ -229,13 +229,13 @@ class ProcessLink:
 
         try:
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
-        except zmq.Again:  # nobody is connected: queues have no limit of their own
+        except zmq.Again:  # no engine is connected: queues have no limit of their own
             raise EngineDeadError("the engine process is gone") from None
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         waited = 0.0
         while True:
-            slice_ = LOOK if timeout is None else min(LOOK, timeout - waited)
+            slice_ = POLL_INTERVAL_S if timeout is None else min(POLL_INTERVAL_S, timeout - waited)
             ready = dict(self._poller.poll(int(max(0.0, slice_) * 1000)))
             ended = self._process.poll()  # looked at before the socket is read, so that its last words are heard
             messages = self._drain()

@@ -157,7 +157,7 @@ class LLM:
         self._ask(Power(False), Powered)
 
     def reset(self) -> None:
-        """Forget cached prefixes and counters."""
+        """Drop cached prefixes and counters."""
         self._link.send(Reset())
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""A page table with some of its pages taken out: those kept move together, their keys are turned to their new places.
+"""A page table with some of its pages taken out: those kept move together, their keys are rotated to their new places.
 
     before   [ 7 | 3 | 9 | 4 | 8 ]   keep 0, 3, 4      rope_shifts: 4 by -2 pages, 8 by -2 pages
     after    [ 7 | 4 | 8 ]
@@ -31,7 +31,7 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
         if fresh is None:
             return None
         for old in set(seen) - set(shared):
-            index.forget(pages[old], table.owner)
+            index.remove(pages[old], table.owner)
         seen = shared
     targets = dict(zip(seen, fresh, strict=True))
     change = Change()

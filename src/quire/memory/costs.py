@@ -36,7 +36,7 @@ class Costs:
         page = self._page.get((source, target))
         return None if page is None else page * pages
 
-    def forget(self, source: str, target: str) -> None:
+    def decay(self, source: str, target: str) -> None:
         """A way that is not taken is not measured: let it look better by and by, until it is tried again."""
         if (source, target) in self._page:
             self._page[source, target] *= 0.9

@@ -357,9 +357,9 @@ class KVManager:
         self.pool.release(pages[::-1])
         return True
 
-    def forget(self, keys: Iterable[Key] | None = None) -> int:
+    def drop_cached(self, keys: Iterable[Key] | None = None) -> int:
         """Drop cached content that no sequence uses (this, or all of it); how many pages that frees."""
-        return self.pool.forget_idle() if keys is None else self.pool.forget_keys(keys)
+        return self.pool.drop_idle() if keys is None else self.pool.drop_keys(keys)
 
     def on_eviction(self, told: Callable[[Key, int], None]) -> None:
         """Have `told` called with content that is about to be lost, and its page."""

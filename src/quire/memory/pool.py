@@ -90,19 +90,19 @@ class PagePool:
                         self._idle[page] = None
         return last
 
-    def forget_keys(self, keys: Iterable[Key]) -> int:
+    def drop_keys(self, keys: Iterable[Key]) -> int:
         """Drop this content where it is not referenced; how many pages that frees."""
         count = 0
         for group, name in keys:
             for page in self.index.run(group, [name]):
                 if page in self._idle:
                     del self._idle[page]
-                    self.index.forget(page)
+                    self.index.remove(page)
                     self._blank.append(page)
                     count += 1
         return count
 
-    def forget_idle(self) -> int:
+    def drop_idle(self) -> int:
         """Drop all cached content, and say how many pages; those in use stay valid for their holders."""
         count = len(self._idle)
         self._blank.extend(self._idle)
@@ -115,7 +115,7 @@ class PagePool:
         key = self.index.key_of(page)
         if self.leaving is not None and key is not None:
             self.leaving(key, page)
-        self.index.forget(page, taker)
+        self.index.remove(page, taker)
         return page
 
     def check(self) -> None:

@@ -63,7 +63,7 @@ class PrefixIndex:
             self._parent[key] = parent
             self._evicted.pop(key, None)
 
-    def forget(self, page: int, taker: str = "") -> None:
+    def remove(self, page: int, taker: str = "") -> None:
         """The page is about to hold something else."""
         key = self._key.pop(page, None)
         if key is not None:

@@ -227,7 +227,7 @@ class Directory:
                 tier.holds.pin(key, until)
 
     def drop(self, names: Iterable[str], keys: Iterable[Key] | None = None) -> int:
-        """Forget pages of some tiers (all of them, or these); returns how many."""
+        """Drop pages of some tiers (all of them, or these); returns how many."""
         count = 0
         for tier in self.tiers:
             if tier.name in names:
@@ -239,7 +239,7 @@ class Directory:
                 count += len(gone)
         return count
 
-    def forget(self) -> None:
+    def cancel_saves(self) -> None:
         """What is queued to leave the device shall not: its content may be wrong, or is not wanted. Loads and
         look-ups stay, requests hold pages for them."""
         for way, transfer in list(self._queue.items()):

@@ -1,6 +1,6 @@
 """Energy used, where the hardware counts it: RAPL for Intel and AMD packages and memory, NVML for NVIDIA GPUs.
 
-Counters are read when somebody asks; nothing runs in between. Where there is no counter, or this user may not read it,
+Counters are read on demand; nothing runs in between. Where there is no counter, or this user may not read it,
 energy is absent and `reasons` says why: it is never estimated. Meters count the whole device, whoever uses it.
 
 Refuses to know: tokens, requests.

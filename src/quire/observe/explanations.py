@@ -20,7 +20,7 @@ SENTENCES = {
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
     PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",
     PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position",
-    PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget makes it forget, so it is computed",
+    PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget evicts, so it is computed",
     PrefixOutcome.OFF: "the prefix cache is off",
 }
 
@@ -64,7 +64,7 @@ class Branch(msgspec.Struct, kw_only=True):
     drafted_tokens: int  # by speculation
     accepted_tokens: int  # ... of them, right: steps saved
     queue_s: float  # being admitted, waiting for a slot and pages
-    pending_s: float  # of queue_s, waiting for pages somebody else was computing or loading
+    pending_s: float  # of queue_s, waiting for pages another request was computing or loading
     prefill_s: float
     decode_s: float
     preempted_s: float
@@ -86,7 +86,7 @@ class Explanation(msgspec.Struct, kw_only=True):
 
 
 def explain(entry: Entry, timelines: list[Timeline], now: float, *, others: bool) -> Explanation:
-    """`others`: whether the reader may learn that somebody else's request had the same prefix."""
+    """`others`: whether the reader may learn that another tenant's request had the same prefix."""
     meter = entry.meter
     reported = next((t for t in timelines if t.prefix is not None), None)
     return Explanation(
@@ -149,7 +149,7 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
     reason, size = timeline.prefix, max(1, timeline.page_size)
     assert reason is not None
     if reason is PrefixOutcome.SALT and not others:
-        reason = PrefixOutcome.NEW  # that somebody else asked the same is not this reader's to know
+        reason = PrefixOutcome.NEW  # that another tenant asked the same is not this reader's to know
     page = timeline.cached // size
     missing = reason in (PrefixOutcome.NEW, PrefixOutcome.EVICTED, PrefixOutcome.SALT, PrefixOutcome.WINDOW)
     return Prefix(

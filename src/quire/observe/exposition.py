@@ -87,11 +87,11 @@ class _Exposition(Collector):
         again = "Tokens of chunks computed again because their place changes them."
         yield from self._counter("recomputed_tokens", again, stats.recomputed_tokens, shared=False)
         yield from self._counter("num_preemptions", "Sequences that lost their pages.", stats.preemptions)
-        yield from self._counter("spec_decode_num_drafts", "Guesses of one token or several.", stats.drafts)
+        yield from self._counter("spec_decode_num_drafts", "Drafts of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
-        yield from self._counter("spec_decode_num_accepted_tokens", "Guesses that were right.", stats.accepted_tokens)
-        forgot = "Tokens whose KV was dropped to keep a request's budget."
-        yield from self._counter("evicted_tokens", forgot, stats.evicted_tokens, shared=False)
+        yield from self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
+        evicted = "Tokens whose KV was dropped to keep a request's budget."
+        yield from self._counter("evicted_tokens", evicted, stats.evicted_tokens, shared=False)
         yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)
         saved = "Tokens that a grammar forced: steps saved."
         yield from self._counter("forced_tokens", saved, stats.forced_tokens, shared=False)

@@ -1,7 +1,7 @@
 """What requests felt and what the engine says of itself, counted.
 
 Recording is plain arithmetic on the event loop's thread (no locks, no label look-ups), one update per arrival of
-tokens; names, labels and buckets are made only when somebody scrapes (`exposition`).
+tokens; names, labels and buckets are made only at a scrape (`exposition`).
 
 Refuses to know: engines, HTTP, who scrapes.
 """

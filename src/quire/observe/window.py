@@ -1,4 +1,4 @@
-"""What happened since somebody last looked: a sample of latencies small enough to send every second.
+"""What happened since the last look: a sample of latencies small enough to send every second.
 
 Refuses to know: who looks.
 """

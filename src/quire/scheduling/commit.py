@@ -8,8 +8,8 @@ Refuses to know: plans in the making, who waits.
 from __future__ import annotations
 
 from quire.memory.manager import KVManager
+from quire.scheduling.beam_search import Search, answers
 from quire.scheduling.feature import SchedulingFeature
-from quire.scheduling.features.beam_search import Search, answers
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable

@@ -71,7 +71,7 @@ class SchedulingFeature:
         """Page tables that the feature holds beside those of sequences."""
         return []
 
-    def failed(self) -> None:
+    def step_failed(self) -> None:
         """A step failed: pages' contents can no longer be trusted."""
 
     def reset(self) -> None:

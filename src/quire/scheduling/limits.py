@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Container, Iterable
 
 from quire.memory.manager import KVManager
-from quire.scheduling.features.beam_search import check_fits
+from quire.scheduling.beam_search import check_fits
 from quire.scheduling.features.chunk_reuse import check_blend
 from quire.scheduling.features.kv_eviction import KVBudget
 from quire.types.errors import ContextLengthError, InputError

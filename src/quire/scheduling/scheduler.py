@@ -17,10 +17,10 @@ from collections.abc import Iterable
 
 from quire.memory.manager import Change, KVManager
 from quire.scheduling.admission import Admission
+from quire.scheduling.beam_search import Search
 from quire.scheduling.commit import Commit
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.feature_set import FeatureSet
-from quire.scheduling.features.beam_search import Search
 from quire.scheduling.limits import Deadlines, check_request
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import make_policy
@@ -170,7 +170,7 @@ class Scheduler:
         tiers.directory.hand_over(plan)
         if not (plan.computes or plan.transfers or plan.drops or (tiers.moving and builder.idle)):
             if builder.idle:
-                self.features.eviction.landed(self._step)
+                self.features.eviction.release_until(self._step)
             return None
         plan.frees, self.sequences.freed = self.sequences.freed, []
         for seq in builder.members():
@@ -306,7 +306,7 @@ class Scheduler:
         return events
 
     def fail(self, message: str) -> list[TokenEvent]:
-        """A step failed: what is in memory can no longer be trusted. End everything, forget all pages, go on."""
+        """A step failed: what is in memory can no longer be trusted. End everything, drop all pages, go on."""
         events, self._undelivered = self._undelivered, []  # who ended before the step failed still gets that end
         for request_id in list(self.sequences.requests):
             events += self.sequences.end(request_id, FinishReason.ERROR, message)
@@ -314,18 +314,18 @@ class Scheduler:
             step = self._in_flight.popleft()
             self.sequences.freed += step.plan.frees  # the step may have failed before it did so
             self.sequences.land(step)
-        self.features.eviction.landed(self._step)
+        self.features.eviction.release_until(self._step)
         for feature in self.sequences.features:
-            feature.failed()
-        self.memory.forget()
+            feature.step_failed()
+        self.memory.drop_cached()
         return events
 
     # ---- looking inside -------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Forget cached prefixes and start the counters anew."""
+        """Drop cached prefixes and start the counters anew."""
         self.features.sessions.clear()
-        self.memory.forget()
+        self.memory.drop_cached()
         self.memory.reset_counters()
         for feature in self.sequences.features:
             feature.reset()

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from itertools import count
 
 from quire.memory.manager import Hit, KVManager, PageTable
+from quire.scheduling.beam_search import Search
 from quire.scheduling.feature import SchedulingFeature
-from quire.scheduling.features.beam_search import Search
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import Policy
 from quire.scheduling.sequence import Sequence

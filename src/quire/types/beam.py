@@ -1,4 +1,4 @@
-"""What a caller may ask of beam search, validated once at the door."""
+"""What a caller may ask of beam search, validated once, on arrival."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
     ├── UnauthorizedError     no key, or not one of ours (HTTP 401)
-    ├── ForbiddenError        the key is ours but does not open this door (HTTP 403)
+    ├── ForbiddenError        the key is ours but does not allow this (HTTP 403)
     ├── DeadlineError         the work was cancelled because its time was up (HTTP 408)
     ├── OverloadedError       a bounded queue is full; says when to retry (HTTP 503)
     │   └── RateLimitError        one key's limit, not the server's (HTTP 429)

@@ -81,7 +81,7 @@ class _Slot:
         self.tokens.append(token)
 
     def cut(self, count: int) -> None:
-        """Forget the last tokens."""
+        """Roll back the last tokens."""
         if count:
             del self.tokens[-count:]
             del self.digests[len(self.tokens) :]

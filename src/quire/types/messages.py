@@ -6,7 +6,7 @@ engine died), Heartbeat (when there was nothing else to say for a while).
 
 A Query carries an id that its Reply repeats: replies are matched by it and may come in any order.
 
-Times in messages are wall-clock seconds since the epoch (`time.time()`) or durations in seconds. Nobody's monotonic
+Times in messages are wall-clock seconds since the epoch (`time.time()`) or durations in seconds. No process's monotonic
 clock leaves its process: on another host, or after a restart, it means nothing. An engine converts on receipt
 (`received`) and before sending (`wall_clock`), and keeps its own monotonic clock inside.
 """
@@ -79,7 +79,7 @@ class Query(msgspec.Struct, tag=True):
 
 
 class Reset(msgspec.Struct, tag=True):
-    """Forget all cached prefixes and start counters anew (benchmarks)."""
+    """Drop all cached prefixes and start counters anew (benchmarks)."""
 
 
 class Shutdown(msgspec.Struct, tag=True):

@@ -36,7 +36,7 @@ class Counted:
 
     @property
     def drafted_tokens(self) -> int:
-        """Guessed ahead on the way to these tokens."""
+        """Drafted on the way to these tokens."""
         return self.counts.drafted if self.counts else 0
 
     @property

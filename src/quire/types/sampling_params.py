@@ -1,4 +1,4 @@
-"""Sampling parameters: what a caller may ask of the sampler, validated once at the door."""
+"""Sampling parameters: what a caller may ask of the sampler, validated once, on arrival."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PrefixOutcome(enum.StrEnum):
     WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
     SHORT = "short"  # the prompt does not fill a page
     SCORED = "scored"  # prompt logprobs, a mean over the prompt, or accumulated attention need every position computed
-    BUDGET = "budget"  # beyond what a request with a KV budget holds before it first forgets
+    BUDGET = "budget"  # beyond what a request with a KV budget holds before it first evicts
     OFF = "off"  # the prefix cache is off
 
 

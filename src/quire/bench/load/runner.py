@@ -124,7 +124,7 @@ class Load:
         return await self._end(name, None, began, before, records)
 
     async def warm_up(self, jobs: Iterable[Job]) -> None:
-        """A few answers nobody counts: first-use costs. Fails if the server does not answer at all."""
+        """A few answers that are not counted: first-use costs. Fails if the server does not answer at all."""
         for job in islice(jobs, 2):
             record = await self._one(job, 0.0, time.perf_counter())
             if not record.ok and not record.refused:

@@ -22,7 +22,7 @@ class Scrape(msgspec.Struct):
 
 
 async def scrape(url: str, api_key: str | None) -> Scrape | None:
-    """None if nobody answers there with metrics."""
+    """None if no server answers there with metrics."""
     from prometheus_client.parser import text_string_to_metric_families
 
     parts = urlsplit(url)

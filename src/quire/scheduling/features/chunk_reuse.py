@@ -11,7 +11,7 @@ pages of its own for the whole prompt and
     probes   the first layers of all these tokens, which shows whose KV their new neighbours change most;
     rows     for that part of them, and for all that no chunk covers, as usual.
 
-From the first turned token on, its pages are not what their names would say, and are never named.
+From the first shifted token on, its pages are not what their names would say, and are never named.
 
 Knows: sequences, pages, plans. Refuses to know: models, text, who runs when.
 """
@@ -76,7 +76,7 @@ class ChunkedPrompt:
     """A request between its start and its first token."""
 
     seq: Sequence
-    covered: list[Span]  # what was turned
+    covered: list[Span]  # what was shifted
     exact: int  # where computing begins: all before it was found as it is
     probed: int  # positions before this are probed, or about to be
     end: int  # probed up to here
@@ -85,15 +85,15 @@ class ChunkedPrompt:
     runs: list[Span] | None = None  # to compute; None: not known yet
 
     def choose(self, recompute: float) -> int:
-        """What to compute: of the tokens turned, those that deviate most, and all others. Returns how many of those."""
+        """What to compute: of the shifted tokens those that deviate most (returns how many), and all others."""
         changed = np.array([change for at in sorted(self.deviations) for change in self.deviations[at]])
-        turned = np.concatenate([np.arange(*span) for span in self.covered])
-        count = math.ceil(recompute * len(turned))
+        shifted = np.concatenate([np.arange(*span) for span in self.covered])
+        count = math.ceil(recompute * len(shifted))
         chosen = np.zeros(0, np.int64)
         if count:
-            chosen = turned[np.argsort(-changed[turned - self.exact], kind="stable")[:count]]
+            chosen = shifted[np.argsort(-changed[shifted - self.exact], kind="stable")[:count]]
         wanted = np.ones(self.seq.known - self.exact, bool)
-        wanted[turned - self.exact] = False
+        wanted[shifted - self.exact] = False
         wanted[chosen - self.exact] = True
         edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])))) + self.exact
         self.runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

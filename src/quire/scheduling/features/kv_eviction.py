@@ -1,17 +1,17 @@
 """KV eviction: which pages of a context longer than its KV budget to evict, and when.
 
 A request may have a budget of KV entries. When its next token would exceed it, pages are dropped until three quarters
-of the budget are left (rarely and many, because the keys of pages that move together are turned every time):
+of the budget are left (rarely and many, because the keys of pages that move together are rotated every time):
 
     sinks    the first page and the latest ones stay (StreamingLLM): needs to know nothing of what is attended to
-    snapkv   the latest pages and those that the last WINDOW tokens attended to most (SnapKV at the end of a prompt,
-             TOVA after it)
+    snapkv   the latest pages and those that the tokens of an observation window attended to most (SnapKV at the end
+             of a prompt, TOVA after it)
     h2o      the latest pages and those with most attention since they were written, half and half (H2O)
 
 Those that look at attention compute a prompt whole, if the model can attend to it, and evict at its end; otherwise,
 and wherever prompt log-probabilities are wanted, the budget holds from the first token. Everything is decided at points
-that depend on token counts alone, never on how a step was cut or what else was running: the same request forgets the
-same.
+that depend on token counts alone, never on how a step was cut or what else was running: the same request evicts
+the same.
 
 Refuses to know: where pages lie, how attention is measured.
 """
@@ -32,11 +32,11 @@ from quire.types.errors import InputError
 from quire.types.plan import Capacity, StepResult
 from quire.types.request import Request
 
-WINDOW = 8  # tokens whose attention decides, where the latest do; with more, a question drowns in the text before it
+OBSERVATION_WINDOW = 8  # latest tokens whose attention decides; with more, a question drowns in the text before it
 KEPT_SHARE = 0.75  # of the budget, when it evicts
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """`window`: of the tokens before a decision, how many attention is asked of; 0: none, None: all."""
 
     window: int | None
@@ -67,7 +67,11 @@ class Scored:
         return [*sorted(best), *range(len(scores) - recent, len(scores))]
 
 
-POLICIES: dict[str, Policy] = {"sinks": Sinks(), "snapkv": Scored(WINDOW, 0.25), "h2o": Scored(None, 0.5)}
+EVICTION_POLICIES: dict[str, EvictionPolicy] = {
+    "sinks": Sinks(),
+    "snapkv": Scored(OBSERVATION_WINDOW, 0.25),
+    "h2o": Scored(None, 0.5),
+}
 
 
 class KVBudget:
@@ -75,7 +79,7 @@ class KVBudget:
 
     __slots__ = ("_eviction", "budget", "evicted", "owed", "peak", "policy", "scores", "size")
 
-    def __init__(self, eviction: KVEviction, policy: Policy, budget: int, peak: int, size: int):
+    def __init__(self, eviction: KVEviction, policy: EvictionPolicy, budget: int, peak: int, size: int):
         self._eviction = eviction
         self.policy = policy
         self.budget = budget  # KV entries, in whole pages
@@ -160,7 +164,7 @@ class KVEviction(SchedulingFeature):
             self._refusal = "this model learned its positions one by one, so what it keeps cannot move together"
         elif memory.contiguous:
             self._refusal = "static batching sets all memory aside in advance"
-        self._leaving: deque[tuple[int, list[int]]] = deque()  # (step that may still use them, pages nobody holds)
+        self._leaving: deque[tuple[int, list[int]]] = deque()  # (step that may still use them, pages no table holds)
 
     def budget(self, request: Request) -> KVBudget | None:
         """For a request with a budget; refuses, with a reason, one that cannot be kept."""
@@ -170,7 +174,7 @@ class KVEviction(SchedulingFeature):
         if self._refusal:
             raise InputError(f"kv_budget cannot be used here: {self._refusal}", param="kv_budget")
         params.check_budget(self._size, self._longest)
-        policy, budget = POLICIES[params.kv_eviction], params.kv_budget // self._size * self._size
+        policy, budget = EVICTION_POLICIES[params.kv_eviction], params.kv_budget // self._size * self._size
         whole = policy.window != 0 and params.prompt_logprobs is None and length <= self._longest
         fits = self._memory.layout.pages_for(length) <= self._memory.pool.total
         return KVBudget(self, policy, budget, max(length, budget) if whole and fits else budget, self._size)
@@ -207,7 +211,7 @@ class KVEviction(SchedulingFeature):
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         """Pages that it still read go back; branches that set out from a row have attended to the same as it."""
-        self.landed(step.plan.step)
+        self.release_until(step.plan.step)
         if not result.mass:
             return
         told = [(i, *whose) for i, whose in enumerate(step.rows)]
@@ -224,8 +228,8 @@ class KVEviction(SchedulingFeature):
         elif pages:
             self._memory.give_back(pages, self._size)
 
-    def landed(self, step: int) -> None:
-        """All steps up to this one are over."""
+    def release_until(self, step: int) -> None:
+        """All steps up to this one are over: nothing reads what they read any more."""
         while self._leaving and self._leaving[0][0] <= step:
             self._memory.give_back(self._leaving.popleft()[1], self._size)
 

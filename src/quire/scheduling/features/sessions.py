@@ -86,7 +86,7 @@ class Sessions(SchedulingFeature):
         while self.reclaim(running=True):
             pass
 
-    def failed(self) -> None:
+    def step_failed(self) -> None:
         self.clear()
 
     def expire(self, now: float) -> None:

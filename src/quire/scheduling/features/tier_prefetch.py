@@ -142,7 +142,7 @@ class TierPrefetch(SchedulingFeature):
         if compute is None or load <= compute:
             return True
         for name in ways:
-            costs.forget(name, DEVICE)
+            costs.decay(name, DEVICE)
         return False
 
     def _land(self, seq: Sequence, pages: list[list[int]], missing: list[tuple[int, int]]) -> bool:
@@ -271,7 +271,7 @@ class TierPrefetch(SchedulingFeature):
             return True  # to be measured, it must be tried
         if out + (out if back is None else back) <= compute:
             return True
-        costs.forget(first, DEVICE)
+        costs.decay(first, DEVICE)
         return False
 
     # ---- with the step --------------------------------------------------------------------------------------
@@ -290,12 +290,12 @@ class TierPrefetch(SchedulingFeature):
                 if seq.epoch == epoch:
                     self._save_computed(seq.table, row.start + row.count)
 
-    def failed(self) -> None:
-        self.directory.forget()
+    def step_failed(self) -> None:
+        self.directory.cancel_saves()
 
     def reset(self) -> None:
-        """Forget what the tiers hold that do not outlive the engine, and count anew."""
-        self.directory.forget()
+        """Drop what the tiers hold that do not outlive the engine, and count anew."""
+        self.directory.cancel_saves()
         self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
         for tier in self.directory.tiers:
             tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)

@@ -21,7 +21,7 @@ from quire.serve.core.api_keys import KeyRing
 from quire.serve.core.context import Context, current
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
-from quire.serve.core.rate_limits import Admission, Permit
+from quire.serve.core.rate_limits import Permit, RequestAdmission
 from quire.types.counts import Counts
 from quire.types.errors import (
     ContextLengthError,
@@ -61,7 +61,7 @@ class Serving:
     ledger: Ledger
     options: ServeOptions
     keys: KeyRing
-    admission: Admission
+    admission: RequestAdmission
     prepare_pool: PreparePool
     lag: LagMonitor
     fingerprint: str

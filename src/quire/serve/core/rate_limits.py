@@ -1,6 +1,6 @@
-"""Admission: who may enter, at what price, and when to come back.
+"""Request admission: who may enter, at what price, and when to come back.
 
-A request is let in twice. At the door, before its body is read: is there a place in the queue, is the key within its
+A request is let in twice. Before its body is read: is there a place in the queue, is the key within its
 concurrency? Once its tokens are counted, before anything is allocated for it: may the queue hold that many, does
 the key's budget cover them, could its deadline be met?
 
@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 from quire.serve.core.api_keys import Key
 from quire.types.errors import OverloadedError, RateLimitError
 
-MEMORY = 10.0  # seconds after which a measurement counts a half
-CAUTION_MEMORY = 30.0  # the same, for what was learned of waits behind a full house
+DRAIN_HALF_LIFE_S = 10.0  # after which a measurement counts a half
+CAUTION_HALF_LIFE_S = 30.0  # the same, for what was learned of waits behind a full house
 MAX_CAUTION = 64.0
-BELIEF = 1 / 30  # of a wait: measured for less time, a rate is no reason to refuse anybody (the first to leave a burst)
+MIN_MEASURED_SHARE = 1 / 30  # of a wait: measured for less time, a rate refuses no request
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
 
@@ -68,7 +68,7 @@ class DrainMeter:
     seconds: float = 0.0
 
     def note(self, tokens: float, seconds: float) -> None:
-        fade = 0.5 ** (seconds / MEMORY)
+        fade = 0.5 ** (seconds / DRAIN_HALF_LIFE_S)
         self.tokens = self.tokens * fade + tokens
         self.seconds = self.seconds * fade + seconds
 
@@ -86,7 +86,7 @@ class Caution:
     _since: float = 0.0
 
     def at(self, now: float) -> float:
-        self.factor = max(1.0, self.factor * 0.5 ** ((now - self._since) / CAUTION_MEMORY))
+        self.factor = max(1.0, self.factor * 0.5 ** ((now - self._since) / CAUTION_HALF_LIFE_S))
         self._since = now
         return self.factor
 
@@ -97,7 +97,7 @@ class Caution:
 
 
 @dataclass(eq=False)
-class Admission:
+class RequestAdmission:
     max_queue: int
     max_queue_tokens: int
     max_queue_wait: float
@@ -124,7 +124,7 @@ class Admission:
     def __post_init__(self) -> None:
         self._idle.set()
 
-    # ---- at the door ----------------------------------------------------------------------------------------
+    # ---- in and out ----------------------------------------------------------------------------------------
 
     def enter(self, key: Key) -> Permit:
         """A place for a request whose body has not been read; raises OverloadedError or RateLimitError."""
@@ -230,7 +230,7 @@ class Admission:
 
     def _check_wait(self, longest: float, reason: str, why: str) -> None:
         expected = self.wait()
-        if expected > longest and self.drain.seconds > longest * BELIEF:
+        if expected > longest and self.drain.seconds > longest * MIN_MEASURED_SHARE:
             message = f"a first token would take about {expected:.1f} s, {why}; retry later"
             raise self._refusal(reason, message, expected - longest / 2)
 

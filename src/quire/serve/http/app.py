@@ -25,7 +25,7 @@ from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.core.generation import Serving
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import PreparePool
-from quire.serve.core.rate_limits import Admission
+from quire.serve.core.rate_limits import RequestAdmission
 from quire.serve.http.auth import Gate
 from quire.serve.http.error_bodies import Guard, on_error
 from quire.serve.http.openapi import install_schemas
@@ -95,7 +95,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
         ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
-        admission=Admission(
+        admission=RequestAdmission(
             max_queue=options.max_queue or info.slots + QUEUE,
             max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
             max_queue_wait=options.max_queue_wait,

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from quire.memory.manager import KVManager
-from quire.scheduling.features.beam_group import BeamGroup, Hypothesis
+from quire.scheduling.beam_group import BeamGroup, Hypothesis
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_group import SequenceGroup
 from quire.types.beam import BeamParams
