@@ -9,7 +9,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 from quire.bench.offline import run_workload, stats_of
@@ -67,11 +67,8 @@ def _engine(options: EngineOptions, **changes: Any) -> Iterator[Link]:
     cache = dataclasses.replace(options.cache, **{k: v for k, v in changes.items() if k in _names(options.cache)})
     plan = {k: v for k, v in changes.items() if k in _names(options.scheduler)}
     scheduler = dataclasses.replace(options.scheduler, **plan)
-    link = open_link(dataclasses.replace(options, cache=cache, scheduler=scheduler), process=False)
-    try:
+    with closing(open_link(dataclasses.replace(options, cache=cache, scheduler=scheduler), process=False)) as link:
         yield link
-    finally:
-        link.close()
 
 
 def _names(part: Any) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,8 +74,7 @@ def throughput(
     from quire.bench.report import rows, summarise
     from quire.engine.link import open_link
 
-    link = open_link(engine, process=False, progress=True)
-    try:
+    with closing(open_link(engine, process=False, progress=True)) as link:
         vocab = link.info.vocab_size
         if workload is Workload.CHAT:
             work = workloads.chat(num, seed=seed, vocab=vocab)
@@ -90,8 +90,6 @@ def throughput(
             versus = _compare(engine, link, work, rounds or 3, peer_requantise)
             summary = versus.ours
         info = link.info
-    finally:
-        link.close()
     _show(rows(summary), versus)
     if json_:
         settings = {"workload": str(workload), "num": num, "seed": seed, "engine": engine.flat()}
@@ -118,8 +116,7 @@ def latency(
     from quire.bench.offline import run_workload
     from quire.engine.link import open_link
 
-    link = open_link(engine, process=False, progress=True)
-    try:
+    with closing(open_link(engine, process=False, progress=True)) as link:
         vocab = link.info.vocab_size
         work = workloads.fixed(1, in_, out, seed=seed, vocab=vocab)
         run_workload(link, workloads.fixed(1, in_, 4, seed=seed + 1, vocab=vocab))  # first-use costs, other tokens
@@ -130,8 +127,6 @@ def latency(
             versus = _compare(engine, link, work, repeats, peer_requantise)
             runs = versus.runs
         summary, info = latencies(runs), link.info
-    finally:
-        link.close()
     _show(rows(summary), versus)
     if json_:
         _keep(json_, {"seed": seed, "engine": engine.flat()}, info, summary, versus)
@@ -188,13 +183,10 @@ def interference(
     from quire.bench.interference import interference as measure
     from quire.engine.link import open_link
 
-    link = open_link(engine, process=False, progress=True)
-    try:
+    with closing(open_link(engine, process=False, progress=True)) as link:
         size = link.info.max_model_len - 1 if prompt is None else prompt
         found = measure(link, streams=streams, prompt=size, n_in=in_, n_out=out)
         info = link.info
-    finally:
-        link.close()
     lines = [
         (f"gap between tokens, {name}", "  ".join(f"{point} {1e3 * gap:.1f} ms" for point, gap in gaps.items()))
         for name, gaps in (("streams alone", found.alone), ("beside the long prompt", found.beside))

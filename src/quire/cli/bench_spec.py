@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -83,13 +83,10 @@ def _synthetic(
     for name in ("off", f"synthetic:{rate}"):
         extra = {"draft_tokens": k} if name != "off" else {}
         options = EngineOptions.of(**{**engine.flat(), "speculation": name, **extra})
-        link = open_link(options, process=False, progress=True)
-        try:
+        with closing(open_link(options, process=False, progress=True)) as link:
             for size in batches:
                 figures = batched(link, size, n_in=in_, n_out=out, rounds=rounds, seed=seed)
                 found[f"batch {size}"][name] = figures
-        finally:
-            link.close()
     return found
 
 

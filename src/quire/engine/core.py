@@ -64,7 +64,7 @@ class EngineCore:
         if asleep and self.busy:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
         if asleep and not self._asleep:
-            self.scheduler.features.sessions.clear()  # what they hold stays cached, and that is what is kept
+            self.scheduler.features.sessions.reset()  # what they hold stays cached, and that is what is kept
             self.executor.sleep(self.scheduler.memory.pool.cached_pages())
         elif self._asleep and not asleep:
             self.executor.wake()

@@ -127,7 +127,7 @@ class Admission(SchedulingFeature):
                 return
 
     def _fits(self, seq: Sequence, hit: Hit, without: Collection[Sequence] = ()) -> bool:
-        """Whether there is a slot and pages for it, once those `without` which it is to be have given theirs up."""
+        """Whether there is a slot and pages for it, once the sequences `without` have given theirs up."""
         spare = self._preemption.spare if len(without) < len(self._table.running) else 0
         tables = [one.table for one in without]
         return bool(self._table.slots or without) and self._memory.fits(min(seq.known, seq.peak), hit, spare, tables)

@@ -124,13 +124,10 @@ class Commit(SchedulingFeature):
         event.embedding = [x / seq.prompt_len for x in pooled] if row.pool == "mean" else pooled
         return [event]
 
-    def preempted(self, seq: Sequence) -> None:
-        """It computes its prompt again."""
+    def released(self, seq: Sequence) -> None:
+        """It is over, or computes its prompt again."""
         self._scores.pop(seq, None)
         self._pooled.pop(seq, None)
-
-    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
-        self.preempted(seq)
 
 
 def _ends(seq: Sequence, token: int, outputs: int) -> FinishReason | None:

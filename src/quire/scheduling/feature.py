@@ -75,4 +75,4 @@ class SchedulingFeature:
         """A step failed: pages' contents can no longer be trusted."""
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Give up what is cached or held for later, and start counting anew."""

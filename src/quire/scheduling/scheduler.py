@@ -27,7 +27,7 @@ from quire.scheduling.policies import make_policy
 from quire.scheduling.prefill_budget import Budget, PrefillLimiter
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
-from quire.scheduling.snapshot import RunningViews, counters, picture
+from quire.scheduling.snapshot import counters, picture
 from quire.types.clock import Clock
 from quire.types.config import SchedulerOptions
 from quire.types.errors import DeadlineError, InputError, OverloadedError
@@ -206,7 +206,7 @@ class Scheduler:
                 continue
             (decode if missing == 1 else prefill).append((seq, missing))
         prefill.sort(key=lambda one: one[0].rank)
-        target = self.policy.latency_target(RunningViews(running))
+        target = self.policy.latency_target(seq.view for seq in running)
         whole = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
         chosen: list[tuple[Sequence, int, Change, int]] = []
         for seq, missing in (*decode, *prefill):
@@ -324,11 +324,10 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop cached prefixes and start the counters anew."""
-        self.features.sessions.clear()
-        self.memory.drop_cached()
-        self.memory.reset_counters()
         for feature in self.sequences.features:
             feature.reset()
+        self.memory.drop_cached()
+        self.memory.reset_counters()
 
     def snapshot(self) -> EngineStats:
         """Counters so far and gauges of now."""

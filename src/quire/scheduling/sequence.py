@@ -5,6 +5,7 @@ This is the spine only. What a feature needs to remember of a sequence, it keeps
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, Protocol
 
 from quire.memory.manager import Change, PageTable
@@ -22,7 +23,7 @@ class Sequence:
 
     __slots__ = (
         "attained", "branch", "cached", "computed", "draws", "epoch", "hook", "id", "inflight", "limit", "log",
-        "pending", "prompt_len", "rank", "request", "slot", "status", "stepwise", "table", "tokens", "unsent",
+        "pending", "prompt_len", "rank", "request", "slot", "status", "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
@@ -35,8 +36,6 @@ class Sequence:
         self.tokens = [*request.prompt, *request.outputs]
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
-        # Whether what it computes next depends on the token drawn last.
-        self.stepwise = request.params.grammar is not None or request.beam is not None
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
         self.computed = 0  # as of the last plan, drafts left out
         self.attained = 0  # token rows computed for it
@@ -61,6 +60,11 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether what it computes next depends on the token drawn last."""
+        return self.request.params.grammar is not None or self.request.beam is not None
 
     @property
     def evicted(self) -> int:
@@ -150,45 +154,16 @@ class _View:
     def __init__(self, seq: Sequence):
         self._seq = seq
 
-    @property
-    def id(self) -> int:
-        return self._seq.id
-
-    @property
-    def request(self) -> str:
-        return self._seq.request.id
-
-    @property
-    def tenant(self) -> str:
-        return self._seq.request.tenant
-
-    @property
-    def priority(self) -> int:
-        return self._seq.request.priority
-
-    @property
-    def arrival(self) -> float:
-        return self._seq.request.arrival
-
-    @property
-    def prompt(self) -> int:
-        return self._seq.prompt_len
-
-    @property
-    def cached(self) -> int:
-        return self._seq.cached
-
-    @property
-    def computed(self) -> int:
-        return self._seq.held
-
-    @property
-    def drawn(self) -> int:
-        return self._seq.outputs
-
-    @property
-    def attained(self) -> int:
-        return self._seq.attained
+    id = property(attrgetter("_seq.id"))
+    request = property(attrgetter("_seq.request.id"))
+    tenant = property(attrgetter("_seq.request.tenant"))
+    priority = property(attrgetter("_seq.request.priority"))
+    arrival = property(attrgetter("_seq.request.arrival"))
+    prompt = property(attrgetter("_seq.prompt_len"))
+    cached = property(attrgetter("_seq.cached"))
+    computed = property(attrgetter("_seq.held"))
+    drawn = property(attrgetter("_seq.outputs"))
+    attained = property(attrgetter("_seq.attained"))
 
     @property
     def remaining(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 
 from msgspec.structs import replace
 
@@ -13,26 +13,9 @@ from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
 from quire.types.events import EngineStats, TierStats
 from quire.types.plan import Capacity
-from quire.types.policy import SequenceView
 from quire.types.view import EngineView, LiveSequence
 
 MAX_SEQUENCES = 256
-
-
-class RunningViews(Collection[SequenceView]):
-    """The running sequences as a policy may see them, made when looked at."""
-
-    def __init__(self, running: Collection[Sequence]):
-        self._running = running
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    def __iter__(self) -> Iterator[SequenceView]:
-        return (seq.view for seq in self._running)
-
-    def __contains__(self, view: object) -> bool:
-        return any(found.id == getattr(view, "id", None) for found in self)
 
 
 def picture(

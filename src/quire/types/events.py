@@ -96,10 +96,6 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
 
     @property
-    def rows_wasted(self) -> int:
-        return sum(self.waste.values())
-
-    @property
     def acceptance(self) -> float:
         """Share of draft tokens that were accepted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0

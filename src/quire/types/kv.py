@@ -115,9 +115,6 @@ class KVLayout(msgspec.Struct, frozen=True):
         """Prefix hits end on multiples of this many tokens: a page boundary in every group, and a snapshot."""
         return math.lcm(*(g.tokens_per_page for g in self.groups), *(s.snapshot_tokens for s in self.states))
 
-    def group_of(self, layer: int) -> int:
-        return next(i for i, g in enumerate(self.groups) if layer in g.layers)
-
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens of one sequence need, ignoring what windows give back."""
         return sum(-(-tokens // g.tokens_per_page) for g in self.groups)

@@ -1,4 +1,4 @@
-"""The seam of scheduling policies: what a policy sees of sequences, what it is told, what it decides.
+"""The seam of scheduling policies: what a policy (`scheduling/policies/base.py`) sees of sequences and is told.
 
 A policy decides everything about order that is a choice, over read-only views, and owns no queue. The scheduler keeps
 the queues and the bounds: how often a request may be overtaken, how often a sequence may be preempted.
@@ -7,8 +7,8 @@ the queues and the bounds: how often a request may be overtaken, how often a seq
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 SequenceId = int  # submission number: unique, and a total order where all else ties
 
@@ -79,31 +79,3 @@ class PolicyEvent(NamedTuple):
     kind: EventKind
     now: float
     sequences: Sequence[tuple[SequenceView, int]]
-
-
-class SchedulingPolicy(Protocol):
-    """Decisions over views; the same events lead to the same decisions."""
-
-    observes: Collection[EventKind]  # the kinds that `observe` wants to be told of
-
-    def key(self, seq: SequenceView) -> tuple[Any, ...]:
-        """Order of service, waiting and running alike: lower first, and whoever has the highest key is preempted first.
-        It may change only when `observe` says so."""
-        ...
-
-    def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
-        """Whether a running sequence is preempted because a waiting one cannot start otherwise."""
-        ...
-
-    def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
-        """Whether a request that fits may be admitted before one ahead of it that does not. How often a request may be
-        overtaken is bounded by the scheduler."""
-        ...
-
-    def latency_target(self, running: Collection[SequenceView]) -> float | None:
-        """Seconds that the next step may take, which bounds its prefill budget; None: the engine's step target."""
-        ...
-
-    def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
-        """Take note; returns the sequences whose key changed."""
-        ...

@@ -73,7 +73,10 @@ class Sessions(SchedulingFeature):
 
     def contribute(self, builder: PlanBuilder) -> None:
         """Sessions whose time is up let go."""
-        self.expire(builder.now)
+        if builder.now >= self._next_end:
+            for session in [s for s in self._held.values() if s.until <= builder.now]:
+                self._let_go(session)
+            self._next_end = min((s.until for s in self._held.values()), default=inf)
 
     def reclaim(self, *, running: bool) -> bool:
         """The oldest session gives its pages up."""
@@ -82,19 +85,11 @@ class Sessions(SchedulingFeature):
             self._let_go(oldest)
         return oldest is not None
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         while self.reclaim(running=True):
             pass
 
-    def step_failed(self) -> None:
-        self.clear()
-
-    def expire(self, now: float) -> None:
-        if now < self._next_end:
-            return
-        for session in [s for s in self._held.values() if s.until <= now]:
-            self._let_go(session)
-        self._next_end = min((s.until for s in self._held.values()), default=inf)
+    step_failed = reset
 
     def drop(self, name: str, salt: str) -> None:
         if (salt, name) in self._held:

@@ -11,9 +11,9 @@ from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
 
 class Policy(ABC):
-    """Base of `types.policy.SchedulingPolicy` implementations; subclasses say how sequences are ordered."""
+    """Decisions over views; the same events lead to the same decisions. Subclasses say how sequences are ordered."""
 
-    observes: Collection[EventKind] = ()
+    observes: Collection[EventKind] = ()  # the kinds that `observe` wants to be told of
     uses_priority = False  # whether a request's priority has a meaning; where it has none, setting it is an error
     contiguous = False  # whether KV memory is reserved whole and in one piece: the allocator's affair
 
@@ -21,16 +21,23 @@ class Policy(ABC):
         self.options = options
 
     @abstractmethod
-    def key(self, seq: SequenceView) -> tuple[Any, ...]: ...
+    def key(self, seq: SequenceView) -> tuple[Any, ...]:
+        """Order of service, waiting and running alike: lower first, and whoever has the highest key is preempted first.
+        It may change only when `observe` says so."""
 
     def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
+        """Whether a running sequence is preempted because a waiting one cannot start otherwise."""
         return False
 
     def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
+        """Whether a request that fits may be admitted before one ahead of it that does not. How often a request may be
+        overtaken is bounded by the scheduler."""
         return True
 
-    def latency_target(self, running: Collection[SequenceView]) -> float | None:
+    def latency_target(self, running: Iterable[SequenceView]) -> float | None:
+        """Seconds that the next step may take, which bounds its prefill budget; None: the engine's step target."""
         return None
 
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
+        """Take note; returns the sequences whose key changed."""
         return ()

@@ -194,8 +194,9 @@ class Generation:
             request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
         ) as meter:
             try:
-                direct = Accounted(self, meter, out) if out is not None else None
-                async with aclosing(self.serving.frontend.stream(request, direct)) as stream:
+                if out is not None:
+                    out.meter, out.note = meter, self.note
+                async with aclosing(self.serving.frontend.stream(request, out)) as stream:
                     async for deltas in stream:
                         if permit is not None and not permit.started:
                             self.serving.admission.start(permit)
@@ -229,35 +230,24 @@ class Body(Protocol):
 
 
 class DirectOut:
-    """The way of plain deltas from the engine's step to the socket: `write` makes bytes of a delta, `body` takes them
-    once the response has begun, unless its reader lags."""
+    """The way of plain deltas from the engine's step to the socket: metered and counted like those that a reader gets,
+    `write` makes bytes of them, `body` takes these once the response has begun, unless its reader lags."""
 
     def __init__(self) -> None:
         self.body: Body | None = None
         self.write: Callable[[Delta], bytes] | None = None
-
-
-class Accounted:
-    """Deltas that go to a `DirectOut`, metered and counted on their way as those that a reader gets."""
-
-    __slots__ = ("_generation", "_meter", "_out")
-
-    def __init__(self, generation: Generation, meter: RequestMeter, out: DirectOut):
-        self._generation = generation
-        self._meter = meter
-        self._out = out
+        self.meter: RequestMeter | None = None
+        self.note: Callable[[Delta], None] | None = None
 
     def ready(self) -> bool:
-        body = self._out.body
-        return body is not None and not body.paused
+        return self.body is not None and not self.body.paused
 
     def take(self, delta: Delta) -> None:
-        out = self._out
-        assert out.body is not None and out.write is not None
-        self._meter.delta(delta, time.perf_counter())
-        self._generation.note(delta)
-        if data := out.write(delta):
-            out.body.write(data)
+        assert self.body and self.write and self.meter and self.note
+        self.meter.delta(delta, time.perf_counter())
+        self.note(delta)
+        if data := self.write(delta):
+            self.body.write(data)
 
 
 def price(request: Request, info: EngineInfo) -> int:
