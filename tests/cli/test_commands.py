@@ -7,8 +7,9 @@ from typer.testing import CliRunner
 
 import quire
 from quire.cli.main import app
-from quire.types.config import EngineOptions, flat_fields, parse_size
+from quire.types.config import EngineOptions, flat_fields
 from quire.types.errors import ConfigError, ModelNotFoundError
+from quire.types.option_checks import parse_size
 
 
 def run(*words, **options):
@@ -81,7 +82,7 @@ def test_throughput_reports_everything(default_model, tmp_path, scheduler):
 
 
 def test_options_survive_the_way_to_the_engine_process():
-    options = EngineOptions.of(model="m", page_size=32, prefix_cache=False, kv_memory="1G", ageing=3.5)
+    options = EngineOptions.of(model="m", page_size=32, prefix_cache=False, kv_memory="1G", max_waiting=3)
     assert EngineOptions.of(**json.loads(json.dumps(options.flat()))) == options
 
 

@@ -113,7 +113,7 @@ def test_plain_torch_runs_on_them_too(prompts, kind, near):
 
 @pytest.mark.parametrize("kind", ["int3", "fp8-kivi", "float8_e4m3fn"])
 def test_what_there_is_not_is_refused(default_model, kind):
-    with pytest.raises(ConfigError, match="use auto, int8"):
+    with pytest.raises(ConfigError, match="kv_dtype must be one of auto, int8"):
         LLM(kv_dtype=kind)
 
 

@@ -6,7 +6,6 @@ from quire.memory.costs import Costs
 from quire.memory.prefix import PrefixIndex
 from quire.memory.ranking import Ranking
 from quire.memory.tiers import ELSEWHERE, Directory
-from quire.types.errors import ConfigError
 from quire.types.plan import StepPlan
 from quire.types.transfer import TierSpec, TransferDone
 
@@ -55,11 +54,6 @@ def test_pinned_pages_stay_until_their_time_is_up(policy):
     ranking = filled(policy)
     ranking.pin(key(0), 10.0)
     assert set(order(ranking, now=5.0)) == {1, 2, 3} and order(ranking, now=11.0) == [0]
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ConfigError, match="known: lru, lfu, cost"):
-        Ranking("fifo")
 
 
 def carried(directory, losing=()):

@@ -195,7 +195,7 @@ def test_own_policy_through_the_public_option(default_model):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sjf", "unknown scheduler 'sjf'"),
+        ("sjf", "scheduler must be one of fcfs, priority, static"),
         ("nowhere:Policy", "cannot be imported"),
         ("own_policies:Nothing", "cannot be imported"),
         ("random:Random", "not a subclass"),
@@ -372,13 +372,6 @@ def test_a_priority_that_would_have_no_effect_is_refused(policy):
     scheduler, _ = engine(policy)
     with pytest.raises(InputError, match="scheduler priority"):
         scheduler.submit(ask("x", [1], priority=-1))
-
-
-def test_options_that_would_have_no_effect_are_refused():
-    with pytest.raises(ConfigError, match="swap"):
-        engine("fcfs", preempt="swap")
-    with pytest.raises(ConfigError, match="ageing"):
-        engine("priority", ageing=0.0)
 
 
 def test_an_answer_goes_on_where_another_engine_stopped():

@@ -17,12 +17,12 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"max_queue": 0}, "--max-queue must be at least 1"),
-        ({"heartbeat": 0.5}, "--heartbeat must be at least 1"),
-        ({"max_queue_wait": 0}, "--max-queue-wait must be more than 0"),
-        ({"max_queue_wait": float("nan")}, "--max-queue-wait"),
-        ({"deadline_ms": -1}, "--deadline-ms must not be negative"),
-        ({"hang_timeout": 2.0}, "--hang-timeout must not be shorter"),
+        ({"max_queue": 0}, "max_queue must be at least 1"),
+        ({"heartbeat": 0.5}, "heartbeat must be at least 1"),
+        ({"max_queue_wait": 0}, "max_queue_wait must be more than 0"),
+        ({"max_queue_wait": float("nan")}, "max_queue_wait"),
+        ({"deadline_ms": -1}, "deadline_ms must not be negative"),
+        ({"hang_timeout": 2.0}, "hang_timeout must not be shorter"),
         ({"max_body": "lots"}, "cannot read 'lots' as a size"),
     ],
 )

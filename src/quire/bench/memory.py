@@ -5,7 +5,6 @@ Greedy and EOS ignored; every run must give the same tokens as the first. Refuse
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -64,15 +63,8 @@ def converse(link: Link, rounds: list[Workload]) -> tuple[float, list[list[int]]
 
 @contextmanager
 def _engine(options: EngineOptions, **changes: Any) -> Iterator[Link]:
-    cache = dataclasses.replace(options.cache, **{k: v for k, v in changes.items() if k in _names(options.cache)})
-    plan = {k: v for k, v in changes.items() if k in _names(options.scheduler)}
-    scheduler = dataclasses.replace(options.scheduler, **plan)
-    with closing(open_link(dataclasses.replace(options, cache=cache, scheduler=scheduler), process=False)) as link:
+    with closing(open_link(options.but(**changes), process=False)) as link:
         yield link
-
-
-def _names(part: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(part)}
 
 
 def conversations(

@@ -41,8 +41,8 @@ def evict(
         raise ConfigError(f"no such way: {min(unknown)!r}; there are {', '.join(WAYS)}")
     if tail >= inside or haystack >= inside:
         raise ConfigError(f"--tail ({tail}) and --haystack ({haystack}) must be shorter than --inside ({inside})")
-    flat = {"kv_memory": "512M", "model": engine.model.model, "max_model_len": beyond + 1, **engine.flat()}
-    with LLM(progress=True, **flat) as llm:
+    options = EngineOptions.of(kv_memory="512M", max_model_len=beyond + 1).but(**engine.flat())
+    with LLM(progress=True, **options.flat()) as llm:
         found = compare(
             llm, chosen, budget=budget, inside=inside, beyond=beyond, tail=tail, haystack=haystack, num=num, file=text,
             seed=seed,

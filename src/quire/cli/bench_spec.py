@@ -62,10 +62,11 @@ def _proposers(
     for name in workloads:
         if name not in WORKLOADS:
             raise ConfigError(f"no workload is called {name!r}; there are {', '.join(WORKLOADS)}")
-    flat = {"kv_memory": "512M", "model": engine.model.model, **engine.flat()}
+    options = EngineOptions.of(kv_memory="512M").but(**engine.flat())
     with ExitStack() as stack:
         llms = {
-            name: stack.enter_context(LLM(progress=True, **{**flat, "speculation": name})) for name in ("off", *chosen)
+            name: stack.enter_context(LLM(progress=True, **options.but(speculation=name).flat()))
+            for name in ("off", *chosen)
         }
         return {
             name: compare(llms, name, rounds=rounds, num=num, max_tokens=max_tokens, seed=seed) for name in workloads
@@ -82,8 +83,7 @@ def _synthetic(
     found: dict[str, dict[str, Any]] = {f"batch {size}": {} for size in batches}
     for name in ("off", f"synthetic:{rate}"):
         extra = {"draft_tokens": k} if name != "off" else {}
-        options = EngineOptions.of(**{**engine.flat(), "speculation": name, **extra})
-        with closing(open_link(options, process=False, progress=True)) as link:
+        with closing(open_link(engine.but(speculation=name, **extra), process=False, progress=True)) as link:
             for size in batches:
                 figures = batched(link, size, n_in=in_, n_out=out, rounds=rounds, seed=seed)
                 found[f"batch {size}"][name] = figures

@@ -61,7 +61,10 @@ def doctor(
     heads = spec.layers[0].mixer.heads
     _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
     _section("packages", [(name, _version(name)) for name in PACKAGES])
-    _section("choices", [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *kernels)])
+    _section(
+        "choices",
+        [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *decisions.idle, *kernels)],
+    )
     _section(
         f"model {local.name}",
         [

@@ -9,7 +9,6 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quire.types.errors import ConfigError
 from quire.types.transfer import Key
 
 
@@ -42,10 +41,7 @@ class Ranking:
     """Keys of one tier in the order in which they would leave."""
 
     def __init__(self, policy: str):
-        try:
-            self._score = POLICIES[policy]
-        except KeyError:
-            raise ConfigError(f"unknown kv_policy {policy!r}; known: {', '.join(POLICIES)}") from None
+        self._score = POLICIES[policy]
         self._entries: dict[Key, Entry] = {}
         self._heap: list[tuple[tuple[float, float], Key]] = []  # with stale scores among them
         self._clock = 0.0

@@ -5,16 +5,20 @@ Refuses to know: workers, plans.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 from quire.generation.sampling.sampler import SLICE_ROWS
 from quire.model import DecoderSpec, Runnable
 from quire.runtime.drafters import Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
-from quire.types.config import EngineOptions, parse_size
+from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
+from quire.types.option_checks import parse_size
 from quire.types.plan import Capacity
+
+log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
@@ -80,8 +84,6 @@ def capacity_for(
         working += working_memory(options, resolved, drafter.model.spec, drafter.layout, hardware.memory)
     pages, why = kv_capacity(options, hardware, layout, slots=resolved.max_seqs, working=working, beside=beside)
     asked = options.model.max_model_len or model.spec.max_position
-    if asked < 2:
-        raise ConfigError(f"max_model_len must be at least 2, got {asked}")
     rope = model.spec.rope
     stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
     longest = asked if stretched else min(asked, model.spec.max_position)
@@ -98,7 +100,10 @@ def capacity_for(
                 f"max_model_len {longest} needs more KV memory than there is ({fits} tokens fit); "
                 "raise kv_memory or lower max_model_len"
             )
-        why += f"; context cut from {longest} to the {fits} tokens that fit"
+        cut = f"context cut from {longest} to the {fits} tokens that fit"
+        if asking := next((name for name in ("kv_pages", "kv_memory") if getattr(options.cache, name)), None):
+            log.warning("%s %s: %s", asking, getattr(options.cache, asking), cut)
+        why += f"; {cut}"
         longest = fits
     if longest < asked:
         why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"

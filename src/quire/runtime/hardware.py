@@ -46,6 +46,7 @@ class Resolved:
     max_batch_tokens: int
     step_target: float  # seconds; 0: no limit
     reasons: tuple[str, ...]
+    idle: tuple[str, ...] = ()  # options that were given and change nothing here
 
 
 def probe(device: str) -> Hardware:
@@ -55,8 +56,6 @@ def probe(device: str) -> Hardware:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device == "cpu":
         return Hardware("cpu", _cpu_name(), _available_memory(), cores)
-    if not device.startswith("cuda"):
-        raise ConfigError(f"unknown device {device!r}; use auto, cpu, cuda or cuda:N")
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device is visible to torch; use --device cpu or install a CUDA build of torch")
     index = int(device.partition(":")[2] or 0)
@@ -79,8 +78,6 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
             raise ConfigError("dtype fp8 needs a GPU with 8-bit matrix units; on a CPU use auto or float32")
         dtype = "bfloat16"
         reasons.append("dtype fp8: 8-bit matrices with a scale per output, activations quantised per token, rest bf16")
-    elif dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; use auto, fp8, {', '.join(DTYPES)}")
     fp8 = options.model.dtype == "fp8"
     kv_dtype, kivi = _kv_dtype(options, gpu)
     if kv_dtype is not None:
@@ -89,23 +86,33 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     depth = options.device.depth or (2 if gpu else 1)
     overlap = "host work overlaps the device's" if depth > 1 else "host and compute share the cores"
     reasons.append(f"depth {depth}: {overlap}")
-    for name, value in (("depth", depth), ("page_size", options.cache.page_size)):
-        if not 1 <= value <= 1024:
-            raise ConfigError(f"{name} must be between 1 and 1024, got {value}")
     seqs = scheduler.max_seqs or (1024 if gpu else 64)
     tokens = scheduler.max_batch_tokens or (8192 if gpu else 512)
-    if seqs < 1 or tokens < 1:
-        raise ConfigError("max_seqs and max_batch_tokens must be positive")
     target = scheduler.step_target
     if target is None:
         target = STEP_TARGET_S if gpu else 0.0
     if target > 0:
         reasons.append(f"steps of about {target:g} s while answers are streamed: prompts are cut to fit")
-    if target < 0:
-        raise ConfigError(f"step_target must be seconds, or 0 for no limit, got {target}")
     threads = options.device.threads or hardware.cores
-    tokens = max(tokens, seqs)
-    return Resolved(hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, tokens, target, tuple(reasons))
+    most = max(tokens, seqs)
+    idle = _without_effect(options, gpu, tokens, most)
+    return Resolved(
+        hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, most, target, tuple(reasons), tuple(idle)
+    )
+
+
+def _without_effect(options: EngineOptions, gpu: bool, tokens: int, most: int) -> list[str]:
+    """What was said and changes nothing on this machine, a line each."""
+    device, chunk, found = options.device, options.scheduler.prefill_chunk, []
+    if gpu and device.threads:
+        found.append(f"threads {device.threads}: no effect on a GPU")
+    if not gpu and not device.graphs:
+        found.append("graphs off: no effect on a CPU, which has none")
+    if options.scheduler.max_batch_tokens and most > tokens:
+        found.append(f"max_batch_tokens {tokens}: raised to {most}, one for each of max_seqs")
+    if chunk and chunk > most:
+        found.append(f"prefill_chunk {chunk}: no effect, a step takes {most} tokens (max_batch_tokens)")
+    return found
 
 
 def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
@@ -113,8 +120,6 @@ def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
     asked = options.cache.kv_dtype
     if asked == "auto":
         return ("float8_e4m3fn" if options.model.dtype == "fp8" else None), False
-    if asked not in ("int8", "int8-kivi", "fp8", "int4"):
-        raise ConfigError(f"unknown kv_dtype {asked!r}; use auto, int8, int8-kivi, fp8 or int4")
     if gpu and asked == "fp8":
         return "float8_e4m3fn", False  # without scales, which cost reads of their own
     return asked.removesuffix("-kivi"), asked.endswith("-kivi")

@@ -1,7 +1,8 @@
 """Options, each declared once with its help text; flags, keyword arguments and docs derive from these fields.
 
-Raw options are what the user said (None: not said). `resolve` in the rooms that know the hardware turns them
-into facts and says why; nothing here looks at the machine.
+Each says what it takes, and is checked when it is given, whoever gives it. Raw options are what the user said (None:
+not said). `resolve` in the rooms that know the hardware turns them into facts and says why; nothing here looks at the
+machine.
 """
 
 from __future__ import annotations
@@ -11,83 +12,127 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.types.errors import ConfigError
-
-
-def option(default: Any, help: str, **extra: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **extra})
+from quire.types.option_checks import Checked, Pair, option
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class ModelOptions(Checked):
     """What to load."""
 
     model: str = option("smollm2-135m", "model name, hub id, directory or GGUF file", positional=True)
-    dtype: str = option("auto", "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)")
+    dtype: str = option(
+        "auto",
+        "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)",
+        forms=("auto", "float32", "float16", "bfloat16", "fp8"),
+    )
     max_model_len: int | None = option(
-        None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)"
+        None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)", low=2
     )
     random_weights: bool = option(False, "ignore weight files and draw random weights from the config")
 
 
 @dataclass(frozen=True)
-class DeviceOptions:
+class DeviceOptions(Checked):
     """Where to run."""
 
-    device: str = option("auto", "auto, cpu, cuda or cuda:N")
-    threads: int | None = option(None, "CPU threads for compute (default: physical cores)")
-    depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)")
+    device: str = option("auto", "auto, cpu, cuda or cuda:N", forms=("auto", "cpu", "cuda", "cuda:N"))
+    threads: int | None = option(None, "CPU threads for compute (default: physical cores)", low=1, high=1024)
+    depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)", low=1, high=1024)
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
     invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
 
 
 @dataclass(frozen=True)
-class CacheOptions:
+class CacheOptions(Checked):
     """KV memory."""
 
-    page_size: int = option(16, "tokens per KV page")
-    kv_pages: int | None = option(None, "number of KV pages (default: from --kv-memory)")
+    page_size: int = option(16, "tokens per KV page", low=1, high=1024)
+    kv_pages: int | None = option(None, "number of KV pages (default: from --kv-memory)", low=1)
     kv_dtype: str = option(
         "auto",
         "KV pages: auto (8 bits with --dtype fp8, else as the model computes), int8, int8-kivi (keys scaled by "
         "channel too), fp8 or int4 (an experiment)",
+        forms=("auto", "int8", "int8-kivi", "fp8", "int4"),
     )
-    kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)")
+    kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)", size=True)
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
-    kv_host: str | None = option(None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)")
-    kv_disk: str | None = option(None, "directory of KV pages that outlive the engine: DIR or DIR:SIZE, such as kv:50G")
-    kv_remote: str | None = option(
-        None, "Redis or Valkey server through which engines share pages: redis://host:port/0"
+    kv_host: str | None = option(
+        None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)", size=True
     )
-    kv_policy: str = option("lru", "which page leaves a full tier: lru, lfu or cost (recompute seconds saved per byte)")
-    session_quota: float = option(0.25, "part of the device's KV pages that one tenant's paused sessions may hold")
+    kv_disk: str | None = option(
+        None, "directory of KV pages that outlive the engine: DIR or DIR:SIZE, such as kv:50G", sized=True
+    )
+    kv_remote: str | None = option(
+        None,
+        "Redis or Valkey server through which engines share pages: redis://host:port/0",
+        forms=("redis://ADDRESS", "rediss://ADDRESS", "unix://PATH"),
+    )
+    kv_policy: str = option(
+        "lru",
+        "which page leaves a full tier: lru, lfu or cost (recompute seconds saved per byte)",
+        forms=("lru", "lfu", "cost"),
+    )
+    session_quota: float = option(
+        0.25, "part of the device's KV pages that one tenant's paused sessions may hold", low=0, high=1
+    )
     kv_fsync: bool = option(False, "have the disk tier survive power loss too, not only a crash (slower writes)")
 
 
 @dataclass(frozen=True)
-class SchedulerOptions:
+class SchedulerOptions(Checked):
     """Who runs next."""
 
-    scheduler: str = option("fcfs", "fcfs, priority, static, or package.module:Class of your own")
-    max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)")
-    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)")
-    prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)")
-    step_target: float | None = option(
-        None, "seconds a step may last while answers stream: prompts are cut to fit (default: 0.3 on a GPU; 0: any)"
+    scheduler: str = option(
+        "fcfs",
+        "fcfs, priority, static, or package.module:Class of your own",
+        forms=("fcfs", "priority", "static", "MODULE:CLASS"),
     )
-    max_waiting: int = option(4096, "requests allowed to queue before new ones are refused")
-    preempt: str = option("auto", "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)")
-    ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level")
+    max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)", low=1)
+    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)", low=1)
+    prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)", low=1)
+    step_target: float | None = option(
+        None,
+        "seconds a step may last while answers stream: prompts are cut to fit (default: 0.3 on a GPU; 0: any)",
+        low=0,
+    )
+    max_waiting: int = option(4096, "requests allowed to queue before new ones are refused", low=1)
+    preempt: str = option(
+        "auto",
+        "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)",
+        forms=("auto", "recompute", "swap"),
+    )
+    ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level", above=0)
 
 
 @dataclass(frozen=True)
-class SpeculationOptions:
+class SpeculationOptions(Checked):
     """Speculative decoding."""
 
     speculation: str = option(
-        "off", "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)"
+        "off",
+        "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)",
+        forms=("off", "ngram", "suffix", "draft:MODEL", "medusa:PATH", "eagle:PATH", "synthetic:RATE"),
     )
-    draft_tokens: int | None = option(None, "longest draft, in tokens (default: by drafter)")
+    draft_tokens: int | None = option(None, "longest draft, in tokens (default: by drafter)", low=1, high=16)
     draft_adapt: bool = option(True, "draft less, or nothing, where drafts have not paid lately")
+
+
+_TIERS = ("kv_host", "kv_disk", "kv_remote")
+_SHARED = "tiers hold shared prefixes"
+_CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to share or to move"
+
+PAIRS = (
+    Pair("kv_pages", "both say how large the pool is", excludes="kv_memory"),
+    Pair("kv_fsync", "it is how the disk tier writes", needs=("kv_disk",)),
+    Pair("kv_policy", "it says which page leaves a full tier", needs=("kv_host", "kv_disk")),
+    Pair("preempt", "pages are moved to a tier below the device", value="swap", needs=_TIERS),
+    Pair("ageing", "only the priority policy ages", needs=("scheduler",), excludes="scheduler", excluded="static"),
+    *(Pair(tier, _SHARED, excludes="prefix_cache", excluded=False) for tier in _TIERS),
+    *(Pair(n, _CONTIGUOUS, excludes="scheduler", excluded="static") for n in (*_TIERS, "session_quota")),
+    Pair("session_quota", "sessions hold shared prefixes", excludes="prefix_cache", excluded=False),
+    Pair("draft_tokens", "nothing is drafted", needs=("speculation",)),
+    Pair("draft_adapt", "nothing is drafted", needs=("speculation",)),
+)
 
 
 @dataclass(frozen=True)
@@ -99,6 +144,12 @@ class EngineOptions:
     cache: CacheOptions = dataclasses.field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
+
+    def __post_init__(self) -> None:
+        said = self.flat()
+        for pair in PAIRS:
+            if problem := pair.problem(said):
+                raise ConfigError(problem)
 
     @classmethod
     def of(cls, **flat: Any) -> EngineOptions:
@@ -113,6 +164,15 @@ class EngineOptions:
             known = ", ".join(sorted(f.name for f in flat_fields()))
             raise ConfigError(f"unknown option {min(flat)!r}; known options: {known}")
         return cls(**parts)
+
+    def but(self, **flat: Any) -> EngineOptions:
+        """These options, some of them replaced; of the others, those that have no effect any more are left out."""
+        unsaid = {field.name: field.default for field in flat_fields()}
+        said = {name: value for name, value in (self.flat() | flat).items() if value != unsaid.get(name, ...)}
+        for pair in PAIRS:
+            if pair.problem(said):
+                said.pop(pair.excludes if pair.option in flat else pair.option, None)
+        return EngineOptions.of(**said)
 
     def flat(self) -> dict[str, Any]:
         """The options that differ from their defaults, by flat name (plain values, fit for JSON)."""
@@ -130,20 +190,3 @@ CONCERNS = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions, Specula
 def flat_fields() -> list[dataclasses.Field[Any]]:
     """All option fields, in order."""
     return [f for kind in CONCERNS for f in dataclasses.fields(kind)]
-
-
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_size(text: str) -> int:
-    """'512M' or '8GiB' → bytes."""
-    stripped = text.strip().upper().removesuffix("IB").removesuffix("B")
-    unit = stripped[-1:] if stripped[-1:].isalpha() else ""
-    try:
-        value = float(stripped.removesuffix(unit))
-        size = int(value * _UNITS[unit])
-    except (KeyError, ValueError, OverflowError):
-        raise ConfigError(f"cannot read {text!r} as a size; write it like 512M or 8G") from None
-    if size <= 0:
-        raise ConfigError(f"size must be positive, got {text!r}")
-    return size

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.types.config import option, parse_size
 from quire.types.errors import ConfigError
 from quire.types.logs import FORMATS, LEVELS
+from quire.types.option_checks import Checked, option, parse_size
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(Checked):
     """Serving."""
 
     host: str = option("127.0.0.1", "address of the API; any but loopback needs keys")
-    port: int = option(8000, "port of the API; 0 picks a free one")
+    port: int = option(8000, "port of the API; 0 picks a free one", low=0, high=65535)
     admin_host: str = option("127.0.0.1", "address of the admin API")
-    admin_port: int | None = option(None, "port of the admin API (default: the API's port + 1, or any if that is 0)")
+    admin_port: int | None = option(
+        None, "port of the admin API (default: the API's port + 1, or any if that is 0)", low=0, high=65535
+    )
     files: str | None = option(None, "folder of uploaded files and batches (default: one that goes with the server)")
-    tool_parser: str = option("auto", "how the model writes tool calls: auto, hermes, llama3 or mistral")
-    reasoning_parser: str = option("auto", "how it marks thoughts: auto, think (<think>...</think>) or none")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls: auto, hermes, llama3 or mistral",
+        forms=("auto", "hermes", "llama3", "mistral"),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how it marks thoughts: auto, think (<think>...</think>) or none",
+        forms=("auto", "think", "none"),
+    )
     served_model_name: str | None = option(None, "name clients use (default: the model's own)")
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")
@@ -27,47 +37,47 @@ class ServeOptions:
     cache_salt: bool = option(True, "with keys: share cached prefixes only among requests of one key")
 
     max_queue: int | None = option(
-        None, "requests that may wait for their first token (default: 512 more than run at once); others are refused"
+        None,
+        "requests that may wait for their first token (default: 512 more than run at once); others are refused",
+        low=1,
     )
-    max_queue_tokens: int | None = option(None, "tokens they may be worth together (default: 4 times the KV pool)")
-    max_queue_wait: float = option(30.0, "refuse when the expected wait for a first token is longer, in seconds")
-    key_concurrency: int = option(0, "requests of one key at once; 0: no limit (a key's own entry overrides it)")
-    key_tokens_per_minute: int = option(0, "tokens of one key a minute; 0: no limit (a key's own entry overrides it)")
-    deadline_ms: int = option(0, "cancel requests not finished after so many milliseconds; 0: never")
-    max_body: str = option("16M", "largest request body")
-    max_header: str = option("64K", "largest request line and headers together")
-    max_connections: int = option(4096, "open connections per port")
-    prepare_workers: int = option(2, "threads that render templates and tokenise")
-    prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise")
+    max_queue_tokens: int | None = option(
+        None, "tokens they may be worth together (default: 4 times the KV pool)", low=1
+    )
+    max_queue_wait: float = option(
+        30.0, "refuse when the expected wait for a first token is longer, in seconds", above=0
+    )
+    key_concurrency: int = option(0, "requests of one key at once; 0: no limit (a key's own entry overrides it)", low=0)
+    key_tokens_per_minute: int = option(
+        0, "tokens of one key a minute; 0: no limit (a key's own entry overrides it)", low=0
+    )
+    deadline_ms: int = option(0, "cancel requests not finished after so many milliseconds; 0: never", low=0)
+    max_body: str = option("16M", "largest request body", size=True)
+    max_header: str = option("64K", "largest request line and headers together", size=True)
+    max_connections: int = option(4096, "open connections per port", low=1)
+    prepare_workers: int = option(2, "threads that render templates and tokenise", low=1)
+    prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise", above=0)
 
-    log_format: str = option("text", "lines of the log: text or json")
-    log_level: str = option("info", "least important lines to log: debug, info, warning or error")
-    otlp_endpoint: str | None = option(None, "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]")
-    grpc_port: int | None = option(None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]")
+    log_format: str = option("text", "lines of the log: text or json", forms=FORMATS)
+    log_level: str = option("info", "least important lines to log: debug, info, warning or error", forms=LEVELS)
+    otlp_endpoint: str | None = option(
+        None,
+        "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]",
+        forms=("http://ADDRESS", "https://ADDRESS"),
+    )
+    grpc_port: int | None = option(
+        None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]", low=0, high=65535
+    )
 
-    grace: float = option(30.0, "seconds open requests have to finish after SIGTERM")
-    heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready")
-    hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never")
-    max_restarts: int = option(3, "engine restarts within ten minutes before the server gives up")
+    grace: float = option(30.0, "seconds open requests have to finish after SIGTERM", low=0)
+    heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready", low=1)
+    hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never", low=0)
+    max_restarts: int = option(3, "engine restarts within ten minutes before the server gives up", low=0)
 
     def __post_init__(self) -> None:
-        for name in ("max_queue", "max_connections", "prepare_workers"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
-        if self.heartbeat < 1:
-            raise ConfigError(f"--heartbeat must be at least 1 second, got {self.heartbeat}")
-        for name in ("max_queue_wait", "prepare_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{flag(name)} must be more than 0, got {getattr(self, name)}")
-        limits = ("key_concurrency", "key_tokens_per_minute", "deadline_ms")
-        for name in (*limits, "grace", "hang_timeout", "max_restarts"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
-        if self.log_format not in FORMATS or self.log_level not in LEVELS:
-            raise ConfigError(f"--log-format is one of {', '.join(FORMATS)}; --log-level of {', '.join(LEVELS)}")
+        super().__post_init__()
         if 0 < self.hang_timeout < self.heartbeat:
-            raise ConfigError("--hang-timeout must not be shorter than --heartbeat")
-        self.body_bytes, self.header_bytes  # noqa: B018 - sizes must be readable
+            raise ConfigError("hang_timeout must not be shorter than heartbeat")
 
     @property
     def body_bytes(self) -> int:

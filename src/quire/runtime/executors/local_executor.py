@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,6 +38,8 @@ from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo, Grammar, Proposer, Ticket, WeightSource
+
+log = logging.getLogger(__name__)
 
 TRANSFER_WAIT_S = 0.02  # of a plan that computes nothing, for the first transfer to end
 
@@ -76,7 +79,9 @@ class LocalExecutor:
             torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
-        self._reasons = [*resolved.reasons, *self.model.describe()]
+        self._reasons = [*resolved.reasons, *resolved.idle, *self.model.describe()]
+        for line in resolved.idle:
+            log.warning(line)
         kivi = [self._rescale_keys()] if resolved.kivi else []
         drafter = load_drafter(options, resolved, self.model)
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)

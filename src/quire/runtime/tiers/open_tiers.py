@@ -19,9 +19,10 @@ from quire.runtime.tiers.disk import DiskFolder, DiskTier
 from quire.runtime.tiers.host import HostTier
 from quire.runtime.tiers.redis import RemoteTier, connect, shared_secret
 from quire.runtime.tiers.signed_page import PageSigner
-from quire.types.config import CacheOptions, parse_size
+from quire.types.config import CacheOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
+from quire.types.option_checks import named_size, parse_size
 from quire.types.seams import WeightSource
 from quire.types.transfer import DISK, HOST, REMOTE, KVTier, TierSpec
 
@@ -48,8 +49,6 @@ class Tiers:
 def open_tiers(options: CacheOptions, layout: KVLayout, fingerprint: bytes, *, pinned: bool) -> Tiers:
     """The tiers asked for, fastest first."""
     tiers = Tiers()
-    if (options.kv_host or options.kv_disk or options.kv_remote) and not options.prefix_cache:
-        raise ConfigError("KV tiers hold shared prefixes; drop --no-prefix-cache, or the --kv-host/disk/remote options")
     if options.kv_host:
         pages = parse_size(options.kv_host) // layout.page_bytes
         if not pages:
@@ -79,9 +78,7 @@ def open_tiers(options: CacheOptions, layout: KVLayout, fingerprint: bytes, *, p
 def _folder(disk: str | None) -> tuple[DiskFolder | None, int]:
     if not disk:
         return None, 0
-    path, colon, size = disk.rpartition(":")
-    if not colon or "/" in size:
-        path, size = disk, ""
+    path, size = named_size(disk)
     folder = DiskFolder(Path(path).expanduser())
     return folder, parse_size(size) if size else min(DEFAULT_DISK_BYTES, shutil.disk_usage(folder.path).free // 2)
 

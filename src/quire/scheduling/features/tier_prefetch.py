@@ -28,7 +28,6 @@ from quire.types.transfer import DEVICE, Key, TransferDone
 
 MAX_PREFETCHED = 64  # waiting sequences whose pages are loaded before their turn
 MAX_KEYS_ASKED = 1024  # of a shared tier at a time
-PREEMPT_MODES = ("auto", "recompute", "swap")
 
 
 class Landing:
@@ -54,7 +53,8 @@ class TierPrefetch(SchedulingFeature):
         preempt: str = "auto",
     ):
         """`spare`: how many device pages loads ahead of admission leave free."""
-        _check(memory, directory, preempt)
+        if directory.tiers and memory.contiguous:  # a policy of the operator's own
+            raise ConfigError("this policy reserves contiguous memory and has no pages to move; drop the KV tiers")
         self.directory = directory
         self._timeline = timeline
         self._waiting = waiting
@@ -299,13 +299,3 @@ class TierPrefetch(SchedulingFeature):
         self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
         for tier in self.directory.tiers:
             tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)
-
-
-def _check(memory: KVManager, directory: Directory, preempt: str) -> None:
-    """Refuse options that would have no effect."""
-    if preempt not in PREEMPT_MODES:
-        raise ConfigError(f"unknown preempt {preempt!r}; use {', '.join(PREEMPT_MODES)}")
-    if preempt == "swap" and not directory.tiers:
-        raise ConfigError("preempt swap moves pages to a tier below the device; set kv_host (or kv_disk, kv_remote)")
-    if directory.tiers and memory.contiguous:
-        raise ConfigError("static batching reserves contiguous memory and has no pages to move; drop the KV tiers")

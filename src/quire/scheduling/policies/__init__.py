@@ -18,18 +18,12 @@ __all__ = ["FCFS", "POLICIES", "Policy", "Priority", "Static", "make_policy"]
 
 def make_policy(options: SchedulerOptions) -> Policy:
     """The policy that `options.scheduler` names: one of ours, or `package.module:Class` of the operator's own."""
-    name = options.scheduler
-    kind = POLICIES.get(name) or _imported(name)
-    if kind is None:
-        known = ", ".join(POLICIES)
-        raise ConfigError(f"unknown scheduler {name!r}; known: {known}, or package.module:Class")
+    kind = POLICIES.get(options.scheduler) or _imported(options.scheduler)
     return kind(options)
 
 
-def _imported(name: str) -> type[Policy] | None:
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        return None
+def _imported(name: str) -> type[Policy]:
+    module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:

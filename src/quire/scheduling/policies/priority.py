@@ -4,18 +4,11 @@ starves. Two requests age alike, so their order never changes and the key needs 
 from __future__ import annotations
 
 from quire.scheduling.policies.base import Policy
-from quire.types.config import SchedulerOptions
-from quire.types.errors import ConfigError
 from quire.types.policy import SequenceView
 
 
 class Priority(Policy):
     uses_priority = True
-
-    def __init__(self, options: SchedulerOptions):
-        super().__init__(options)
-        if not options.ageing > 0:
-            raise ConfigError(f"ageing must be more than 0 seconds, got {options.ageing}")
 
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         return (seq.priority + seq.arrival / self.options.ageing,)
