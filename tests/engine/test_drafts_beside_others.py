@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.types.grammar import GrammarSpec
 
 REPETITIVE = "red green blue, " * 24
 SCORED = "The capital of France is Paris, and the capital of Italy is Rome. " * 4
@@ -71,3 +72,13 @@ def test_embeddings(plain, drafting):
 def test_attention_scored_eviction(plain, drafting):
     expected, answer = beside_a_stream(plain, evicting)
     assert beside_a_stream(drafting, evicting) == (expected, answer)
+
+
+def test_forced_tokens_are_the_same_ones(plain, drafting):
+    """What a grammar forces is in the draft too, here: it counts as forced, and has the tokens it has without one."""
+    said = '{"temperature": 21, "description": "mild", "temperature": 21, "description": "mild"}'
+    source = '"{\\"temperature\\": " /[0-9]{2}/ ", \\"description\\": \\"" ("mild"|"cold") "\\"}"'
+    params = SamplingParams(temperature=0, max_tokens=60, grammar=GrammarSpec("lark", f"start: {source}"))
+    answers = [engine.generate(f"{said}\n" * 4, params)[0].outputs[0] for engine in (plain, drafting)]
+    expected, found = answers
+    assert found.token_ids == expected.token_ids and found.forced_tokens == expected.forced_tokens > 5

@@ -66,6 +66,7 @@ class PendingStep:
                 for i, ((_, _, count), one) in enumerate(zip(self._expanded.samples(), accepted, strict=True))
                 if count > 1
             },
+            forced={i: list(one.forced) for i, one in enumerate(accepted) if one.forced},
             ended=[i for i, one in enumerate(accepted) if one.done],
             errors={i: one.error for i, one in enumerate(accepted) if one.error},
             logprobs=self._sampled_logprobs([indices for _, indices in found]),

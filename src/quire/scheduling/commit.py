@@ -69,7 +69,8 @@ class Commit(SchedulingFeature):
                 break
         seq.tokens += drawn
         seq.pending -= 1
-        seq.unsent = forced = max(0, len(drawn) - 1 - accepted)
+        seq.unsent = max(0, len(drawn) - 1 - accepted)
+        forced = sum(index < len(drawn) for index in result.forced.get(sample, ()))
         first = index == len(seq.request.outputs)
         if first or drafted or forced:
             self._table.drew(seq, drafted, accepted, forced)

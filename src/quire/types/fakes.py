@@ -286,6 +286,7 @@ class FakeExecutor:
             step=plan.step,
             tokens=[tokens for _, _, tokens, _ in drawn],
             drafts=draft_counts,
+            forced={i: list(range(known, len(tokens))) for i, (_, _, tokens, known) in enumerate(drawn)},
             logprobs=logprobs,
             scores=scores,
             pooled=pooled,

@@ -141,11 +141,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
 
 class StepResult(msgspec.Struct):
     """`tokens[i]` belongs to `plan.samples[i]`: the accepted draft tokens, the token sampled after them, and those that
-    a grammar forces after it. Those forced are not in the slot; a later plan writes them."""
+    a grammar forces after it. Those forced are not in the slot, unless a draft had them; a later plan writes them."""
 
     step: int
     tokens: list[list[int]]
     drafts: dict[int, tuple[int, int]] = {}  # by sample index: tokens drafted, and how many were accepted
+    forced: dict[int, list[int]] = {}  # by sample index: which of its tokens, by index, a grammar forced
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -119,6 +119,7 @@ class _SlotGrammar:
 class Accepted:
     tokens: list[int]  # those sampled, up to where the grammar ends, and those forced after them
     sampled: int = 1  # how many were sampled
+    forced: Sequence[int] = ()  # indices of those that the grammar forced, sampled along a draft or not
     done: bool = False
     error: str = ""
 
@@ -176,19 +177,24 @@ class SlotGrammars:
         return masks
 
     def accept(self, slot: int, position: int, tokens: list[int]) -> Accepted:
-        """These tokens were sampled for a slot from `position` on."""
+        """These tokens were sampled for a slot from `position` on. Along a draft, forced text may have been sampled in
+        other tokens than those it is forced to have: then these count, as without a draft."""
         live = self._by_slot.get(slot)
         if live is None:
             return Accepted(tokens, len(tokens))
         grammar = live.grammar
-        sampled = 0
-        while sampled < len(tokens) and not grammar.done:
-            grammar.accept(tokens[sampled : sampled + 1])
-            sampled += 1
-        forced = grammar.forced()[: live.end - position - sampled] if live.jump_ahead else []
-        if forced:
-            grammar.accept(forced)
-        return Accepted(tokens[:sampled] + forced, sampled, grammar.done, grammar.error)
+        accepted: list[int] = []
+        forced: list[int] = []
+        while len(accepted) < len(tokens) and accepted == tokens[: len(accepted)] and not grammar.done:
+            grammar.accept(tokens[len(accepted) : len(accepted) + 1])
+            accepted.append(tokens[len(accepted)])
+            more = grammar.forced()[: live.end - position - len(accepted)] if live.jump_ahead else []
+            if more:
+                grammar.accept(more)
+                forced += range(len(accepted), len(accepted) + len(more))
+                accepted += more
+        sampled = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(accepted, tokens, strict=False)))
+        return Accepted(accepted, sampled, forced, grammar.done, grammar.error)
 
     def close(self) -> None:
         """Compiled grammars stay in their store."""
