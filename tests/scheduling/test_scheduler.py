@@ -244,6 +244,19 @@ def test_static_batches_do_not_mix_and_reserve_for_the_longest():
     assert (scheduler.memory.slots_filled, scheduler.memory.slots_allocated) == (11 + 11 + 3, 20 + 20 + 4)
 
 
+def test_a_static_batch_is_no_more_than_the_pool_holds():
+    """Set aside for the longest prompt and the longest answer together, no sequence would ever fit."""
+    scheduler, executor = world(scheduler="static", slots=2, pages=21, tokens=80)  # 80 tokens
+    scheduler.submit(ask("a", [1] * 70, max_tokens=4))
+    scheduler.submit(ask("b", [2] * 4, max_tokens=30))
+    scheduler.submit(ask("c", [3] * 4, max_tokens=30))
+    order = []
+    for _ in range(60):
+        if scheduler.busy:
+            order += [event.request for event in step(scheduler, executor)[1] if event.finish]
+    assert order == ["a", "b", "c"] and not scheduler.busy
+
+
 @pytest.mark.parametrize(
     ("request_", "error"),
     [

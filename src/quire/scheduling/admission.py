@@ -57,7 +57,10 @@ class Admission(SchedulingFeature):
         if not (table.waiting and slots and builder.budget.fit(0)) or (memory.contiguous and table.running):
             return
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
-        reserve = _whole(candidates[: len(slots)]) if memory.contiguous else 0
+        reserve = 0
+        if memory.contiguous:
+            candidates = self._static_batch(candidates[: len(slots)])
+            reserve = _whole(candidates)
         hurry = self._overlapped and builder.idle and not (reserve or builder.rows)
         admitted = behind = 0
         blocked: Sequence | None = None  # the first that does not fit
@@ -94,6 +97,14 @@ class Admission(SchedulingFeature):
                     break  # it waits for what it displaces others for
                 blocked = blocked or seq
                 passed.append(seq)
+
+    def _static_batch(self, candidates: list[Sequence]) -> list[Sequence]:
+        """As many of them as the pool holds, each as long as the longest of them."""
+        pool, pages_for = self._memory.pool, self._memory.layout.pages_for
+        count = 1
+        while count < len(candidates) and (count + 1) * pages_for(_whole(candidates[: count + 1])) <= pool.total:
+            count += 1
+        return candidates[:count]
 
     def displace(self, builder: PlanBuilder) -> None:
         """Before rows are planned: preempt running sequences, those with the highest rank, if the policy prefers the
