@@ -244,6 +244,17 @@ def test_static_batches_do_not_mix_and_reserve_for_the_longest():
     assert (scheduler.memory.slots_filled, scheduler.memory.slots_allocated) == (11 + 11 + 3, 20 + 20 + 4)
 
 
+@pytest.mark.parametrize("chunk", [3, 4, 6])
+def test_prompts_that_begin_together_are_computed_once(chunk):
+    """Whether or not a first chunk ends with a page: the page that it leaves half full is computed by one of them."""
+    scheduler, executor = world(prefill_chunk=chunk)
+    for name in "abc":
+        scheduler.submit(ask(name, list(range(30)), max_tokens=2))
+    while scheduler.busy:
+        step(scheduler, executor)
+    assert scheduler.stats.cached_tokens == 2 * 28
+
+
 def test_a_static_batch_is_no_more_than_the_pool_holds():
     """Set aside for the longest prompt and the longest answer together, no sequence would ever fit."""
     scheduler, executor = world(scheduler="static", slots=2, pages=21, tokens=80)  # 80 tokens
@@ -255,6 +266,15 @@ def test_a_static_batch_is_no_more_than_the_pool_holds():
         if scheduler.busy:
             order += [event.request for event in step(scheduler, executor)[1] if event.finish]
     assert order == ["a", "b", "c"] and not scheduler.busy
+
+
+def test_a_static_batch_sets_no_more_aside_than_a_sequence_may_have():
+    """The longest prompt and the longest answer may come to more than the context: a page table has no place for it."""
+    scheduler, executor = world(scheduler="static", slots=2, tokens=80)
+    scheduler.submit(ask("a", [1] * 70, max_tokens=4))
+    scheduler.submit(ask("b", [2] * 4, max_tokens=30))
+    plan, _ = step(scheduler, executor)
+    assert len(plan.admits) == 2 and max(delta.index + len(delta.pages) for delta in plan.deltas) == 80 // 4
 
 
 @pytest.mark.parametrize(

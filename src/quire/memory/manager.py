@@ -168,11 +168,12 @@ class KVManager:
         return False
 
     def promise(self, table: PageTable, upto: int) -> None:
-        """Say that the holder of `table` will compute the full pages of its first `upto` tokens."""
+        """Say that the holder of `table` will compute the full pages of its first `upto` tokens that it has not, the
+        next of which may be partly filled."""
         keys = (
             (group, name)
             for group, size in enumerate(self._sizes)
-            for name in table.hashes[group][len(table.pages[group]) : upto // size]
+            for name in table.hashes[group][table.published[group] : upto // size]
         )
         table.promises = self.index.promise(keys, table)
 

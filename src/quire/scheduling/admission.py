@@ -33,16 +33,19 @@ class Admission(SchedulingFeature):
         *,
         policy: Policy,
         chunk: int,
+        longest: int,
         overlapped: bool,
         memory: KVManager,
         timeline: TimelineRecorder,
         preemption: PreemptionGuard,
     ):
-        """`chunk`: most tokens of one row; `overlapped`: whether plans are made while the device works."""
+        """`chunk`: most tokens of one row; `longest`: of one sequence; `overlapped`: whether plans are made while the
+        device works."""
         self._table = table
         self._policy = policy
         self._displacing = type(policy).displaces is not Policy.displaces and not memory.contiguous
         self._chunk = chunk
+        self._longest = longest
         self._overlapped = overlapped
         self._memory = memory
         self._timeline = timeline
@@ -60,7 +63,7 @@ class Admission(SchedulingFeature):
         reserve = 0
         if memory.contiguous:
             candidates = self._static_batch(candidates[: len(slots)])
-            reserve = _whole(candidates)
+            reserve = self._whole(candidates)
         hurry = self._overlapped and builder.idle and not (reserve or builder.rows)
         admitted = behind = 0
         blocked: Sequence | None = None  # the first that does not fit
@@ -102,9 +105,13 @@ class Admission(SchedulingFeature):
         """As many of them as the pool holds, each as long as the longest of them."""
         pool, pages_for = self._memory.pool, self._memory.layout.pages_for
         count = 1
-        while count < len(candidates) and (count + 1) * pages_for(_whole(candidates[: count + 1])) <= pool.total:
+        while count < len(candidates) and (count + 1) * pages_for(self._whole(candidates[: count + 1])) <= pool.total:
             count += 1
         return candidates[:count]
+
+    def _whole(self, batch: list[Sequence]) -> int:
+        """Tokens to set aside for each sequence of a static batch: the longest prompt and the longest answer."""
+        return min(self._longest, max(s.prompt_len for s in batch) + max(s.limit - s.prompt_len for s in batch))
 
     def displace(self, builder: PlanBuilder) -> None:
         """Before rows are planned: preempt running sequences, those with the highest rank, if the policy prefers the
@@ -209,8 +216,3 @@ class Admission(SchedulingFeature):
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self.admitted(seq, None)
-
-
-def _whole(batch: list[Sequence]) -> int:
-    """Tokens to set aside for each sequence of a static batch: the longest prompt and the longest answer."""
-    return max(s.prompt_len for s in batch) + max(s.limit - s.prompt_len for s in batch)

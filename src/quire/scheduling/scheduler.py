@@ -79,6 +79,7 @@ class Scheduler:
             self.sequences,
             policy=self.policy,
             chunk=self._chunk,
+            longest=capacity.max_model_len,
             overlapped=capacity.depth > 1,
             memory=self.memory,
             timeline=self.features.timeline,
