@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from fuzz_models import CONTEXT, EOS, FuzzModel
 
 from quire.types.beam import BeamParams
@@ -31,7 +32,7 @@ GRAMMARS = [
 
 @dataclass
 class Asked:
-    """One request: what is asked for, when it is sent, and after how many steps more it is aborted, if it is."""
+    """One request: what is asked for, when it is sent, after how many steps more it is aborted, if it is."""
 
     id: str
     prompt: list[int]
@@ -40,9 +41,16 @@ class Asked:
     pooling: str = ""
     at: int = 0
     abort: int | None = None
+    resume: int = 0  # so many tokens of the answer have been drawn elsewhere
     priority: int = 0
     salt: str = ""
     session: str = ""
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What is not as it is by default."""
+        values = {name: msgspec.to_builtins(value) for name, value in vars(self).items()}
+        return {name: value for name, value in values.items() if value or (name == "abort" and value == 0)}
 
 
 @dataclass
@@ -53,7 +61,7 @@ class Case:
     asked: list[Asked]
 
     def __str__(self) -> str:
-        requests = "\n".join(f"  {one}" for one in self.asked)
+        requests = "\n".join(f"  {one.told}" for one in self.asked)
         return f"seed {self.seed}, model {self.model.name}, options {self.options}\n{requests}"
 
 
@@ -121,7 +129,7 @@ def _speculation(rng: random.Random, model: FuzzModel) -> dict[str, Any]:
 
 
 def _requests(rng: random.Random, model: FuzzModel, options: dict[str, Any]) -> list[Asked]:
-    stems = [[rng.randrange(EOS) for _ in range(rng.choice([8, 20, 40]))] for _ in range(2)]
+    stems = [[rng.randrange(EOS) for _ in range(rng.choice([8, 20, 32]))] for _ in range(2)]
     found: list[Asked] = []
     at = 0
     for i in range(rng.choice([4, 7, 10])):
@@ -144,6 +152,8 @@ def _requests(rng: random.Random, model: FuzzModel, options: dict[str, Any]) -> 
             one.beam = _beam(rng)
         else:
             one.params = _params(rng, model, options, len(one.prompt))
+            if one.params.n == 1 and not one.params.best_of and one.params.prompt_logprobs is None:
+                one.resume = rng.choice([0, 0, 0, 0, 1, 7])
         found.append(one)
     return found
 
@@ -168,7 +178,7 @@ def _params(rng: random.Random, model: FuzzModel, options: dict[str, Any], lengt
     chosen: dict[str, Any] = {
         "temperature": rng.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
         "seed": rng.randrange(1 << 40),
-        "max_tokens": rng.choice([1, 3, 8, 15, 25, 40]),
+        "max_tokens": rng.choice([1, 4, 12, 20, 30, 45]),
     }
 
     def sometimes(chance: float, **more: Any) -> None:

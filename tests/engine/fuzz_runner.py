@@ -15,8 +15,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,7 +49,7 @@ class Answer:
     """What came of one request."""
 
     def __init__(self, request: Request, text: TextModel):
-        self.request = request
+        self.request = request  # tokens drawn elsewhere among it
         self.view = RequestText(request, text)
         self.collected = Collector(request, None)
         self.embedding: list[float] | None = None
@@ -63,7 +65,9 @@ class Answer:
 class Engine:
     """An engine whose clock is its own, and one request after another or many at once in it."""
 
-    def __init__(self, options: dict[str, Any], seed: int = 0):
+    def __init__(self, options: dict[str, Any], seed: int = 0, check: bool = True):
+        """`check`: look at all invariants after every step."""
+        self._check = check
         self.options = EngineOptions.of(**options)
         self.text = _text(options["model"])
         self._rng, self._now = random.Random(seed), 0.0
@@ -87,7 +91,7 @@ class Engine:
         self._now += self._rng.choice([1e-4, 1e-3, 1e-2, 5e-2])
         return self._now
 
-    def request(self, asked: Asked) -> Request:
+    def request(self, asked: Asked, outputs: list[int]) -> Request:
         """As callers' requests are made, but that no grammar is tried in a process of its own."""
         where: dict[str, Any] = {
             "text": self.text, "info": self.info, "request_id": asked.id, "salt": asked.salt,
@@ -99,10 +103,10 @@ class Engine:
             return prepare_beam(asked.prompt, asked.beam, **where)
         session = {"session": asked.session, "hold": HOLD} if asked.session else {}
         made = prepare(asked.prompt, replace(asked.params, grammar=None), **where, **session)
-        return replace(made, params=replace(made.params, grammar=asked.params.grammar), arrival=0.0)
+        return replace(made, params=replace(made.params, grammar=asked.params.grammar), outputs=outputs)
 
-    def submit(self, asked: Asked) -> None:
-        request = self.request(asked)
+    def submit(self, asked: Asked, outputs: list[int]) -> None:
+        request = self.request(asked, outputs)
         request.arrival = self._now
         self.core.submit(request)
         self.answers[asked.id] = Answer(request, self.text)
@@ -110,7 +114,8 @@ class Engine:
     def step(self) -> None:
         self.take(self.core.step())
         self.core.settle()
-        self.core.scheduler.check()
+        if self._check:
+            self.core.scheduler.check()
 
     def take(self, events: list[Any]) -> None:
         for event in events:
@@ -134,15 +139,15 @@ class Engine:
             answer.aborted = answer.done = True
             self.take(self.core.abort(request))
 
-    def run(self, asked: list[Asked]) -> dict[str, Exception]:
-        """All of them, each at its step; those that were refused, and why."""
+    def run(self, asked: list[Asked], drawn: Mapping[str, list[int]] = MappingProxyType({})) -> dict[str, Exception]:
+        """All of them, each at its step; those that were refused, and why. `drawn`: tokens drawn elsewhere."""
         refused: dict[str, Exception] = {}
         waiting, aborts = sorted(asked, key=lambda one: one.at, reverse=True), dict[int, list[str]]()
         for step in range(MAX_STEPS):
             while waiting and waiting[-1].at <= step:
                 one = waiting.pop()
                 try:
-                    self.submit(one)
+                    self.submit(one, drawn.get(one.id, []))
                 except (InputError, ContextLengthError) as error:
                     refused[one.id] = error
                     continue
@@ -192,7 +197,8 @@ class Fuzzer:
         options = {name: case.options[name] for name in kept}
         key = tuple(options.values())
         if key not in self._plain:
-            self._plain[key] = Engine(options | {"kv_pages": 2000, "prefix_cache": False, "max_seqs": 16})
+            plain = {"kv_pages": 2000, "prefix_cache": False, "max_seqs": 16}
+            self._plain[key] = Engine(options | plain, check=False)
         return self._plain[key]
 
     def run(self, seed: int) -> None:
@@ -209,7 +215,7 @@ class Fuzzer:
     def _run(self, case: Case) -> None:
         engine = Engine(case.options, case.seed)
         try:
-            refused = engine.run(case.asked)
+            refused = engine.run(case.asked, self._drawn(case))
             engine.check_idle()
             self._count(engine, refused)
             for one in case.asked:
@@ -217,6 +223,12 @@ class Fuzzer:
                     self._compare(case, one, engine.answers[one.id])
         finally:
             engine.close()
+
+    def _drawn(self, case: Case) -> dict[str, list[int]]:
+        """What other engines are to have drawn of answers: their beginnings, but for the last token."""
+        answers = {one.id: self.alone(case, one).output.outputs[0] for one in case.asked if one.resume}
+        resume = {one.id: one.resume for one in case.asked}
+        return {name: answer.token_ids[:-1][: resume[name]] for name, answer in answers.items()}
 
     def _count(self, engine: Engine, refused: dict[str, Exception]) -> None:
         stats = engine.core.stats()
@@ -247,7 +259,9 @@ class Fuzzer:
         if asked.beam is not None:
             _compare_beams(case, asked, found.output, expected.output)
             return
-        different = _difference(found.output, expected.output)
+        if found.request.outputs:
+            _cut(expected.output.outputs[0], found.output.outputs[0], len(found.request.outputs))
+        different = _difference(found.output, expected.output, 1e-5 if case.model.exact else NEAR)
         if different and not case.model.exact and self._near_tie(case, asked, found, expected):
             self.seen["near-ties"] += 1
             return
@@ -256,6 +270,7 @@ class Fuzzer:
     def _compare_aborted(self, case: Case, asked: Asked, found: Answer, expected: Answer) -> None:
         """What there is of it is how it begins."""
         for one, whole in zip(found.collected.output.outputs, expected.collected.output.outputs, strict=True):
+            _cut(whole, one, len(found.request.outputs))
             same = one.token_ids == whole.token_ids[: len(one.token_ids)]
             if not same and not case.model.exact and self._near_tie(case, asked, found, expected):
                 return
@@ -275,13 +290,22 @@ class Fuzzer:
             for token, by in zip(tokens, (TIE, -TIE), strict=True):
                 bias[token] = bias.get(token, 0.0) + by
             biased = self.alone(case, dataclasses.replace(asked, params=replace(asked.params, logit_bias=bias)))
-            again = biased.collected.output.outputs[mine.index].token_ids
+            again = biased.collected.output.outputs[mine.index].token_ids[len(found.request.outputs) :]
             if again[: at + 1] != mine.token_ids[: at + 1]:
                 return False
         return True
 
 
-def _difference(found: RequestOutput, expected: RequestOutput) -> str:
+def _cut(whole: CompletionOutput, rest: CompletionOutput, count: int) -> None:
+    """Leave of an answer what comes after so many tokens, as far as that can be told; `rest` is what was found."""
+    if count:
+        whole.token_ids = whole.token_ids[count:]
+        whole.logprobs = whole.logprobs[count:] if whole.logprobs is not None else None
+        whole.text = rest.text if whole.text.endswith(rest.text) else whole.text
+        whole.counts = rest.counts  # whether a token was forced depends on where the other engine stopped
+
+
+def _difference(found: RequestOutput, expected: RequestOutput, near: float) -> str:
     """What differs first; nothing: nothing does."""
     if len(found.outputs) != len(expected.outputs):
         return f"{len(found.outputs)} answers, alone {len(expected.outputs)}"
@@ -289,22 +313,22 @@ def _difference(found: RequestOutput, expected: RequestOutput) -> str:
         for name in ("index", "token_ids", "text", "finish_reason", "stop_reason", "forced_tokens"):
             if getattr(mine, name) != getattr(other, name):
                 return f"{name} of answer {mine.index} is {getattr(mine, name)!r}, alone {getattr(other, name)!r}"
-        if not _close(mine.logprobs, other.logprobs):
+        if not _close(mine.logprobs, other.logprobs, near):
             return f"log-probabilities of answer {mine.index} are {mine.logprobs}, alone {other.logprobs}"
         if mine.logprobs is not None and [entry.token for entry in mine.logprobs] != mine.token_ids:
             return f"log-probabilities of answer {mine.index} are of other tokens than its own"
-    if not _close(found.prompt_logprobs, expected.prompt_logprobs):
+    if not _close(found.prompt_logprobs, expected.prompt_logprobs, near):
         return f"prompt log-probabilities are {found.prompt_logprobs}, alone {expected.prompt_logprobs}"
     return ""
 
 
-def _close(found: list[Any] | None, expected: list[Any] | None) -> bool:
+def _close(found: list[Any] | None, expected: list[Any] | None, near: float) -> bool:
     if found is None or expected is None:
         return found is expected
     if [entry.token for entry in found] != [entry.token for entry in expected]:
         return False
     numbers = [[x for entry in some for x in (entry.logprob, *entry.top_logprobs)] for some in (found, expected)]
-    return len(numbers[0]) == len(numbers[1]) and numbers[0] == pytest.approx(numbers[1], abs=NEAR)
+    return len(numbers[0]) == len(numbers[1]) and numbers[0] == pytest.approx(numbers[1], abs=near)
 
 
 def _compare_beams(case: Case, asked: Asked, found: RequestOutput, expected: RequestOutput) -> None:
