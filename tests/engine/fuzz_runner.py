@@ -355,6 +355,8 @@ def main(first: int, end: int | None = None) -> None:
             except AssertionError as error:
                 failed.append(seed)
                 print(error, flush=True)
+            if seed % 100 == 99:
+                print(f"up to {seed}: {len(failed)} failed", flush=True)
         print(f"{time.monotonic() - began:.1f} s, {dict(fuzzer.seen)}, failed: {failed}")
         fuzzer.close()
         sys.exit(bool(failed))
