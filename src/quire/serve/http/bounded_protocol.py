@@ -1,4 +1,5 @@
-"""The HTTP/1.1 protocol with bounds: how long a head may be, how long it may take, how many may connect.
+"""The HTTP/1.1 protocol with bounds: how long a head may be, how long it may take, how many may connect, how much of a
+turn of the loop one connection's bytes may have, and one request of a connection at a time.
 
 uvicorn's own parser has none of these; everything else is left to it. Refuses to know: requests, routes.
 """
@@ -9,9 +10,13 @@ import asyncio
 import weakref
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0  # from the first byte of a request (or the connection) to the end of its headers
+PIECE = 4096  # bytes of heads and chunks that are parsed in one go
+TURN = 256  # calls to and from the parser in one turn of the loop, for one connection; a piece may go beyond
+TOO_LARGE = "the request line and headers are larger than {} bytes"
 
 
 class Body:
@@ -31,6 +36,14 @@ class Body:
         """Whether it was started, in chunks."""
         cycle = self._cycle()
         return cycle is not None and cycle.response_started and cycle.chunked_encoding is True
+
+    @property
+    def gone(self) -> bool:
+        """Whether the connection is closed, or closing: nobody would read what is written."""
+        cycle = self._cycle()
+        if cycle is not None and cycle.transport.is_closing():
+            cycle.disconnected = True
+        return cycle is None or cycle.disconnected
 
     @property
     def paused(self) -> bool:
@@ -53,7 +66,7 @@ class Body:
     def flush(self) -> None:
         """Send what was written, before anything else is sent."""
         data, self._data = self._data, b""
-        if data and (cycle := self._cycle()) is not None and not cycle.disconnected:
+        if data and (cycle := self._cycle()) is not None and not self.gone:
             cycle.transport.write(data)
 
 
@@ -75,17 +88,41 @@ class Outbox:
             body.flush()
 
 
+class ReadFlow(FlowControl):
+    """Flow control that does not read on while more is held than may be."""
+
+    full = False
+
+    def resume_reading(self) -> None:
+        if not self.full:
+            super().resume_reading()
+
+
 def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsProtocol]:
     outbox = Outbox()
 
     class BoundedProtocol(HttpToolsProtocol):
+        """Requests of a connection are parsed one at a time, each when the one before is answered; what came with it is
+        held until then. Every message ends at an empty line, or where its length says, so what is fed to the parser
+        ends there too: a head is counted, and timed, from its first byte."""
+
+        flow: ReadFlow
+
         def __init__(self, *args: Any, **kwargs: Any):
             super().__init__(*args, **kwargs)
-            self._head: int | None = 0  # bytes of an unfinished head; None between its end and the next one
+            self._held = bytearray()  # read, not parsed
+            self._scheduled = False  # whether what is held will be parsed in the loop's next turn
+            self._tail = b""  # the last bytes that were parsed: an empty line may begin there
+            self._unseen = 0  # bytes of a head, or since the last byte of a chunked body, that nobody was shown yet
+            self._left = 0  # bytes of a body whose length is known
+            self._inside = False  # between the end of a head and that of its message
+            self._done = True  # between messages
+            self._calls = 0  # to and from the parser, in this turn
             self._timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
+            self.flow = ReadFlow(transport)
             if len(self.connections) > max_connections:
                 self._refuse(503, "too many connections")
             else:
@@ -93,40 +130,103 @@ def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsPro
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
+            self._held.clear()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
-                return
-            super().data_received(data)
-            if self._head is not None:
-                self._head += len(data)
-                if self._head > max_header:
-                    self._refuse(431, f"the request line and headers are larger than {max_header} bytes")
+            self._held += data
+            if not self._scheduled:
+                self._parse()
+            self.flow.full = len(self._held) > max_header
+            if self.flow.full:
+                self.flow.pause_reading()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._head = 0
-            if self._timer is None:
-                self._start_timer()
+        def _parse(self) -> None:
+            """Parse what is held: as far as one request goes, and no more than one turn of the loop is worth."""
+            self._scheduled = False
+            self._calls = 0
+            while self._held and not self.transport.is_closing():
+                if self._done and not (self.cycle is None or self.cycle.response_complete):
+                    break  # on_response_complete goes on
+                if self._calls >= TURN:
+                    self._go_on()
+                    break
+                piece = self._piece()
+                if self._left:
+                    self._left -= len(piece)
+                else:
+                    self._unseen += len(piece)
+                self._calls += 1
+                super().data_received(piece)
+                if self._unseen > max_header:
+                    self._refuse(431, TOO_LARGE.format(max_header))
+            if self.transport.is_closing():
+                self._held.clear()
+            if self.flow.full and len(self._held) <= max_header:
+                self.flow.full = False
+                if self.cycle is None or len(self.cycle.body) <= HIGH_WATER_LIMIT:
+                    self.flow.resume_reading()
+
+        def _piece(self) -> bytes:
+            """What to parse next, taken from what is held: up to where a message may end."""
+            size = self._left or PIECE
+            if not self._left:
+                if self._done:
+                    self._done, self._tail, self._unseen = False, b"", 0
+                    if self._timer is None:
+                        self._start_timer()
+                window = self._tail + self._held[:PIECE]
+                end = window.find(b"\r\n\r\n")
+                if end >= 0:
+                    size = end + 4 - len(self._tail)
+            piece = bytes(self._held[:size])
+            del self._held[:size]
+            self._tail = b"" if self._left else (self._tail + piece)[-3:]
+            return piece
+
+        def _go_on(self) -> None:
+            if not self._scheduled:
+                self._scheduled = True
+                self.loop.call_soon(self._parse)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._calls += 1
+            if not self._inside:  # else it is a trailer, which nobody reads
+                super().on_header(name, value)
 
         def on_headers_complete(self) -> None:
-            self._head = None
             self._stop_timer()
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > max_header:
-                self._refuse(431, f"the request line and headers are larger than {max_header} bytes")
-            elif not self.transport.is_closing():
-                super().on_headers_complete()
-                self.scope["quire.body"] = Body(self.cycle, outbox)  # type: ignore[typeddict-unknown-key]
+            if self._unseen > max_header:
+                self._refuse(431, TOO_LARGE.format(max_header))
+            if self.transport.is_closing():
+                return
+            self._inside, self._unseen = True, 0
+            self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+            super().on_headers_complete()
+            self.scope["quire.body"] = Body(self.cycle, outbox)  # type: ignore[typeddict-unknown-key]
+            if self.parser.should_upgrade():  # to nothing that is spoken here: the answer is the last
+                self.cycle.keep_alive = False
 
         def on_body(self, body: bytes) -> None:
+            self._unseen = 0
+            self._calls += 1
             if not self.transport.is_closing():
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
+            self._inside, self._done, self._left = False, True, 0
+            self._stop_timer()
             if not self.transport.is_closing():
                 super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.transport.is_closing():
+                return
+            if not self._done:  # a body that nobody reads has as long as a head
+                self._start_timer()
+            if self._held:
+                self._go_on()
 
         def _start_timer(self) -> None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, "the request took too long to arrive")
@@ -137,13 +237,15 @@ def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsPro
                 self._timer = None
 
         def _refuse(self, status: int, message: str) -> None:
+            """Close the connection, with an answer unless the request has one, or the beginning of one."""
             if self.transport.is_closing():
                 return
-            body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}'
-            body %= message.encode()
-            head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
-            size = b"content-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[status] + head + size + body)
+            if not (self._inside and self.cycle.response_started):
+                body = b'{"error":{"message":"%b","type":"invalid_request_error","param":null,"code":null}}'
+                body %= message.encode()
+                head = b"content-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
+                size = b"content-length: %d\r\n\r\n" % len(body)
+                self.transport.write(STATUS_LINE[status] + head + size + body)
             self.transport.close()
 
     return BoundedProtocol

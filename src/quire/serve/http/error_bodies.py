@@ -144,6 +144,8 @@ class Guard:
 
         async def watched(message: Message) -> None:
             nonlocal started
+            if (body := scope.get("quire.body")) is not None and body.gone:
+                raise ClientGoneError
             if not started:
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]

@@ -167,6 +167,8 @@ class EventStream(Response):
                 else:  # not our own protocol below, or not in chunks
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
+            except ClientGoneError:
+                raise
             except Exception as error:
                 last = self.failed(describe(error), scope["path"])
                 await send({"type": "http.response.body", "body": last, "more_body": True})
