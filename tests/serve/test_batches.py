@@ -173,21 +173,24 @@ def test_the_file_store_is_bounded_and_owned(tmp_path: Path) -> None:
     store = FileStore(tmp_path, max_bytes=10, max_files=2)
 
     def add(content: bytes, name: str) -> str:
-        with store.arriving() as (id, _):
+        with store.arriving("me") as (id, _):
             return store.adopt(id, store.write(id, io.BytesIO(content)), name, "batch", "me").id
 
     one = add(b"12345", "a")
     with pytest.raises(NotFoundError):
         store.get(one, "you")
     with pytest.raises(OverloadedError, match="full"):
-        store.room(6)
+        store.room("me", 6)
     add(b"1", "b")
     with pytest.raises(OverloadedError, match="full"):
-        store.room(0)
-    assert [file.filename for file in FileStore(tmp_path).listing("me")] == [f.filename for f in store.listing("me")]
-    store.delete(one, "me")
-    store.room(6)
+        store.room("me", 0)
+    store.close()
+    again = FileStore(tmp_path, max_bytes=10, max_files=2)
+    assert ({file.id for file in again.listing("me")}, again.used) == ({file.id for file in store.listing("me")}, 6)
+    again.delete(one, "me")
+    again.room("me", 6)
     (tmp_path / "file-x.json").write_text("{")  # cut short: what else is there is still found
+    again.close()
     assert len(FileStore(tmp_path).listing("me")) == 1
 
 

@@ -52,6 +52,9 @@ __all__ = [
 ]
 
 
+BACKGROUND = 1000  # priority of what nobody waits for: behind all tiers, and by ageing not for ever
+
+
 @dataclass(frozen=True)
 class Serving:
     """What the routes of one server share."""
@@ -181,6 +184,9 @@ class Generation:
             request.deadline = time.time() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
+            if context.permit.background and info.priorities:
+                for request in self.requests:
+                    request.priority = max(request.priority, BACKGROUND)
             sequences = sum(request.params.n for request in self.requests)
             tokens = sum(price(request, info) for request in self.requests)
             self.serving.admission.charge(context.permit, tokens, sequences, left)

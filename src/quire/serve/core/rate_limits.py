@@ -46,6 +46,7 @@ class Permit:
     expected: float = 0.0  # the wait it was let in with, if it found every slot taken
     started: bool = False
     released: bool = False
+    background: bool = False  # others do not wait for it, nor it for them: whoever starts it sees to that
 
 
 @dataclass
@@ -110,6 +111,7 @@ class RequestAdmission:
     waiting: int = 0  # requests without a first token
     queued: int = 0  # what those of them are worth whose price is known
     inflight: int = 0
+    background: int = 0  # ... of which others do not wait for
     sequences: int = 0  # of requests under way
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     drains: tuple[DrainMeter, DrainMeter] = field(default_factory=lambda: (DrainMeter(), DrainMeter()))
@@ -126,33 +128,37 @@ class RequestAdmission:
 
     # ---- in and out ----------------------------------------------------------------------------------------
 
-    def enter(self, key: Key) -> Permit:
-        """A place for a request whose body has not been read; raises OverloadedError or RateLimitError."""
+    def enter(self, key: Key, *, background: bool = False) -> Permit:
+        """A place for a request whose body has not been read; raises OverloadedError or RateLimitError. One in the
+        background counts for its key only, and has no place in the queue."""
         if self.draining:
             raise self._refusal("draining", "the server is shutting down; try another one", DRAIN_RETRY)
         limit = self.key_concurrency if key.concurrency is None else key.concurrency
         if limit and self._by_key[key.name] >= limit:
             message = f"key {key.name!r} has {limit} requests under way, as many as it may; wait for one to end"
             raise self._refusal("key_concurrency", message, self._stay / limit, RateLimitError)
-        if self.waiting >= self.max_queue:
-            message = f"{self.waiting} requests are waiting, as many as may; retry later"
-            raise self._refusal("queue_full", message, self.wait())
-        self._check_wait(self.max_queue_wait, "queue_wait", "longer than this server lets anybody wait")
-        self.waiting += 1
+        if not background:
+            if self.waiting >= self.max_queue:
+                message = f"{self.waiting} requests are waiting, as many as may; retry later"
+                raise self._refusal("queue_full", message, self.wait())
+            self._check_wait(self.max_queue_wait, "queue_wait", "longer than this server lets anybody wait")
+            self.waiting += 1
+        self.background += background
         self.inflight += 1
         self._by_key[key.name] += 1
         self._idle.clear()
-        return Permit(key, self.clock())
+        return Permit(key, self.clock(), started=background, background=background)
 
     def charge(self, permit: Permit, tokens: int, sequences: int = 1, time_left: float = math.inf) -> None:
         """The request will need up to `tokens`: queue it, or raise. A request larger than the queue may enter an
         empty one. A permit that was given back is charged nothing: the server itself goes on with the work."""
         if permit.released:
             return
-        if self.queued and self.queued + tokens > self.max_queue_tokens:
-            message = f"the queue holds {self.queued} tokens and has no room for {tokens} more; retry later"
-            raise self._refusal("queue_tokens", message, self.wait())
-        self._check_wait(time_left, "deadline", "longer than its deadline allows")
+        if not permit.background:
+            if self.queued and self.queued + tokens > self.max_queue_tokens:
+                message = f"the queue holds {self.queued} tokens and has no room for {tokens} more; retry later"
+                raise self._refusal("queue_tokens", message, self.wait())
+            self._check_wait(time_left, "deadline", "longer than its deadline allows")
         self._spend(permit.key, tokens)
         self._price += 0.1 * (tokens - self._price) if self._price else tokens
         permit.charged = self._measure(0)
@@ -183,6 +189,7 @@ class RequestAdmission:
             self.queued -= permit.price
         permit.released = True
         self.inflight -= 1
+        self.background -= permit.background
         self.sequences -= permit.sequences
         name = permit.key.name
         self._by_key[name] -= 1
@@ -190,7 +197,8 @@ class RequestAdmission:
             del self._by_key[name]
         if (bucket := self._buckets.get(name)) is not None:
             bucket.level += max(0, permit.price - permit.used)
-        self._stay += 0.1 * (self.clock() - permit.entered - self._stay)
+        if not permit.background:
+            self._stay += 0.1 * (self.clock() - permit.entered - self._stay)
         if not self.inflight:
             self._idle.set()
 

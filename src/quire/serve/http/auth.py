@@ -101,8 +101,8 @@ def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes,
 @contextmanager
 def own_place(serving: Serving) -> Iterator[None]:
     """For work that goes on after the request that ordered it (a line of a batch): a place of its own under the same
-    key's limits. To be entered in a task of its own, whose context it changes."""
-    context = replace(current(), permit=serving.admission.enter(current().key))
+    key's limits, behind what others wait for. To be entered in a task of its own, whose context it changes."""
+    context = replace(current(), permit=serving.admission.enter(current().key, background=True))
     enter(context)
     try:
         yield

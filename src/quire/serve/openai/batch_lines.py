@@ -103,14 +103,17 @@ _STREAMS = msgspec.json.Decoder(_Streams)
 
 
 async def answer_lines(
-    serving: Serving, lines: AsyncIterator[bytes], endpoint: str | None = None
+    serving: Serving,
+    lines: AsyncIterator[bytes],
+    endpoint: str | None = None,
+    at_once: Callable[[], int] = lambda: AT_ONCE,
 ) -> AsyncGenerator[Answered, None]:
-    """Answers in the order they are ready, a bounded number under way. Closing it ends them all."""
+    """Answers in the order they are ready, so many under way as `at_once` says then. Closing it ends them all."""
     pending: set[asyncio.Task[Answered]] = set()
     more = True
     try:
         while more or pending:
-            while more and len(pending) < AT_ONCE:
+            while more and len(pending) < at_once():
                 line = await anext(lines, None)
                 if line is None:
                     more = False

@@ -1,6 +1,8 @@
 """/v1/batches: files of requests that are worked off in the background, their answers files again.
 
-Refuses to know: how a line is answered (batch_lines), where files lie (files).
+Each key has one batch under way, these share the lines that may be (`Batches.at_once`), and lines run behind what
+callers wait for. A batch that the server's end cut short goes on at the next start, where it was. Refuses to know:
+how a line is answered (batch_lines), where files lie (file_store).
 """
 
 from __future__ import annotations
@@ -8,131 +10,94 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import tempfile
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.fields import refuse_unsupported, refused
+from quire.serve.core.api_keys import OPEN_KEY, Key
+from quire.serve.core.context import Context, enter
+from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving
+from quire.serve.http.auth import salt_of
 from quire.serve.http.http_io import NotFoundError, decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
 from quire.serve.openai import file_store as files
-from quire.serve.openai.batch_lines import ENDPOINTS, answer_lines, read_line
-from quire.serve.openai.file_store import PAGE, FileStore, lines_of, page_of, remembered
+from quire.serve.openai.batch_bodies import (
+    Batch,
+    BatchDeleted,
+    BatchErrors,
+    BatchList,
+    BatchProblem,
+    BatchRequest,
+    Counts,
+    Endpoint,
+    OwnedBatch,
+)
+from quire.serve.openai.batch_lines import AT_ONCE, ENDPOINTS, answer_lines, read_line
+from quire.serve.openai.batch_outputs import Output, outputs_in, unanswered
+from quire.serve.openai.file_store import PAGE, FileStore, lines_of, page_of
+from quire.serve.openai.stored_records import (
+    PREFIX,
+    DiskFullError,
+    Shares,
+    remembered,
+    sweep_temporary,
+    write_record,
+)
 from quire.types.errors import InputError, OverloadedError, QuireError
 
 logger = logging.getLogger("quire.serve")
 
 MAX_LINES = 50_000  # as with OpenAI
 MAX_ACTIVE = 64  # batches not yet worked off
-MAX_BATCHES = 10_000
+MAX_BATCHES = 10_000  # remembered
+MAX_RECORDS = 16 << 20  # bytes of what is remembered of them
+RECORD = 1024  # bytes that a record counts beside its own
 WINDOW = 24 * 3600  # seconds a batch may take
+KEPT = 30 * 24 * 3600  # seconds that one which is over is remembered, if it does not have to make room
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-
-
-class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/batches."""
-
-    input_file_id: str
-    endpoint: Endpoint
-    completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
-    output_expires_after: Annotated[Any, refused()] = None
-
-
-class BatchProblem(msgspec.Struct):
-    code: str | None
-    message: str
-    line: int | None = None
-    param: str | None = None
-
-
-class BatchErrors(msgspec.Struct):
-    data: list[BatchProblem]
-    object: Literal["list"] = "list"
-
-
-class Counts(msgspec.Struct):
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
-class Batch(msgspec.Struct, kw_only=True):
-    id: str
-    object: Literal["batch"] = "batch"
-    endpoint: str
-    input_file_id: str
-    completion_window: str = "24h"
-    status: str = "validating"
-    created_at: int
-    expires_at: int
-    in_progress_at: int | None = None
-    finalizing_at: int | None = None
-    completed_at: int | None = None
-    failed_at: int | None = None
-    expired_at: int | None = None
-    cancelling_at: int | None = None
-    cancelled_at: int | None = None
-    errors: BatchErrors | None = None
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    request_counts: Counts = msgspec.field(default_factory=Counts)
-    metadata: dict[str, str] | None = None
-
-    @property
-    def over(self) -> bool:
-        return self.status in ("completed", "failed", "expired", "cancelled")
-
-
-class BatchList(msgspec.Struct, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[Batch]
-    first_id: str | None = None
-    last_id: str | None = None
-    has_more: bool = False
-
-
-class OwnedBatch(msgspec.Struct):
-    batch: Batch
-    owner: str
-
-
-STOPPED = InputError("the server stopped before the batch was done", code="server_stopped")
+GONE = InputError("the key that ordered the batch is not known any more", code="key_removed")
 
 _DECODER = msgspec.json.Decoder(BatchRequest)
 
 
 class Batches:
-    """Batches of one server, worked off one after another. They are remembered beside the files."""
+    """Batches of one server, remembered beside the files."""
 
     def __init__(self, serving: Serving, store: FileStore):
         self._serving = serving
         self._store = store
         self._batches: dict[str, OwnedBatch] = {}
+        self._sizes: dict[str, int] = {}  # what each record counts
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._turn = asyncio.Lock()
+        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key: one batch at a time
+        self._working: set[str] = set()  # keys whose batch is under way
         self._closing = False
-        for path in sorted(store.folder.glob("batch-*.json")):
-            if (owned := remembered(path, OwnedBatch)) is not None:
-                self._batches[owned.batch.id] = owned
-                if not owned.batch.over:
-                    self._fail(owned, STOPPED)
+        shared = store.bytes.shared
+        self._active, self._count = Shares(MAX_ACTIVE, shared), Shares(MAX_BATCHES, shared)
+        self._records = Shares(MAX_RECORDS, shared)
+        found = [owned for path in store.folder.glob("batch-*.json") if (owned := remembered(path, OwnedBatch))]
+        for owned in sorted(found, key=lambda owned: (owned.batch.created_at, owned.batch.id)):
+            self._add(owned)
+            if not owned.batch.over:
+                self._begin(owned)
+            elif any(store.unknown(id) for id in owned.outputs.values()):
+                self._keep(owned, self._outputs(owned))  # the disk was full
+        self._expire()
 
     def create(self, body: BatchRequest, owner: str) -> Batch:
         self._store.get(body.input_file_id, owner)
-        if len(self._tasks) >= MAX_ACTIVE or len(self._batches) >= MAX_BATCHES:
+        if not self._active.fits(owner, 1):
             raise OverloadedError("too many batches are waiting; try again later", retry_after=60)
         now = int(time.time())
         batch = Batch(
@@ -143,20 +108,24 @@ class Batches:
             expires_at=now + WINDOW,
             metadata=body.metadata,
         )
-        owned = self._batches[batch.id] = OwnedBatch(batch, owner)
-        self._save(owned)
-        self._tasks[batch.id] = asyncio.create_task(self._run(owned))
+        owned = OwnedBatch(batch, owner, {kind: f"file-{uuid.uuid4().hex}" for kind in ("output", "error")})
+        self._make_room(owner, len(json(owned)) + RECORD)
+        write_record(self._path(batch.id), json(owned))
+        self._add(owned)
+        self._begin(owned)
         return batch
 
     def get(self, id: str, owner: str) -> Batch:
+        self._expire()
         owned = self._batches.get(id)
         if owned is None or owned.owner != owner:
             raise NotFoundError(f"no batch {id[:64]!r} here")
         return owned.batch
 
     def listing(self, owner: str) -> list[Batch]:
-        found = (owned.batch for owned in self._batches.values() if owned.owner == owner)
-        return sorted(found, key=lambda batch: (-batch.created_at, batch.id))
+        """Newest first."""
+        self._expire()
+        return [owned.batch for owned in reversed(self._batches.values()) if owned.owner == owner]
 
     def cancel(self, id: str, owner: str) -> Batch:
         batch = self.get(id, owner)
@@ -167,6 +136,12 @@ class Batches:
             self._tasks[id].cancel()
         return batch
 
+    def delete(self, id: str, owner: str) -> None:
+        """Forget a batch that is over; its files stay."""
+        if not self.get(id, owner).over:
+            raise InputError(f"batch {id} is not over; cancel it first", param="id")
+        self._forget(id)
+
     async def close(self) -> None:
         self._closing = True
         for task in self._tasks.values():
@@ -174,21 +149,92 @@ class Batches:
         if self._tasks:
             await asyncio.wait(self._tasks.values())
 
-    async def _run(self, owned: OwnedBatch) -> None:
-        batch = owned.batch
+    # ---- records --------------------------------------------------------------------------------------------
+
+    def _path(self, id: str) -> Path:
+        return self._store.path(f"{id}.json")
+
+    def _add(self, owned: OwnedBatch) -> None:
+        self._batches[owned.batch.id] = owned
+        self._sizes[owned.batch.id] = 0
+        self._count.take(owned.owner, 1)
+        self._weigh(owned, json(owned))
+
+    def _weigh(self, owned: OwnedBatch, record: bytes) -> None:
+        """A record counts as storage, and as memory."""
+        id, size = owned.batch.id, len(record) + RECORD
+        for share in (self._records, self._store.bytes):
+            share.take(owned.owner, size - self._sizes[id])
+        self._sizes[id] = size
+
+    def _save(self, owned: OwnedBatch) -> None:
+        record = json(owned)
+        self._weigh(owned, record)
         try:
-            async with asyncio.timeout(WINDOW), self._turn:
-                await self._validate(owned)
-                batch.status, batch.in_progress_at = "in_progress", int(time.time())
-                self._save(owned)
-                await self._work(owned)
+            write_record(self._path(owned.batch.id), record)
+        except (DiskFullError, OSError):  # what is known in memory still is; the next change is written again
+            logger.exception("%s could not be written down", owned.batch.id)
+
+    def _forget(self, id: str) -> None:
+        owned = self._batches.pop(id)
+        self._count.take(owned.owner, -1)
+        for share in (self._records, self._store.bytes):
+            share.take(owned.owner, -self._sizes[id])
+        del self._sizes[id]
+        self._path(id).unlink(missing_ok=True)
+
+    def _expire(self) -> None:
+        until = time.time() - KEPT
+        for owned in [owned for owned in self._batches.values() if 0 < owned.batch.ended < until]:
+            self._forget(owned.batch.id)
+
+    def _make_room(self, owner: str, size: int) -> None:
+        """The key's oldest batches that are over go, or it raises."""
+        self._expire()
+        over = (id for id, owned in [*self._batches.items()] if owned.owner == owner and owned.batch.over)
+        while not (self._count.fits(owner, 1) and self._records.fits(owner, size)):
+            if (oldest := next(over, None)) is None:
+                raise OverloadedError("too many batches are waiting; try again later", retry_after=60)
+            self._forget(oldest)
+        self._store.room(owner, size, files=0)
+
+    # ---- work -----------------------------------------------------------------------------------------------
+
+    def at_once(self) -> int:
+        """Lines of one batch that may be under way. Where the scheduler knows priorities it keeps them behind what
+        callers wait for; elsewhere they have half the engine's slots less what callers use, one where those wait."""
+        admission, info = self._serving.admission, self._serving.frontend.client.info
+        room = min(AT_ONCE, info.slots or AT_ONCE)
+        if not info.priorities:
+            room = 1 if admission.waiting else min(room, (info.slots or AT_ONCE) // 2)
+            room -= admission.inflight - admission.background
+        return max(1, room // max(1, len(self._working)))
+
+    def _begin(self, owned: OwnedBatch) -> None:
+        self._active.take(owned.owner, 1)
+        self._tasks[owned.batch.id] = asyncio.create_task(self._run(owned))
+
+    async def _run(self, owned: OwnedBatch) -> None:
+        batch, saved = owned.batch, True
+        try:
+            if batch.status == "cancelling":  # when the server ended
+                raise asyncio.CancelledError
+            enter(self._context(owned))
+            async with asyncio.timeout(batch.expires_at - time.time()), self._lanes[owned.owner]:
+                try:
+                    self._working.add(owned.owner)
+                    await self._validate(owned)
+                    batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
+                    self._save(owned)
+                    await self._work(owned)
+                finally:
+                    self._working.discard(owned.owner)
             batch.status, batch.completed_at = "completed", int(time.time())
         except TimeoutError:
             batch.status, batch.expired_at = "expired", int(time.time())
         except asyncio.CancelledError:
-            if self._closing:
-                self._fail(owned, STOPPED)
-            else:
+            saved = not self._closing or batch.status == "cancelling"
+            if not self._closing:
                 batch.status, batch.cancelled_at = "cancelled", int(time.time())
         except QuireError as error:
             self._fail(owned, error)
@@ -197,10 +243,22 @@ class Batches:
             self._fail(owned, QuireError("internal error; the server's log has the details under this batch's id"))
         finally:
             del self._tasks[batch.id]
-            self._save(owned)
+            self._active.take(owned.owner, -1)
+            if batch.over and not batch.finalizing_at:  # it ended before it went on
+                self._keep(owned, self._outputs(owned))
+            if saved:
+                self._save(owned)
+
+    def _context(self, owned: OwnedBatch) -> Context:
+        keys = self._serving.keys
+        known: dict[str, Key] = {OPEN_KEY.name: OPEN_KEY} if keys.open else {key.name: key for key in keys.keys}
+        if (key := known.get(owned.owner)) is None:
+            raise GONE
+        return Context(owned.batch.id, key, salt_of(self._serving, key))
 
     async def _validate(self, owned: OwnedBatch) -> None:
         batch, seen = owned.batch, set()
+        batch.request_counts = Counts()
         problems: list[BatchProblem] = []
         async with aclosing(self._lines(batch)) as lines:
             async for raw in lines:
@@ -211,9 +269,7 @@ class Batches:
                         raise InputError(f"custom_id {line.custom_id!r} occurs twice", param="custom_id")
                     seen.add(line.custom_id)
                 except InputError as error:
-                    problems.append(
-                        BatchProblem(error.code, str(error)[:1000], batch.request_counts.total, error.param)
-                    )
+                    problems.append(BatchProblem(error.code, str(error)[:200], batch.request_counts.total, error.param))
                 if batch.request_counts.total > MAX_LINES:
                     raise InputError(f"a batch takes at most {MAX_LINES} lines")
                 if len(problems) >= 100:
@@ -225,64 +281,55 @@ class Batches:
             raise InputError("the file has lines that are no requests")
 
     def _lines(self, batch: Batch) -> AsyncGenerator[bytes, None]:
+        self._store.get(batch.input_file_id, self._batches[batch.id].owner)  # it may have been deleted since
         return lines_of(self._store.path(batch.input_file_id), self._serving.max_body)
+
+    def _outputs(self, owned: OwnedBatch) -> dict[bool, Output]:
+        kinds = {True: "output", False: "error"}
+        return {ok: Output(self._store, owned.outputs[kind], owned.owner) for ok, kind in kinds.items()}
 
     async def _work(self, owned: OwnedBatch) -> None:
         batch, counts = owned.batch, owned.batch.request_counts
-        outputs = {True: _Output(self._store, "output"), False: _Output(self._store, "error")}
+        outputs = self._outputs(owned)
+        done = {ok: await asyncio.to_thread(output.answered) for ok, output in outputs.items()}
+        counts.completed, counts.failed = len(done[True]), len(done[False])
         try:
             async with (
                 aclosing(self._lines(batch)) as lines,
-                aclosing(answer_lines(self._serving, lines, batch.endpoint)) as done,
+                aclosing(unanswered(lines, done[True] | done[False])) as left,
+                aclosing(answer_lines(self._serving, left, batch.endpoint, self.at_once)) as answered_lines,
             ):
-                async for answered in done:
+                async for answered in answered_lines:
                     await outputs[answered.ok].write(answered.line)
                     counts.completed += answered.ok
                     counts.failed += not answered.ok
         finally:
-            batch.finalizing_at = int(time.time())
-            batch.output_file_id = outputs[True].keep(f"{batch.id}_output.jsonl", owned.owner)
-            batch.error_file_id = outputs[False].keep(f"{batch.id}_error.jsonl", owned.owner)
+            if self._closing and batch.status != "cancelling":
+                for output in outputs.values():
+                    output.close()  # to go on with
+            else:
+                self._keep(owned, outputs)
+
+    def _keep(self, owned: OwnedBatch, outputs: dict[bool, Output]) -> None:
+        batch = owned.batch
+        batch.finalizing_at = int(time.time())
+        batch.output_file_id = outputs[True].keep(f"{batch.id}_output.jsonl")
+        batch.error_file_id = outputs[False].keep(f"{batch.id}_error.jsonl")
 
     def _fail(self, owned: OwnedBatch, error: QuireError) -> None:
         batch = owned.batch
         batch.status, batch.failed_at = "failed", int(time.time())
         batch.errors = batch.errors or BatchErrors([BatchProblem(error.code, str(error)[:1000])])
-        self._save(owned)
-
-    def _save(self, owned: OwnedBatch) -> None:
-        self._store.path(f"{owned.batch.id}.json").write_bytes(json(owned))
-
-
-class _Output:
-    """A file of answers, there once the first is written."""
-
-    def __init__(self, store: FileStore, kind: str):
-        self._store = store
-        self._id = f"file-{uuid.uuid4().hex}"
-        self._kind = kind
-        self._target: Any = None
-
-    async def write(self, line: bytes) -> None:
-        if self._target is None:
-            path = self._store.path(self._id)
-            self._target = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
-        self._store.room(self._target.tell() + len(line))
-        await asyncio.to_thread(self._target.write, line + b"\n")
-
-    def keep(self, name: str, owner: str) -> str | None:
-        if self._target is None:
-            return None
-        size = self._target.tell()
-        self._target.close()
-        return self._store.adopt(self._id, size, name, "batch_output", owner).id
 
 
 def router(serving: Serving) -> APIRouter:
     """Files too, since batches live on them."""
     kept = serving.options.files
-    held = None if kept else tempfile.TemporaryDirectory(prefix="quire-files-")
-    store = FileStore(Path(kept or held.name))  # type: ignore[union-attr]
+    if not kept:
+        sweep_temporary()
+    held = None if kept else tempfile.TemporaryDirectory(prefix=PREFIX)
+    folder = Path(kept or held.name)  # type: ignore[union-attr]
+    store = FileStore(folder, shared=len(serving.keys.keys) > 1, spared=outputs_in)
     batches: list[Batches] = []
 
     @asynccontextmanager
@@ -292,6 +339,7 @@ def router(serving: Serving) -> APIRouter:
             yield
         finally:
             await batches.pop().close()
+            store.close()
             if held is not None:
                 with contextlib.suppress(OSError):
                     held.cleanup()
@@ -320,6 +368,11 @@ def router(serving: Serving) -> APIRouter:
     @routes.post("/v1/batches/{id}/cancel", summary="Cancel a batch", openapi_extra=answers(Batch))
     async def cancel(request: Request, id: str) -> Response:
         return reply(batches[0].cancel(id, owner_of(request)))
+
+    @routes.delete("/v1/batches/{id}", summary="Forget a batch that is over", openapi_extra=answers(BatchDeleted))
+    async def delete(request: Request, id: str) -> Response:
+        batches[0].delete(id, owner_of(request))
+        return reply(BatchDeleted(id))
 
     return routes
 

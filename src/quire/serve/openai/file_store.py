@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import time
@@ -15,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import IO, Any, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -28,9 +27,8 @@ from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, json, owner_of
 from quire.serve.http.openapi import answers, queried
+from quire.serve.openai.stored_records import Shares, created, disk_full, open_folder, remembered, write_record
 from quire.types.errors import InputError, OverloadedError
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 logger = logging.getLogger("quire.serve")
 
@@ -40,6 +38,7 @@ MAX_FILES = 10_000
 MAX_UPLOADS = 64  # under way at once; the first MiB of each is in memory
 MIN_RATE = 256 << 10  # bytes a second that an upload has to keep up, after BODY_SECONDS of grace
 MAX_PAGE = 10_000  # entries of one listing
+PAGE_BYTES = 1 << 20  # ... and what they may come to; `has_more` says that others follow
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
@@ -75,73 +74,97 @@ class Owned(msgspec.Struct):
     owner: str
 
 
-def remembered(path: Path, kind: type[S]) -> S | None:
-    """What was written down before the server last ended; None, and a word in the log, if that was cut short."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except msgspec.DecodeError:
-        logger.warning("%s is damaged and left alone", path)
-        return None
-
-
 class FileStore:
     """Files in a folder that nobody else may read, each beside what is known of it. What lies there when the store
-    is opened is found again. Only the key that made a file finds it."""
+    is opened is found again. Only the key that made a file finds it; `shared`: there may be others, and each has its
+    share. What is `spared` at the start is left alone, though nothing is known of it."""
 
-    def __init__(self, folder: Path, max_bytes: int = MAX_STORE, max_files: int = MAX_FILES):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        max_bytes: int = MAX_STORE,
+        max_files: int = MAX_FILES,
+        *,
+        shared: bool = False,
+        spared: Callable[[Path], set[str]] = lambda _: set(),
+    ):
         self.folder = folder
-        self._max_bytes = max_bytes
-        self._max_files = max_files
+        self._lock = open_folder(folder)
+        self.bytes = Shares(max_bytes, shared)  # those of files under way included
+        self._count = Shares(max_files, shared)  # those under way included
+        self._arriving = Shares(MAX_UPLOADS, shared)
         self._files: dict[str, Owned] = {}
-        self._arriving = 0  # files under way
-        self.used = 0  # bytes, those of files under way included
-        for path in folder.glob("file-*.json"):
-            owned = remembered(path, Owned)
-            if owned and _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
+        found = [owned for path in folder.glob("file-*.json") if (owned := remembered(path, Owned)) is not None]
+        for owned in sorted(found, key=lambda owned: (owned.file.created_at, owned.file.id)):
+            if _ID.fullmatch(owned.file.id) and self.path(owned.file.id).is_file():
                 self._files[owned.file.id] = owned
-                self.used += owned.file.bytes
+                self._take(owned.owner, owned.file.bytes, 1)
+        self._sweep(spared(folder))
+
+    def _sweep(self, spared: set[str]) -> None:
+        """Remove what a server that was killed had not finished: contents without a record, records without content."""
+        known = self._files.keys() | spared
+        for path in self.folder.iterdir():
+            kind = _ID.match(path.name)
+            if path.suffix == ".tmp" or (kind and kind[1] == "file" and kind[0] not in known and _whole(path)):
+                logger.info("%s was left behind and is removed", path)
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Another may use the folder."""
+        self._lock.close()
+
+    @property
+    def used(self) -> int:
+        return self.bytes.total
 
     def path(self, id: str) -> Path:
         return self.folder / id
 
-    def room(self, size: int, files: int = 1) -> None:
+    def room(self, owner: str, size: int, files: int = 1) -> None:
         """Raise unless `size` more bytes in so many more files fit."""
-        if not self._fits(size, files):
+        if not self._fits(owner, size, files):
             self._expire()
-        if not self._fits(size, files):
-            raise OverloadedError("the file store is full; delete files that are no longer needed", retry_after=60)
+        if not self._fits(owner, size, files):
+            whose = "this key's share of the file store" if self.bytes.shared else "the file store"
+            raise OverloadedError(f"{whose} is full; delete files that are no longer needed", retry_after=60)
 
-    def _fits(self, size: int, files: int) -> bool:
-        return len(self._files) + self._arriving + files <= self._max_files and self.used + size <= self._max_bytes
+    def _fits(self, owner: str, size: int, files: int) -> bool:
+        return self._count.fits(owner, files) and self.bytes.fits(owner, size)
+
+    def _take(self, owner: str, size: int, files: int) -> None:
+        self.bytes.take(owner, size)
+        self._count.take(owner, files)
 
     @contextmanager
-    def arriving(self) -> Iterator[tuple[str, Callable[[int], None]]]:
+    def arriving(self, owner: str) -> Iterator[tuple[str, Callable[[int], None]]]:
         """Room for a file under way: its id, and a function that takes so many bytes more, or raises. All is given
         back at the end; by then the file is adopted, or what there is of it is removed."""
-        if self._arriving >= MAX_UPLOADS:
+        if not self._arriving.fits(owner, 1):
             raise OverloadedError("too many files are being sent; try again later", retry_after=5)
-        self.room(0)
+        self.room(owner, 0)
         id, taken = f"file-{uuid.uuid4().hex}", 0
 
         def take(size: int) -> None:
             nonlocal taken
-            self.room(size, files=0)
+            self.room(owner, size, files=0)
             taken += size
-            self.used += size
+            self.bytes.take(owner, size)
 
-        self._arriving += 1
+        self._arriving.take(owner, 1)
+        self._count.take(owner, 1)
         try:
-            yield id, take
+            with disk_full():
+                yield id, take
         finally:
-            self._arriving -= 1
-            self.used -= taken
+            self._arriving.take(owner, -1)
+            self._take(owner, -taken, -1)
             if id not in self._files:
                 self.path(id).unlink(missing_ok=True)
 
     def write(self, id: str, source: IO[bytes]) -> int:
         """Copy a stream into the store, to be adopted; returns its size."""
-        with open(os.open(self.path(id), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+        with created(self.path(id), buffering=1 << 20) as target:
             shutil.copyfileobj(source, target)
             return target.tell()
 
@@ -154,10 +177,15 @@ class FileStore:
         file = FileObject(
             id=id, bytes=size, created_at=now, filename=filename[:255], purpose=purpose, expires_at=expires
         )
-        self._files[id] = Owned(file, owner)
-        self.used += size
-        self.path(f"{id}.json").write_bytes(json(self._files[id]))
+        owned = Owned(file, owner)
+        write_record(self.path(f"{id}.json"), json(owned))
+        self._files[id] = owned
+        self._take(owner, size, 1)
         return file
+
+    def unknown(self, id: str) -> bool:
+        """Whether there is a content that no file has."""
+        return id not in self._files and self.path(id).exists()
 
     def get(self, id: str, owner: str) -> FileObject:
         self._expire()
@@ -171,8 +199,9 @@ class FileStore:
         self._remove(id)
 
     def listing(self, owner: str) -> list[FileObject]:
+        """Newest first."""
         self._expire()
-        return sorted((o.file for o in self._files.values() if o.owner == owner), key=lambda f: (-f.created_at, f.id))
+        return [owned.file for owned in reversed(self._files.values()) if owned.owner == owner]
 
     def _expire(self) -> None:
         now = time.time()
@@ -180,9 +209,15 @@ class FileStore:
             self._remove(id)
 
     def _remove(self, id: str) -> None:
-        self.used -= self._files.pop(id).file.bytes
-        self.path(id).unlink(missing_ok=True)
+        owned = self._files.pop(id)
+        self._take(owned.owner, -owned.file.bytes, -1)
         self.path(f"{id}.json").unlink(missing_ok=True)
+        self.path(id).unlink(missing_ok=True)
+
+
+def _whole(path: Path) -> bool:
+    """Whether all of its name is an id's: nothing else in the folder is ours to remove."""
+    return _ID.fullmatch(path.name.removesuffix(".json")) is not None
 
 
 @asynccontextmanager
@@ -216,11 +251,12 @@ async def read_form(request: Request, limit: int, take: Callable[[int], None]) -
 
 
 async def upload(request: Request, store: FileStore) -> FileObject:
-    with store.arriving() as (id, take):
+    owner = owner_of(request)
+    with store.arriving(owner) as (id, take):
         async with read_form(request, MAX_FILE, take) as form:
             file, purpose, seconds = _fields(form)
             size = await asyncio.to_thread(store.write, id, file.file)
-        return store.adopt(id, size, file.filename or "file", purpose, owner_of(request), seconds)
+        return store.adopt(id, size, file.filename or "file", purpose, owner, seconds)
 
 
 def _fields(form: dict[str, Any]) -> tuple[UploadFile, str, int | None]:
@@ -269,9 +305,15 @@ def page_of(items: list[Any], request: Request) -> tuple[list[Any], dict[str, An
         if not (limit.isascii() and limit.isdigit() and len(limit) < 6 and 1 <= int(limit) <= MAX_PAGE):
             raise InputError(f"limit must be in [1, {MAX_PAGE}]", param="limit")
         size = int(limit)
-    page = items[:size]
+    page: list[Any] = []
+    room = PAGE_BYTES
+    for item in items[:size]:
+        room -= len(json(item))
+        if page and room < 0:
+            break
+        page.append(item)
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
-    return page, {"has_more": len(items) > size, **ends}
+    return page, {"has_more": len(items) > len(page), **ends}
 
 
 _FORM = {
