@@ -414,3 +414,21 @@ def test_nobody_waits_for_an_idle_engine():
     engine = link()
     with pytest.raises(EngineDeadError, match="idle"):
         engine.receive(None)
+
+
+def test_a_session_lets_go_of_its_pages_on_an_idle_engine():
+    """Seen: pages of a session whose time was up stayed taken until the next request."""
+    now = 0.0
+    engine = core(clock=lambda: now)
+    local = LocalLink(engine, EngineInfo("fake", 60, VOCAB, 63, 4, 16, 1, "none", "none", []))
+    params = SamplingParams(max_tokens=4, stop_token_ids=[])
+    local.send(Submit(Request(id="a", prompt=list(range(20)), params=params, session="agent", hold=5.0)))
+    while engine.busy:
+        local.receive(0)
+    assert engine.scheduler.memory.pool.used > 0
+    now = 4.9
+    local.receive(0)
+    assert engine.scheduler.memory.pool.used > 0
+    now = 5.1
+    local.receive(0)
+    assert engine.scheduler.memory.pool.used == 0

@@ -274,3 +274,69 @@ def test_files_and_batches_belong_to_a_key_and_count_for_it(locked: ServerUrl, f
             time.sleep(0.05)
     assert state["request_counts"] == {"total": 5, "completed": 5, "failed": 0}, state
     assert len({request.salt for request in frontend.requests[-5:]}) == 1 and frontend.requests[-1].salt
+
+
+# ---- other sites, where they are welcome --------------------------------------------------------------------
+
+SITE = {"origin": "https://chat.example"}
+ASKS = {**SITE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+
+
+@pytest.mark.parametrize("keys", [KeyRing(), KEYS], ids=["open", "keys"])
+def test_cors_is_for_the_origins_it_names(keys: KeyRing, frontend: FakeFrontend) -> None:
+    options = ServeOptions(port=0, grace=1, cors="https://chat.example, https://other.example")
+    with background_server(lambda: frontend, options, keys=keys) as url:  # type: ignore[arg-type, return-value]
+        preflight = http.options(f"{url}{CHAT}", headers=ASKS)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, SITE["origin"])
+        answer = http.post(f"{url}{CHAT}", headers=SITE | bearer(USER), json=chat(max_tokens=1))
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == SITE["origin"]
+        if not keys.open:  # a page can read why it was refused
+            refused = http.post(f"{url}{CHAT}", headers=SITE, json=chat())
+            assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (401, True)
+        evil = {"origin": "https://evil.example"}
+        for response in (
+            http.options(f"{url}{CHAT}", headers=ASKS | evil),
+            http.post(f"{url}{CHAT}", headers=evil | bearer(USER), json=chat(max_tokens=1)),
+            http.options(f"{url.admin}/metrics", headers=ASKS),
+        ):
+            assert "access-control-allow-origin" not in response.headers
+
+
+def test_cors_is_off_by_default(locked: ServerUrl) -> None:
+    answer = http.post(f"{locked}{CHAT}", headers=SITE | bearer(OTHER), json=chat(max_tokens=1))
+    assert "access-control-allow-origin" not in answer.headers
+    assert http.options(f"{locked}{CHAT}", headers=ASKS).status_code == 401
+
+
+def test_bad_origins_are_refused() -> None:
+    for bad in ("example.org", "https://x/y", "", "https://a,ftp://b"):
+        with pytest.raises(ConfigError, match="--cors"):
+            ServeOptions(cors=bad)
+    with listen("127.0.0.1", 0) as here, pytest.raises(ConfigError, match="every web page"):
+        check_exposure(here, ServeOptions(cors="*"), KeyRing(), INFERENCE)
+
+
+# ---- content types ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        (None, 200),
+        ("application/json", 200),
+        ("Application/JSON; charset=utf-8", 200),
+        ("application/vnd.x+json", 200),
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("multipart/form-data; boundary=x", 415),
+    ],
+)
+def test_the_content_type_of_a_body_is_checked(fake_server: str, kind: str | None, status: int) -> None:
+    headers = {"content-type": kind} if kind else {}
+    body = json.dumps(chat(max_tokens=1)).encode()
+    assert (answer := http.post(f"{fake_server}{CHAT}", content=body, headers=headers)).status_code == status
+    if status == 415:
+        assert answer.json()["error"]["code"] == "unsupported_media_type"
+    body = json.dumps({"model": FakeFrontend.model_name, "prompt": "hi", "stream": False}).encode()
+    assert http.post(f"{fake_server}/api/generate", content=body, headers=headers).status_code == 200

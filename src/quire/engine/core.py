@@ -118,7 +118,8 @@ class EngineCore:
 
     def settle(self) -> None:
         """No client waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
-        when they ended could not be told later."""
+        when they ended could not be told later. So do sessions, whose time may be up."""
+        self.scheduler.features.sessions.expire(self._clock())
         try:
             while self._tickets and self._tickets[0][0].rows and not self.scheduler.sequences.requests:
                 self._land()

@@ -56,6 +56,8 @@ class EngineProcess:
         """Step while there is work, listen always."""
         checked = 0.0
         while True:
+            if not core.busy:
+                core.settle()
             if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from quire.types.errors import ConfigError
@@ -34,6 +35,7 @@ class ServeOptions(Checked):
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")
     allow_open: bool = option(False, "listen without keys on an address that others can reach")
+    cors: str | None = option(None, "origins whose pages may call the API, separated by commas; * for any (needs keys)")
     cache_salt: bool = option(True, "with keys: share cached prefixes only among requests of one key")
 
     max_queue: int | None = option(
@@ -78,6 +80,13 @@ class ServeOptions(Checked):
         super().__post_init__()
         if 0 < self.hang_timeout < self.heartbeat:
             raise ConfigError("hang_timeout must not be shorter than heartbeat")
+        for origin in self.origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", origin):
+                raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
+
+    @property
+    def origins(self) -> list[str]:
+        return [origin.strip() for origin in self.cors.split(",")] if self.cors is not None else []
 
     @property
     def body_bytes(self) -> int:

@@ -72,9 +72,12 @@ class Sessions(SchedulingFeature):
             self.keep(request.session, request.salt, seq.table, self._clock.now + request.hold)
 
     def contribute(self, builder: PlanBuilder) -> None:
+        self.expire(builder.now)
+
+    def expire(self, now: float) -> None:
         """Sessions whose time is up let go."""
-        if builder.now >= self._next_end:
-            for session in [s for s in self._held.values() if s.until <= builder.now]:
+        if now >= self._next_end:
+            for session in [s for s in self._held.values() if s.until <= now]:
                 self._let_go(session)
             self._next_end = min((s.until for s in self._held.values()), default=inf)
 

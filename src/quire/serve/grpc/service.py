@@ -13,14 +13,13 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 from quire.serve.core import prepare_pool as prepare_pool
-from quire.serve.core.api_keys import INFERENCE
 from quire.serve.core.context import Context, enter
 from quire.serve.core.embedding import embed
 from quire.serve.core.generation import Generation, Serving, hold_session, off_loop
 from quire.serve.grpc.proto import SERVICE, load_messages
-from quire.serve.http.auth import context_of, presented
+from quire.serve.http.auth import context_of
 from quire.serve.http.error_bodies import describe, request_id_of
-from quire.types.errors import ConfigError, ForbiddenError, InputError
+from quire.types.errors import ConfigError, InputError
 from quire.types.outputs import Delta
 from quire.types.request import MAX_HOLD, Request
 from quire.types.sampling_params import SamplingParams
@@ -41,6 +40,8 @@ class RpcServer:
         try:
             import grpc.aio
             from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+            from quire.serve.grpc.key_interceptor import KeyInterceptor
         except ImportError as error:
             raise ConfigError(f"gRPC needs {error.name}, which is not installed; pip install 'quire[grpc]'") from None
         self._serving = serving
@@ -53,6 +54,7 @@ class RpcServer:
                 ("grpc.so_reuseport", 0),
             ],
             maximum_concurrent_rpcs=serving.options.max_connections,
+            interceptors=(KeyInterceptor(serving.keys, SERVICE),),
         )
         calls = Calls(serving)
         messages = calls.messages
@@ -148,10 +150,10 @@ class Calls:
                 self.serving.admission.leave(context.permit)
 
     def _let_in(self, call: Any) -> Context:
-        headers = {name.encode(): _bytes(value) for name, value in call.invocation_metadata()}
-        key = self.serving.keys.find(presented(headers))
-        if INFERENCE not in key.scopes:
-            raise ForbiddenError(f"key {key.name!r} lacks the scope {INFERENCE!r}")
+        from quire.serve.grpc.key_interceptor import headers_of, key_of
+
+        headers = headers_of(call.invocation_metadata())
+        key = key_of(self.serving.keys, call.invocation_metadata())
         return context_of(self.serving, key, request_id_of(headers), headers, works=True)
 
     def _check_model(self, name: str) -> None:
@@ -220,7 +222,3 @@ def _deadline(body: Any, call: Any) -> int | None:
         if left is not None:
             bounds.append(max(1, int(left * 1000)))
     return min(bounds, default=None)
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode("latin-1", "replace")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
@@ -130,6 +131,14 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
         exception_handlers={QuireError: on_error, HTTPException: on_error, RequestValidationError: on_error},
     )
     app.add_middleware(Gate, serving=serving, scope=scope)
+    if serving.options.origins and scope == INFERENCE:
+        app.add_middleware(  # a preflight carries no key
+            CORSMiddleware,
+            allow_origins=serving.options.origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(Guard)  # added last, so outermost
     for router in routers:
         app.include_router(router(serving))

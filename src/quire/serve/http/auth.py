@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -66,7 +66,7 @@ class Gate:
             raise InputError("a path has printable characters only")
         keys = self.serving.keys
         if keys.open:
-            check_origin(headers)
+            check_origin(headers, self.serving.options.origins)
         elif not (method in ("GET", "HEAD") and (path in OPEN_PATHS or path.startswith(OPEN_UNDER))):
             key = keys.find(presented(headers))
             wanted = ADMIN if path in ADMIN_PATHS else self.scope
@@ -118,9 +118,10 @@ def presented(headers: dict[bytes, bytes]) -> str | None:
     return secret.decode("latin-1") or None
 
 
-def check_origin(headers: dict[bytes, bytes]) -> None:
+def check_origin(headers: dict[bytes, bytes], welcome: Sequence[str] = ()) -> None:
     """Without keys, loopback is the only wall, and browsers stand inside it: pages of other sites must not reach
-    through them, neither directly (Origin) nor under a name they own that resolves to this machine (Host)."""
+    through them, neither directly (Origin, unless it is `welcome`) nor under a name they own that resolves to this
+    machine (Host)."""
     here = "//" + headers.get(b"host", b"localhost").decode("latin-1")
     host = _hostname(here)
     if not (_is_local(host) or _address(host)):
@@ -131,6 +132,8 @@ def check_origin(headers: dict[bytes, bytes]) -> None:
     if (origin := headers.get(b"origin")) is None:
         return
     site = origin.decode("latin-1")
+    if site in welcome:
+        return
     if not _is_local(_hostname(site)) and site.partition(":")[2].lower() != here.lower():
         raise ForbiddenError("without API keys this server does not answer pages of other sites")
 

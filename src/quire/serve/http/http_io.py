@@ -39,6 +39,11 @@ class BodyTooSlowError(InputError):
     code = "request_timeout"
 
 
+class MediaTypeError(InputError):
+    status = 415
+    code = "unsupported_media_type"
+
+
 BODY_SECONDS = 60.0  # for the whole body; it holds a place in the queue meanwhile
 
 
@@ -54,8 +59,12 @@ def owner_of(request: Request) -> str:
     return current().key.name
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """The whole body, refused as soon as it is known to be longer than `limit` bytes."""
+async def read_body(request: Request, limit: int, media: str = "json") -> bytes:
+    """The whole body, refused if it says to be something else, or as soon as it is known to be longer than `limit`."""
+    given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Ollama reads whatever it is sent as JSON, and its documentation shows curl without a header.
+    if given and not re.fullmatch(rf"application/(.*\+)?{media}", given) and not request.url.path.startswith("/api/"):
+        raise MediaTypeError(f"the body must be application/{media}, not {given[:64]!r}; set the Content-Type header")
     declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdigit() and int(declared[:20]) > limit:
         raise BodyTooLargeError(f"request body of {declared[:20]} bytes is larger than the limit of {limit}")

@@ -256,6 +256,8 @@ def listening(options: ServeOptions, keys: KeyRing) -> Iterator[tuple[list[socke
 def check_exposure(listener: socket.socket, options: ServeOptions, keys: KeyRing, scope: str) -> None:
     """Refuse to stand open to others by accident."""
     host = listener.getsockname()[0]
+    if keys.open and "*" in options.origins:
+        raise ConfigError("--cors '*' would let every web page use a server without API keys; name the origins")
     if keys.open and not options.allow_open and not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
         raise ConfigError(
             f"{host} can be reached from other machines and no API keys are set; give keys (--api-keys FILE, made by "

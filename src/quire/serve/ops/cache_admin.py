@@ -114,7 +114,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/v1/cache/import", summary="Take in an exported file", openapi_extra=answers(CacheReport))
     async def take_in(request: Request, key: str | None = None, cache_salt: str | None = None) -> Response:
-        data = await read_body(request, BUNDLE)
+        data = await read_body(request, BUNDLE, "octet-stream")
         whose = salt(serving, CachePrompt(key=key, cache_salt=cache_salt))
         return answer((await client.cache(CacheOrder(action="import", data=data, salt=whose)))[0])
 
