@@ -219,9 +219,14 @@ class Caller:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         if data is not None:
             headers.setdefault("content-type", "application/json")
-        self._peer.request(method, path, data, self._headers | headers)
-        response = self._peer.getresponse()
-        content = response.read()
+        with suppress(OSError):  # refused before all of it was sent; the answer may be there
+            self._peer.request(method, path, data, self._headers | headers)
+        try:
+            response = self._peer.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException):
+            self._peer.close()
+            return 0, None
         with suppress(ValueError):
             return response.status, json.loads(content)
         return response.status, content
@@ -320,7 +325,7 @@ class Probe:
 
     def __init__(self, address: Address, pid: int):
         self.address, self.pid = address, pid
-        self.worst, self.most, self.asked = 0.0, 0, 0
+        self.worst, self.most, self.asked, self.failed = 0.0, 0, 0, 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -333,12 +338,14 @@ class Probe:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(0.01):
+        while not (self._stop.wait(0.01) and self.asked):
             began = time.perf_counter()
             peer = http.client.HTTPConnection(*self.address, timeout=60)
-            with suppress(OSError, http.client.HTTPException):
+            try:
                 peer.request("GET", "/health")
-                peer.getresponse().read()
+                self.failed += peer.getresponse().status != 200
+            except (OSError, http.client.HTTPException):
+                self.failed += 1
             peer.close()
             self.worst = max(self.worst, time.perf_counter() - began)
             self.most = max(self.most, resident(self.pid))
