@@ -7,6 +7,7 @@ know: what is inside them.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def _explain(error: Exception, reference: HubReference, errors: ModuleType) -> s
         return f"{name} has no revision {reference.revision!r}"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         return f"{name} has no file {reference.file!r}"
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"cannot fetch {name}: the disk is full; make room and try again, files that are complete are kept"
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return (
         f"cannot fetch {name}: {cause} Check the network (and HF_ENDPOINT, if it is set) and try again; "

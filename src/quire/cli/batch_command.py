@@ -55,8 +55,7 @@ async def _answer(engine: EngineOptions, text: TextModel, name: str, source: Pat
     from quire.engine.frontend import Frontend
     from quire.serve.core import prepare_pool as prepare_pool
     from quire.serve.http.app import create_serving
-    from quire.serve.openai.batch_lines import answer_lines
-    from quire.serve.openai.file_store import lines_of
+    from quire.serve.openai.batch_lines import answer_lines, lines_of
 
     client = await AsyncClient.open(engine, process=False, progress=True)
     serving = create_serving(Frontend(client, text, name))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from msgspec import Meta
 from quire.serve.core.generation import Serving
 from quire.serve.http.auth import own_place
 from quire.serve.http.error_bodies import describe
-from quire.serve.http.http_io import decode, json
+from quire.serve.http.http_io import BodyTooLargeError, decode, json
 from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import completions, embeddings, responses
 from quire.types.errors import EngineDeadError, InputError, OverloadedError
@@ -59,6 +60,17 @@ def read_line(raw: bytes, endpoint: str | None) -> BatchLine:
     if line.url not in wanted:
         raise InputError(f"url must be {' or '.join(wanted)}, got {line.url[:64]!r}", param="url")
     return line
+
+
+async def lines_of(path: Path, longest: int) -> AsyncGenerator[bytes, None]:
+    """Lines of a file, read in a thread; one that is too long raises."""
+    with path.open("rb") as source:
+        while block := await asyncio.to_thread(source.readlines, 1 << 20):
+            for line in block:
+                if len(line) > longest:
+                    raise BodyTooLargeError(f"a line of {len(line)} bytes is longer than the limit of {longest}")
+                if line.strip():
+                    yield line
 
 
 async def answer_line(serving: Serving, raw: bytes, endpoint: str | None = None) -> Answered:

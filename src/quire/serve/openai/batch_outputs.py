@@ -6,7 +6,6 @@ Refuses to know: how lines are answered.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
@@ -17,9 +16,7 @@ import msgspec
 from quire.serve.openai.batch_bodies import OwnedBatch
 from quire.serve.openai.batch_lines import read_line
 from quire.serve.openai.file_store import FileStore
-from quire.serve.openai.stored_records import DiskFullError, created, disk_full, remembered, write_all
-
-logger = logging.getLogger("quire.serve")
+from quire.serve.openai.stored_records import created, disk_full, remembered, write_all
 
 
 async def unanswered(lines: AsyncIterator[bytes], done: set[str]) -> AsyncGenerator[bytes, None]:
@@ -92,8 +89,4 @@ class Output:
         self.close()
         if not written:
             return None
-        try:
-            self._store.adopt(self._id, size, name, "batch_output", self._owner)
-        except DiskFullError:  # the answers are there, and found at the next start
-            logger.warning("%s could not be written down", self._id)
-        return self._id
+        return self._store.adopt(self._id, size, name, "batch_output", self._owner, anyway=True).id

@@ -43,9 +43,9 @@ from quire.serve.openai.batch_bodies import (
     Endpoint,
     OwnedBatch,
 )
-from quire.serve.openai.batch_lines import AT_ONCE, ENDPOINTS, answer_lines, read_line
+from quire.serve.openai.batch_lines import AT_ONCE, ENDPOINTS, answer_lines, lines_of, read_line
 from quire.serve.openai.batch_outputs import Output, outputs_in, unanswered
-from quire.serve.openai.file_store import PAGE, FileStore, lines_of, page_of
+from quire.serve.openai.file_store import PAGE, FileStore, page_of
 from quire.serve.openai.stored_records import (
     PREFIX,
     DiskFullError,
@@ -79,6 +79,7 @@ class Batches:
         self._store = store
         self._batches: dict[str, OwnedBatch] = {}
         self._sizes: dict[str, int] = {}  # what each record counts
+        self._unsaved: dict[str, OwnedBatch] = {}  # whose record the disk had no room for
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key: one batch at a time
         self._working: set[str] = set()  # keys whose batch is under way
@@ -144,6 +145,7 @@ class Batches:
 
     async def close(self) -> None:
         self._closing = True
+        self._save_rest()
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
@@ -170,10 +172,12 @@ class Batches:
     def _save(self, owned: OwnedBatch) -> None:
         record = json(owned)
         self._weigh(owned, record)
+        self._unsaved.pop(owned.batch.id, None)
         try:
             write_record(self._path(owned.batch.id), record)
-        except (DiskFullError, OSError):  # what is known in memory still is; the next change is written again
-            logger.exception("%s could not be written down", owned.batch.id)
+        except (DiskFullError, OSError) as error:  # what is known in memory still is, and written when there is room
+            logger.warning("%s could not be written down: %s", owned.batch.id, error)
+            self._unsaved[owned.batch.id] = owned
 
     def _forget(self, id: str) -> None:
         owned = self._batches.pop(id)
@@ -181,9 +185,15 @@ class Batches:
         for share in (self._records, self._store.bytes):
             share.take(owned.owner, -self._sizes[id])
         del self._sizes[id]
+        self._unsaved.pop(id, None)
         self._path(id).unlink(missing_ok=True)
 
+    def _save_rest(self) -> None:
+        for owned in [*self._unsaved.values()]:
+            self._save(owned)
+
     def _expire(self) -> None:
+        self._save_rest()
         until = time.time() - KEPT
         for owned in [owned for owned in self._batches.values() if 0 < owned.batch.ended < until]:
             self._forget(owned.batch.id)
@@ -312,7 +322,7 @@ class Batches:
 
     def _keep(self, owned: OwnedBatch, outputs: dict[bool, Output]) -> None:
         batch = owned.batch
-        batch.finalizing_at = int(time.time())
+        batch.finalizing_at = batch.finalizing_at or int(time.time())
         batch.output_file_id = outputs[True].keep(f"{batch.id}_output.jsonl")
         batch.error_file_id = outputs[False].keep(f"{batch.id}_error.jsonl")
 

@@ -27,7 +27,15 @@ from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, json, owner_of
 from quire.serve.http.openapi import answers, queried
-from quire.serve.openai.stored_records import Shares, created, disk_full, open_folder, remembered, write_record
+from quire.serve.openai.stored_records import (
+    DiskFullError,
+    Shares,
+    created,
+    disk_full,
+    open_folder,
+    remembered,
+    write_record,
+)
 from quire.types.errors import InputError, OverloadedError
 
 logger = logging.getLogger("quire.serve")
@@ -169,16 +177,28 @@ class FileStore:
             return target.tell()
 
     def adopt(
-        self, id: str, size: int, filename: str, purpose: str, owner: str, seconds: int | None = None
+        self,
+        id: str,
+        size: int,
+        filename: str,
+        purpose: str,
+        owner: str,
+        seconds: int | None = None,
+        *,
+        anyway: bool = False,
     ) -> FileObject:
-        """Remember a file whose content is there already."""
+        """Remember a file whose content is there already; `anyway`: for now, if the disk has no room for the record."""
         now = int(time.time())
         expires = now + seconds if seconds else None
         file = FileObject(
             id=id, bytes=size, created_at=now, filename=filename[:255], purpose=purpose, expires_at=expires
         )
         owned = Owned(file, owner)
-        write_record(self.path(f"{id}.json"), json(owned))
+        try:
+            write_record(self.path(f"{id}.json"), json(owned))
+        except DiskFullError:
+            if not anyway:
+                raise
         self._files[id] = owned
         self._take(owner, size, 1)
         return file
@@ -369,14 +389,3 @@ def router(serving: Serving, store: FileStore) -> APIRouter:
         return FileResponse(store.path(id), media_type="application/octet-stream")
 
     return routes
-
-
-async def lines_of(path: Path, longest: int) -> AsyncGenerator[bytes, None]:
-    """Lines of a file, read in a thread; one that is too long raises."""
-    with path.open("rb") as source:
-        while block := await asyncio.to_thread(source.readlines, 1 << 20):
-            for line in block:
-                if len(line) > longest:
-                    raise BodyTooLargeError(f"a line of {len(line)} bytes is longer than the limit of {longest}")
-                if line.strip():
-                    yield line
