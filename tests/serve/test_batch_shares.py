@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
+import random
 import stat
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from fake_frontend import FakeClient, FakeFrontend
 
@@ -21,11 +24,11 @@ from quire.serve import create_serving
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
 from quire.serve.core.generation import BACKGROUND
 from quire.serve.http.server import background_server
-from quire.serve.openai import batches, file_store, stored_records
+from quire.serve.openai import batches, file_store, stored_records, upload_parts
 from quire.serve.openai.batches import Batches
 from quire.serve.openai.file_store import FileStore
 from quire.serve.openai.stored_records import LOCK, Shares, sweep_temporary
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, OverloadedError
 from quire.types.outputs import Delta
 from quire.types.request import Request
 from quire.types.serving import ServeOptions
@@ -335,3 +338,57 @@ def test_lines_have_the_lowest_priority() -> None:
         alice.finished(alice.batch("hello"))
         alice.http.post(CHAT, json={"model": frontend.model_name, "messages": [{"role": "user", "content": "hi"}]})
     assert [request.priority for request in frontend.requests] == [BACKGROUND, 0]
+
+
+# ---- uploads in parts ---------------------------------------------------------------------------------------
+
+
+def test_an_upload_in_parts_goes_on_after_a_restart(tmp_path: Path) -> None:
+    content = random.Random(3).randbytes(300_000)
+    pieces = [content[:100_000], content[100_000:250_000], content[250_000:]]
+    keys = ring("alice", "bob")
+    with serving(FakeFrontend(), tmp_path, keys) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=SECRETS["alice"])
+        made = client.uploads.create(bytes=len(content), filename="a.jsonl", mime_type="text/jsonl", purpose="batch")
+        parts = [client.uploads.parts.create(made.id, data=piece).id for piece in pieces[1:]]
+    with serving(FakeFrontend(), tmp_path, keys) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=SECRETS["alice"])
+        other = openai.OpenAI(base_url=f"{url}/v1", api_key=SECRETS["bob"])
+        with pytest.raises(openai.NotFoundError):
+            other.uploads.cancel(made.id)
+        with pytest.raises(openai.BadRequestError, match="announced"):
+            client.uploads.complete(made.id, part_ids=parts)
+        first = client.uploads.parts.create(made.id, data=pieces[0]).id
+        with pytest.raises(openai.BadRequestError, match="more than"):
+            client.uploads.parts.create(made.id, data=b"x")
+        with pytest.raises(openai.BadRequestError, match="md5"):
+            client.uploads.complete(made.id, part_ids=[first, *parts], md5="0" * 32)
+        assert not list(client.files.list())  # parts are no files
+        whole = client.uploads.complete(made.id, part_ids=[first, *parts], md5=hashlib.md5(content).hexdigest())
+        assert whole.status == "completed" and whole.file is not None
+        assert client.files.content(whole.file.id).content == content
+        with pytest.raises(openai.NotFoundError):
+            client.uploads.complete(made.id, part_ids=[first, *parts])
+    assert len(list(tmp_path.iterdir())) == 3  # the file, its record and the lock
+
+
+async def test_uploads_that_are_not_completed_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload_parts, "KEPT", -1)
+    store = FileStore(tmp_path, max_bytes=1000, shared=True)
+    uploads = upload_parts.Uploads(store)
+
+    def body(size: int) -> upload_parts.UploadRequest:
+        return upload_parts.UploadRequest(bytes=size, filename="a", mime_type="b", purpose="batch")
+
+    uploads.create(body(10), "alice")
+    with pytest.raises(OverloadedError):
+        uploads.create(body(600), "alice")  # more than its share
+    uploads.create(body(10), "alice")
+    assert len(list(tmp_path.glob("upload-*"))) == 1  # the first has expired
+    monkeypatch.setattr(upload_parts, "MAX_PENDING", 2)
+    few = upload_parts.Uploads(store)
+    few._expire()
+    monkeypatch.setattr(upload_parts, "KEPT", 100)
+    few.create(body(10), "alice")
+    with pytest.raises(OverloadedError, match="not complete"):
+        few.create(body(10), "alice")

@@ -8,7 +8,13 @@ from typing import Any, get_type_hints
 import ollama._types as ollama_types
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
-from openai.types import batch_create_params, completion_create_params, embedding_create_params
+from openai.types import (
+    batch_create_params,
+    completion_create_params,
+    embedding_create_params,
+    upload_complete_params,
+    upload_create_params,
+)
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
@@ -23,6 +29,8 @@ PUBLISHED: dict[str, set[str]] = {
     "POST /v1/responses": set(get_type_hints(response_create_params.ResponseCreateParamsStreaming)),
     "POST /v1/embeddings": set(get_type_hints(embedding_create_params.EmbeddingCreateParams)),
     "POST /v1/batches": set(get_type_hints(batch_create_params.BatchCreateParams)),
+    "POST /v1/uploads": set(get_type_hints(upload_create_params.UploadCreateParams)),
+    "POST /v1/uploads/{id}/complete": set(get_type_hints(upload_complete_params.UploadCompleteParams)),
     "POST /v1/messages": set(get_type_hints(message_create_params.MessageCreateParamsStreaming)),
     "POST /v1/messages/count_tokens": set(get_type_hints(message_count_tokens_params.MessageCountTokensParams)),
     "POST /api/chat": set(ollama_types.ChatRequest.model_fields),

@@ -22,11 +22,12 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaOptions,
     OllamaShowRequest,
 )
-from quire.serve.openai.batches import BatchRequest
+from quire.serve.openai.batch_bodies import BatchRequest
 from quire.serve.openai.embeddings import EmbeddingRequest
 from quire.serve.openai.request_bodies import ChatRequest, CompletionRequest
 from quire.serve.openai.responses_bodies import ResponseRequest
 from quire.serve.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.serve.openai.upload_parts import CompleteRequest, UploadRequest
 
 BEGIN, END = "<!-- fields: begin (python -m quire.serve.http.field_tables docs/api.md) -->", "<!-- fields: end -->"
 
@@ -36,6 +37,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/responses": ResponseRequest,
     "POST /v1/embeddings": EmbeddingRequest,
     "POST /v1/batches": BatchRequest,
+    "POST /v1/uploads": UploadRequest,
+    "POST /v1/uploads/{id}/complete": CompleteRequest,
     "POST /v1/messages": MessagesRequest,
     "POST /v1/messages/count_tokens": CountTokensRequest,
     "POST /api/chat": OllamaChatRequest,

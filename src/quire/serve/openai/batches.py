@@ -32,6 +32,7 @@ from quire.serve.http.auth import salt_of
 from quire.serve.http.http_io import NotFoundError, decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
 from quire.serve.openai import file_store as files
+from quire.serve.openai import upload_parts
 from quire.serve.openai.batch_bodies import (
     Batch,
     BatchDeleted,
@@ -333,7 +334,7 @@ class Batches:
 
 
 def router(serving: Serving) -> APIRouter:
-    """Files too, since batches live on them."""
+    """Files and uploads too, since batches live on them."""
     kept = serving.options.files
     if not kept:
         sweep_temporary()
@@ -356,6 +357,7 @@ def router(serving: Serving) -> APIRouter:
 
     routes = APIRouter(tags=["OpenAI"], lifespan=lifespan)
     routes.include_router(files.router(serving, store))
+    routes.include_router(upload_parts.router(serving, store))
 
     def reply(batch: msgspec.Struct) -> Response:
         return Response(json(batch), media_type="application/json")

@@ -47,6 +47,7 @@ MAX_UPLOADS = 64  # under way at once; the first MiB of each is in memory
 MIN_RATE = 256 << 10  # bytes a second that an upload has to keep up, after BODY_SECONDS of grace
 MAX_PAGE = 10_000  # entries of one listing
 PAGE_BYTES = 1 << 20  # ... and what they may come to; `has_more` says that others follow
+PART = "upload_part"  # purpose of files that are parts of one to come, and in no listing
 _ID = re.compile(r"(file|batch)-[0-9a-f]{32}")
 
 
@@ -218,10 +219,16 @@ class FileStore:
         self.get(id, owner)
         self._remove(id)
 
+    def discard(self, id: str) -> None:
+        """Remove a file, if it is there."""
+        if id in self._files:
+            self._remove(id)
+
     def listing(self, owner: str) -> list[FileObject]:
         """Newest first."""
         self._expire()
-        return [owned.file for owned in reversed(self._files.values()) if owned.owner == owner]
+        mine = (owned.file for owned in reversed(self._files.values()) if owned.owner == owner)
+        return [file for file in mine if file.purpose != PART]
 
     def _expire(self) -> None:
         now = time.time()
