@@ -386,7 +386,8 @@ def main() -> None:
         bob = Caller(public, KEYS["bob"])
         assert not lives(bob, model)
         ports = (("API", public, WIRE), ("admin", admin, WIRE), ("gRPC", rpc, RPC))
-        rounds: list[tuple[str, Callable[[], None]]] = [
+        rounds: list[tuple[str, Callable[[], None]]] = [("nothing", lambda: time.sleep(SECONDS))]
+        rounds += [
             (f"{name} ({port})", lambda attack=attack, at=at: attack(at, given.mib * MIB))  # type: ignore[misc]
             for port, at, attacks in ports
             for name, attack in attacks.items()

@@ -146,6 +146,18 @@ def test_a_body_that_does_not_end_has_its_time(port: str, monkeypatch: pytest.Mo
         assert b" 408 " in answer + received(peer)
 
 
+def test_what_is_no_http_never_follows_the_beginning_of_an_answer(server: ServerUrl) -> None:
+    with connect(server) as peer:
+        peer.sendall(b"GET /health HTTP/9\r\n\r\n")
+        answer = received(peer)
+        assert answer.startswith(b"HTTP/1.1 400") and json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    with connect(server) as peer:
+        peer.sendall(CHUNKED)
+        answer = received(peer, answers(1))
+        peer.sendall(b"no size\r\n")
+        assert (answer + received(peer)).count(b"HTTP/1.1") == 1
+
+
 def test_an_upgrade_is_answered_once(server: ServerUrl) -> None:
     with connect(server) as peer:
         peer.sendall(GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + GET * 10)

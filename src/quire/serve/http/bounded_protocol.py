@@ -228,6 +228,9 @@ def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsPro
             if self._held:
                 self._go_on()
 
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(400, msg)
+
         def _start_timer(self) -> None:
             self._timer = self.loop.call_later(HEAD_SECONDS, self._refuse, 408, "the request took too long to arrive")
 
