@@ -75,7 +75,7 @@ class User:
         lines = []
         for word in words:
             body = {"model": FakeFrontend.model_name, "messages": [{"role": "user", "content": word}], "max_tokens": 2}
-            lines.append(json.dumps({"custom_id": word, "method": "POST", "url": CHAT, "body": body}))
+            lines.append(json.dumps({"custom_id": word[:100], "method": "POST", "url": CHAT, "body": body}))
         form = {"files": {"file": ("in.jsonl", "\n".join(lines))}, "data": {"purpose": "batch"}}
         return self.http.post("/v1/files", **form).raise_for_status().json()["id"]  # type: ignore[no-any-return]
 
@@ -244,6 +244,20 @@ def test_batches_go_on_after_a_restart(tmp_path: Path) -> None:
         assert sorted(alice.answers(state["output_file_id"])) == ["one", "three", "two", "wait"]
     assert ["wait" in bytes(request.prompt).decode() for request in frontend.requests] == [True]
     assert frontend.requests[0].tenant == "alice" and frontend.requests[0].salt
+
+
+def test_long_lines_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts are prepared in threads, which a batch has after a restart as well."""
+    monkeypatch.setattr(Batches, "at_once", lambda self: 1)
+    id = stopped(tmp_path, "one", "wait", "wait" + "x" * 5000)
+    frontend = Patient()
+    frontend.may.set()
+    with serving(frontend, tmp_path) as url:
+        alice = User(url, "alice")
+        state = alice.finished(id)
+        assert state["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+        failed = alice.http.get(f"/v1/files/{state['error_file_id']}/content").json()
+        assert failed["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_batch_whose_key_is_gone_ends(tmp_path: Path) -> None:

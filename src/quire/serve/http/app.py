@@ -137,7 +137,7 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
             allow_origins=serving.options.origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["*"],
         )
     app.add_middleware(Guard)  # added last, so outermost
     for router in routers:

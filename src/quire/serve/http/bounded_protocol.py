@@ -14,8 +14,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0  # from the first byte of a request (or the connection) to the end of its headers
-PIECE = 4096  # bytes of heads and chunks that are parsed in one go
-TURN = 256  # calls to and from the parser in one turn of the loop, for one connection; a piece may go beyond
+PIECE = 1024  # bytes of heads and chunks that are parsed in one go
+TURN = 64  # calls to and from the parser in one turn of the loop, for one connection; a piece may go beyond
 TOO_LARGE = "the request line and headers are larger than {} bytes"
 
 

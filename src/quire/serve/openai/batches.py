@@ -24,6 +24,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.api_keys import OPEN_KEY, Key
 from quire.serve.core.context import Context, enter
 from quire.serve.core.fields import refuse_unsupported
@@ -90,6 +91,8 @@ class Batches:
         self._records = Shares(MAX_RECORDS, shared)
         found = [owned for path in store.folder.glob("batch-*.json") if (owned := remembered(path, OwnedBatch))]
         for owned in sorted(found, key=lambda owned: (owned.batch.created_at, owned.batch.id)):
+            if not owned.batch.over:
+                owned.outputs = owned.outputs or _new_outputs()  # as records of older versions are
             self._add(owned)
             if not owned.batch.over:
                 self._begin(owned)
@@ -110,7 +113,7 @@ class Batches:
             expires_at=now + WINDOW,
             metadata=body.metadata,
         )
-        owned = OwnedBatch(batch, owner, {kind: f"file-{uuid.uuid4().hex}" for kind in ("output", "error")})
+        owned = OwnedBatch(batch, owner, _new_outputs())
         self._make_room(owner, len(json(owned)) + RECORD)
         write_record(self._path(batch.id), json(owned))
         self._add(owned)
@@ -231,6 +234,7 @@ class Batches:
             if batch.status == "cancelling":  # when the server ended
                 raise asyncio.CancelledError
             enter(self._context(owned))
+            prepare_pool.enter(self._serving.prepare_pool)
             async with asyncio.timeout(batch.expires_at - time.time()), self._lanes[owned.owner]:
                 try:
                     self._working.add(owned.owner)
@@ -331,6 +335,10 @@ class Batches:
         batch = owned.batch
         batch.status, batch.failed_at = "failed", int(time.time())
         batch.errors = batch.errors or BatchErrors([BatchProblem(error.code, str(error)[:1000])])
+
+
+def _new_outputs() -> dict[str, str]:
+    return {kind: f"file-{uuid.uuid4().hex}" for kind in ("output", "error")}
 
 
 def router(serving: Serving) -> APIRouter:
