@@ -14,7 +14,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 HEAD_SECONDS = 30.0  # from the first byte of a request (or the connection) to the end of its headers
-PIECE = 1024  # bytes of heads and chunks that are parsed in one go
+HEAD_PIECE = 8192  # bytes of a head that are parsed in one go; the parser copies a header's with each
+PIECE = 1024  # ... of chunks
 TURN = 64  # calls to and from the parser in one turn of the loop, for one connection; a piece may go beyond
 TOO_LARGE = "the request line and headers are larger than {} bytes"
 
@@ -169,13 +170,13 @@ def bounded_protocol(max_header: int, max_connections: int) -> type[HttpToolsPro
 
         def _piece(self) -> bytes:
             """What to parse next, taken from what is held: up to where a message may end."""
-            size = self._left or PIECE
+            size = self._left or (PIECE if self._inside else HEAD_PIECE)
             if not self._left:
                 if self._done:
                     self._done, self._tail, self._unseen = False, b"", 0
                     if self._timer is None:
                         self._start_timer()
-                window = self._tail + self._held[:PIECE]
+                window = self._tail + self._held[:size]
                 end = window.find(b"\r\n\r\n")
                 if end >= 0:
                     size = end + 4 - len(self._tail)
