@@ -5,6 +5,7 @@ import random
 import pytest
 
 from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
+from quire.generation.drafting.predicted import PredictedProposer
 from quire.generation.drafting.speculation import Speculation, TreeRow, verify
 from quire.types.fakes import FakeProposer
 from quire.types.grammar import GrammarSpec
@@ -16,15 +17,17 @@ VOCAB = 50
 PROPOSERS = [
     pytest.param(lambda: FakeProposer([7, 8, 9]), id="fake"),
     pytest.param(NGramProposer, id="ngram"),
+    pytest.param(PredictedProposer, id="predicted, nothing"),
+    pytest.param(lambda: PredictedProposer(NGramProposer()), id="predicted, else ngram"),
     pytest.param(SuffixProposer, id="suffix"),
     pytest.param(lambda: SyntheticProposer(0.5, VOCAB), id="synthetic"),
 ]
 
 
-def admit(slot, tokens, salt=""):
+def admit(slot, tokens, salt="", **more):
     return Admit(
         slot=slot, key=f"r{slot}/0", tokens=list(tokens), prompt_len=len(tokens), params=SamplingParams(), seed=0,
-        branch=0, stop_ids=[], salt=salt,
+        branch=0, stop_ids=[], salt=salt, **more,
     )  # fmt: skip
 
 
@@ -51,6 +54,42 @@ def test_contract(make):
         proposer.forget(contexts[gone])
         contexts[gone] = DraftContext(admit(gone, [rng.randrange(6)]))
     assert proposer.propose([], []) == []
+
+
+def test_a_prediction_is_followed_left_and_found_again():
+    context = DraftContext(admit(0, [1, 2], prediction=[*range(10, 20), 5, 6, 7, 8]))
+    proposer = PredictedProposer()
+    grow(proposer, context, [10])
+    assert proposer.propose([context], [3]) == [[11, 12, 13]]
+    grow(proposer, context, [11, 12, 40])  # an edit
+    assert proposer.propose([context], [3]) == [[]]
+    grow(proposer, context, [14])
+    assert proposer.propose([context], [3]) == [[]]  # one token could stand anywhere
+    grow(proposer, context, [15])
+    assert proposer.propose([context], [3]) == [[16, 17, 18]]
+    grow(proposer, context, [16, 17, 18, 19, 5, 6, 7])
+    assert proposer.propose([context], [3]) == [[8]]
+    grow(proposer, context, [8])
+    assert proposer.propose([context], [3]) == [[]]  # it is over
+    proposer.forget(context)
+    assert proposer._followers == {}
+
+
+def test_another_proposer_drafts_where_a_prediction_does_not_help():
+    left = DraftContext(admit(0, [1, 2, 3, 1, 2], prediction=[50, 51]))
+    plain = DraftContext(admit(1, [4, 5, 6, 4, 5]))
+    followed = DraftContext(admit(2, [4, 5, 6, 4, 5], prediction=[7, 8]))
+    contexts = [left, plain, followed]
+    proposer = PredictedProposer(NGramProposer())
+    grow(proposer, left, [3, 1, 2])
+    assert proposer.propose(contexts, [2, 2, 2]) == [[3, 1], [6, 4], [7, 8]]
+
+
+def test_without_predictions_nothing_is_kept_of_a_slot():
+    speculation = Speculation(PredictedProposer(), predicted_only=True)
+    plan = StepPlan(step=0, admits=[admit(0, [1]), admit(1, [1], prediction=[2])], writes=[Write(0, 1, [9])])
+    speculation.expand(plan)
+    assert set(speculation._contexts) == {1}
 
 
 def test_ngram_continues_what_stood_there_last_and_goes_round():

@@ -48,6 +48,8 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "frequency_penalty": -2.0, "presence_penalty": -1.0, "repetition_penalty": 3.0},
     {"temperature": 0.0, "logit_bias": {3: 9.0, 0: -100.0, 1499: 8.5}},
     {"logit_bias": dict.fromkeys(range(100), 6.0), "top_k": 10},
+    {"temperature": 0.0, "allowed_token_ids": [3, 77, 1499]},
+    {"allowed_token_ids": list(range(0, 1500, 7)), "top_p": 0.8, "logit_bias": {0: -100.0, 1: 50.0}},
     {"temperature": 0.0, "bad": True},
     {"bad": True, "min_p": 0.3},
     {"temperature": 0.0, "min_tokens": 30},
@@ -58,6 +60,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 def twin_edit(logits: np.ndarray, known: list[int], prompt_len: int, stops: list[int], params: SamplingParams) -> None:
+    if params.allowed_token_ids:
+        logits[[token for token in range(len(logits)) if token not in params.allowed_token_ids]] = -np.inf
     for token, bias in params.logit_bias.items():
         logits[token] += bias
     for word in params.bad_token_ids:
@@ -188,7 +192,7 @@ def test_a_reused_slot_forgets_its_past(device: torch.device) -> None:
 
 def test_one_slot_may_be_drawn_at_several_positions(device: torch.device) -> None:
     """What speculation needs: rows of one slot, each with its own history length."""
-    world = World(33, device)
+    world = World(len(KINDS), device)
     sampler = world.sampler(device)
     row = len(KINDS) - 1
     positions = [20, 21, 22, 23]

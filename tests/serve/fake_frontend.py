@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import codecs
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from quire.engine.text_input import branches_of, chunked
 from quire.text.reasoning_reader import ReasoningReader
 from quire.text.tool_formats import HERMES
+from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.counts import Counts
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
@@ -37,11 +38,20 @@ class FakeTokenizer:
     def up_to(self, most: int) -> FakeTokenizer:
         return self
 
+    bos_id = None
+    names: dict[str, int] = {}  # ids that tokens of these names would have
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_on(self, text: str) -> list[int]:
+    def encode_on(self, text: str, parse_special: bool = True) -> list[int]:
         return self.encode(text)
+
+    def token_id(self, token: str) -> int | None:
+        return self.names.get(token)
+
+    def token_text(self, token: int) -> str:
+        return "<eos>" if token == EOS else f"<0x{token:02X}>"
 
     def covered(self, ids: list[int], text: str) -> tuple[int, int]:
         """Tokens are bytes here, so characters that survived decoding are covered by theirs."""
@@ -150,6 +160,7 @@ class FakeFrontend:
         priority: int = 0,
         salt: str = "",
         blend: BlendParams | Blend | None = None,
+        prediction: Sequence[int] = (),
     ) -> Request:
         prompt, chunks = chunked(prompt, blend, self.text)  # type: ignore[arg-type, assignment]
         tokens = self.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -162,8 +173,14 @@ class FakeFrontend:
         params.check_vocabulary(VOCAB)
         params, keep = branches_of(params)
         request = Request(id=request_id or "r", prompt=tokens, params=params, priority=priority, salt=salt, keep=keep)
-        request.blend = chunks
+        request.blend, request.prediction = chunks, list(prediction)
         self.requests.append(request)
+        return request
+
+    def prepare_beam(self, prompt: str | list[int], beam: BeamParams, **where: Any) -> Request:
+        params = SamplingParams(n=beam.n, temperature=0, max_tokens=beam.max_tokens)
+        request = self.prepare(prompt, params, **where)
+        request.beam = beam
         return request
 
     async def embed(
@@ -239,6 +256,7 @@ def _branch(request: Request, branch: int, says: str | None) -> list[Delta]:
         if cut is not None and len(shown) + len(delta.text) > cut:
             delta.text = delta.text[: cut - len(shown)]
             delta.finish_reason = FinishReason.STOP
+            delta.stop_reason = next(stop for stop in params.stop if text.startswith(stop, cut))
             return deltas
         shown += delta.text
     deltas[-1].finish_reason = FinishReason.STOP if deltas[-1].token_ids == [EOS] else FinishReason.LENGTH

@@ -71,7 +71,7 @@ def test_chat_events(http: httpx.Client) -> None:
     assert len({(chunk["id"], chunk["created"], chunk["system_fingerprint"]) for chunk in events}) == 1
     # "€g": the first character is three tokens, shown when the third is in.
     first = {"index": 0, "delta": {"role": "assistant", "content": "€"}, "logprobs": None, "finish_reason": None}
-    final = {"index": 0, "delta": {"content": "g"}, "logprobs": None, "finish_reason": "length"}
+    final = {"index": 0, "delta": {"content": "g"}, "logprobs": None, "finish_reason": "length", "stop_reason": None}
     assert [chunk["choices"] for chunk in chunks] == [[first], [final]]
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 4
@@ -194,12 +194,15 @@ def test_numbers_that_are_none(http: httpx.Client, field: str, number: str) -> N
 
 BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"model": MODEL}, "messages", "missing_required_parameter"),
-    (CHAT, {"messages": chat()["messages"]}, "model", "missing_required_parameter"),
+    (CHAT, chat(use_beam_search=True, n=2, logit_bias={"3": 1}), "logit_bias", "invalid_value"),
+    (CHAT, chat(length_penalty=1.5), "length_penalty", "invalid_value"),
+    (CHAT, chat(allowed_token_ids=[999]), "allowed_token_ids", "invalid_value"),
+    (CHAT, chat(max_tokens=0), "max_tokens", "invalid_value"),
     (CHAT, chat(max_token=3), "max_token", "unknown_parameter"),
     (CHAT, chat(None), "messages[0].content", "invalid_type"),
     (CHAT, chat(tool_choice="required"), "tool_choice", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "a b"}}]), "tools[0].function.name", "invalid_value"),
-    (CHAT, chat(tools=[{"type": "custom", "custom": {"name": "f"}}]), "tools[0].type", "invalid_value"),
+    (CHAT, chat(tools=[{"type": "magic", "custom": {"name": "f"}}]), "tools[0].type", "invalid_value"),
     (CHAT, chat(response_format={"type": "yaml"}), "response_format.type", "invalid_value"),
     (CHAT, chat(guided_regex="a", guided_choice=["b"]), "guided_choice", "invalid_value"),
     (CHAT, chat(guided_choice=[]), "guided_choice", "invalid_value"),
@@ -207,7 +210,6 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, chat([{"type": "image_url", "image_url": {"url": "x"}}]), "messages[0].content[0].type", "invalid_value"),
     (CHAT, {"model": MODEL, "messages": [{"role": "function", "content": "x"}]}, "messages[0].role", "invalid_value"),
     (CHAT, chat(stream_options={"include_usage": True}), "stream_options", "invalid_value"),
-    (CHAT, chat(stream_options={"x": 1}, stream=True), "stream_options.x", "unknown_parameter"),
     (CHAT, chat(top_logprobs=1), "top_logprobs", "invalid_value"),
     (CHAT, chat(max_tokens=1, max_completion_tokens=1), "max_tokens", "invalid_value"),
     (CHAT, chat(logit_bias={"a": 1}), "logit_bias", "invalid_type"),

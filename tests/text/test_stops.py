@@ -34,6 +34,14 @@ def run(text: str, stops: list[str], include: bool, cuts: list[int]) -> tuple[li
     return [*out, matcher.flush()], None
 
 
+def test_what_is_complete_too_early_is_passed_over() -> None:
+    matcher = StopMatcher(["end", "stop"])
+    assert [matcher.push(piece, early=True) for piece in ("an end", " and st")] == [("an ", None), ("end and ", None)]
+    assert matcher.push("op, end") == ("", "stop")  # begun early, complete in time
+    matcher = StopMatcher(["end"], include_stop=True)
+    assert matcher.push("end", early=True) == ("", None) and matcher.flush() == "end"
+
+
 short = st.text("ab\n", max_size=4)
 
 

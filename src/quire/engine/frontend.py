@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -48,11 +48,12 @@ class Frontend:
         priority: int = 0,
         salt: str = "",
         blend: BlendParams | Blend | None = None,
+        prediction: Sequence[int] = (),
         session: str = "",
         hold: float = HOLD,
     ) -> Request:
         """Tokenise and check; raises InputError for anything that can be told from here. `blend`: how a text is to be
-        cut into chunks, or where they are among token ids."""
+        cut into chunks, or where they are among token ids. `prediction`: what the answer may turn out to be."""
         prompt, chunks = chunked(prompt, blend, self.text)
         return prepare(
             prompt,
@@ -63,9 +64,14 @@ class Frontend:
             priority=priority,
             salt=salt,
             blend=chunks,
+            prediction=prediction,
             session=session,
             hold=hold,
         )
+
+    def prepare_beam(self, prompt: Prompt, beam: BeamParams, **where: Any) -> Request:
+        """... for the answers that beam search finds; `where` as for `prepare`, without `params`."""
+        return prepare_beam(prompt, beam, text=self.text, info=self.client.info, **where)
 
     async def stream(self, request: Request, direct: Direct | None = None) -> AsyncGenerator[list[Delta], None]:
         """Deltas of all branches as they come; closing the iterator aborts the request. A reader that waits is spared
@@ -108,7 +114,7 @@ class Frontend:
 
     async def beam_search(self, prompt: Prompt, beam: BeamParams | None = None, **where: Any) -> RequestOutput:
         """The best answers that beam search finds, best first, with their scores; `where` as for `prepare`."""
-        request = prepare_beam(prompt, beam or BeamParams(), text=self.text, info=self.client.info, **where)
+        request = self.prepare_beam(prompt, beam or BeamParams(), **where)
         return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
     async def self_consistency(

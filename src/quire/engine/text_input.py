@@ -36,6 +36,7 @@ def prepare(
     salt: str = "",
     tenant: str = "",
     blend: Blend | None = None,
+    prediction: Sequence[int] = (),
     session: str = "",
     hold: float = HOLD,
 ) -> Request:
@@ -70,6 +71,7 @@ def prepare(
         eos_token_ids=sorted(text.tokenizer.eos_ids),
         keep=keep,
         blend=blend,
+        prediction=list(prediction),
         session=session,
         hold=_held(hold) if session else 0.0,
     )

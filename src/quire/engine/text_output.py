@@ -30,6 +30,7 @@ class _Branch:
         self.received = len(request.outputs)
         self.done = False
         self.include_stop = params.include_stop
+        self.min_tokens = params.min_tokens
         self.stop_ids = set(params.stop_token_ids)
         self.end_ids = self.stop_ids.union(request.eos_token_ids)
         self.decoder = IncrementalDetokenizer(text.tokenizer, request.prompt, params.skip_special_tokens)
@@ -89,7 +90,8 @@ class RequestText:
             used += 1
             piece = "" if silent and used == len(tokens) else branch.push([token])
             if branch.stops is not None:
-                piece, matched = branch.stops.push(piece)
+                early = branch.received + used <= branch.min_tokens
+                piece, matched = branch.stops.push(piece, early=early)
             pieces.append(piece)
             if matched is not None:
                 break
@@ -120,5 +122,5 @@ class RequestText:
         rest = branch.decoder.flush()
         if branch.stops is None:
             return rest
-        emitted, _ = branch.stops.push(rest)
+        emitted, _ = branch.stops.push(rest, early=branch.received <= branch.min_tokens)
         return emitted + branch.stops.flush()

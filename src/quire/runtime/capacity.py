@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from quire.generation.sampling.sampler import SLICE_ROWS
 from quire.model import DecoderSpec, Runnable
-from quire.runtime.drafters import Drafter, draft_limit
+from quire.runtime.drafters import PREDICTED_DRAFT_TOKENS, Drafter, draft_limit
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
@@ -107,6 +107,9 @@ def capacity_for(
         longest = fits
     if longest < asked:
         why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
+    drafts = draft_limit(options.speculation)
+    # On a GPU steps with drafts are captured, and have room, only where they are asked for at start.
+    predicted_only = not drafts and resolved.device == "cpu"
     capacity = Capacity(
         pages=pages,
         slots=resolved.max_seqs,
@@ -116,7 +119,8 @@ def capacity_for(
         max_batch_tokens=resolved.max_batch_tokens,
         step_target=resolved.step_target,
         depth=resolved.depth,
-        drafts=draft_limit(options.speculation),
+        drafts=PREDICTED_DRAFT_TOKENS if predicted_only else drafts,
+        predicted_only=predicted_only,
         adapts=options.speculation.draft_adapt,
     )
     return capacity, why

@@ -13,6 +13,7 @@ from quire.assets import resolve as find_model
 from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer
 from quire.generation.drafting.heads import MedusaHeads, load_heads
 from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
+from quire.generation.drafting.predicted import PredictedProposer
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.kernels.cpu.int8_linear import pack_linears
@@ -27,6 +28,7 @@ from quire.types.kv import KVLayout
 from quire.types.plan import Capacity
 
 DRAFT_TOKENS = {"off": 0, "ngram": 8, "suffix": 8, "draft": 4, "medusa": 3, "eagle": 8, "synthetic": 4}  # by default
+PREDICTED_DRAFT_TOKENS = 8  # from a caller's prediction, where nothing else is drafted
 TREE_WIDTH = 4  # branches an EAGLE-type drafter follows at every depth
 
 
@@ -73,7 +75,7 @@ def make_speculation(
 ) -> Speculation | None:
     kind, _, argument = options.speculation.partition(":")
     if kind == "off":
-        return None
+        return Speculation(PredictedProposer(), predicted_only=True) if capacity.drafts else None
     if kind == "synthetic":
         made = SyntheticProposer(_rate(argument), target.spec.vocab_size)
         return Speculation(made, made.verify)
@@ -83,7 +85,7 @@ def make_speculation(
         head = SamplingHead(worker, grammars)
         if model.device.type == "cuda":
             worker.capture(beside=[head.warm_up])
-        return Speculation(DraftModelProposer(worker, head, layout))
+        return Speculation(PredictedProposer(DraftModelProposer(worker, head, layout)))
     if kind in ("medusa", "eagle"):
         spec = target.spec
         heads = load_heads(
@@ -92,11 +94,11 @@ def make_speculation(
         if target.threads is not None:
             pack_linears(heads)
         if isinstance(heads, MedusaHeads):
-            return Speculation(MedusaProposer(heads), hidden_layers=())
+            return Speculation(PredictedProposer(MedusaProposer(heads)), hidden_layers=())
         # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
         width = TREE_WIDTH if target.device.type == "cpu" else 1
-        return Speculation(EagleProposer(heads, width), hidden_layers=heads.layers)
-    return Speculation(NGramProposer() if kind == "ngram" else SuffixProposer())
+        return Speculation(PredictedProposer(EagleProposer(heads, width)), hidden_layers=heads.layers)
+    return Speculation(PredictedProposer(NGramProposer() if kind == "ngram" else SuffixProposer()))
 
 
 def _rate(text: str) -> float:

@@ -43,6 +43,7 @@ class PlanBuilder:
                 branch=seq.branch,
                 stop_ids=stops,
                 salt=request.salt,
+                prediction=request.prediction,
             )
         )
 

@@ -71,8 +71,9 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is safe to emit now, the stop string that ended the text or None)."""
+    def push(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
+        """(text that is safe to emit now, the stop string that ended the text or None). `early`: it is too early for
+        a stop, and what is complete with this text is passed over."""
         automaton = self._automaton
         if automaton is None:
             return text, None
@@ -88,7 +89,7 @@ class StopMatcher:
         state, step, found = self._state, automaton.step, automaton.found
         for index in range(at, len(text)):
             state = step(state, text[index])
-            if found[state] is not None:
+            if found[state] is not None and not early:
                 return self._match(text[: index + 1], found[state] or "")
         whole = self._held + text
         out = len(whole) - automaton.depth[state]

@@ -131,6 +131,10 @@ class Tokenizer:
         """The token as the vocabulary spells it; '' for an id outside of it."""
         return self._tokens[token] if 0 <= token < len(self._tokens) else ""
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token, spelled as the vocabulary does."""
+        return self._backend.token_to_id(token)
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes the token stands for; special tokens stand for their names."""
         if not 0 <= token < len(self._tokens):

@@ -28,6 +28,8 @@ class Tool(msgspec.Struct, kw_only=True):
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False
+    takes_text: bool = False  # its one argument is a text (text_inputs.py)
+    grammar: GrammarSpec | None = None  # ... which keeps to this, where the tool must be called and no other may be
 
     def described(self) -> dict[str, Any]:
         """As chat templates expect it."""

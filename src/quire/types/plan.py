@@ -37,6 +37,7 @@ class Admit(msgspec.Struct):
     branch: int
     stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
     salt: str = ""  # drafts learnt from this sequence serve none of another salt
+    prediction: list[int] = []  # what the caller thinks the answer will be
 
 
 class Write(msgspec.Struct):
@@ -168,6 +169,7 @@ class Capacity(msgspec.Struct, frozen=True):
     max_batch_tokens: int
     depth: int  # steps in flight
     drafts: int = 0  # longest draft for a row, in tokens
+    predicted_only: bool = False  # ... and only for sequences whose answer their caller has predicted
     adapts: bool = True  # whether drafts are shorter, or none, where that pays better
     tiers: tuple[TierSpec, ...] = ()  # below the device, fastest first
     context: int = 0  # KV entries one sequence may have (what the model can attend to); 0: as many as tokens

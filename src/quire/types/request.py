@@ -40,6 +40,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     session: str = ""  # whose pages stay for a while after its end
     hold: float = 0.0  # ... so many seconds
     blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
+    prediction: list[int] = []  # what the caller thinks the answer will be: drafts are taken from it
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -23,9 +23,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """How to turn logits into tokens, and when to stop.
 
     `max_tokens=None` means "to the end of the context". `bad_words` are strings; the input processor turns
-    them into `bad_token_ids` (each a sequence that must not be completed). `top_k=0` switches top-k off. `best_of`
-    branches are drawn, and the `n` with the best log-probability per token returned. With `kv_budget` no more than so
-    many tokens keep their KV, and `kv_eviction` says which go when it is full; without, all do.
+    them into `bad_token_ids` (each a sequence that must not be completed). With `allowed_token_ids` only those are
+    drawn. `top_k=0` switches top-k off. Before `min_tokens` neither stop tokens nor stop strings end an answer.
+    `best_of` branches are drawn, and the `n` with the best log-probability per token returned. With `kv_budget` no more
+    than so many tokens keep their KV, and `kv_eviction` says which go when it is full; without, all do.
     """
 
     n: int = 1
@@ -40,6 +41,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     bad_words: list[str] = []
     bad_token_ids: list[list[int]] = []
+    allowed_token_ids: list[int] = []
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
@@ -127,6 +129,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             ("logit_bias", self.logit_bias),
             ("stop_token_ids", self.stop_token_ids),
             ("bad_token_ids", (t for word in self.bad_token_ids for t in word)),
+            ("allowed_token_ids", self.allowed_token_ids),
         ):
             for token in ids:
                 if not 0 <= token < vocab_size:

@@ -31,6 +31,7 @@ class ServeOptions(Checked):
         "how it marks thoughts: auto, think (<think>...</think>) or none",
         forms=("auto", "think", "none"),
     )
+    strict_fields: bool = option(False, "refuse request fields that are not known, rather than ignore and name them")
     served_model_name: str | None = option(None, "name clients use (default: the model's own)")
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")

@@ -105,13 +105,21 @@ class ExpandedPlan:
 class Speculation:
     """The known tokens of every slot, and the proposer that drafts after them."""
 
-    def __init__(self, proposer: Proposer, verify: Verify = verify, *, hidden_layers: tuple[int, ...] | None = None):
+    def __init__(
+        self,
+        proposer: Proposer,
+        verify: Verify = verify,
+        *,
+        hidden_layers: tuple[int, ...] | None = None,
+        predicted_only: bool = False,
+    ):
         """`hidden_layers`: after which layers the proposer needs hidden states, besides the last; None: it needs none,
-        not even the last."""
+        not even the last. `predicted_only`: nothing is drafted for sequences without a prediction."""
         self._proposer = proposer
         self.hidden_layers = hidden_layers
         self._contexts: dict[int, DraftContext] = {}
         self._verify = verify
+        self._predicted_only = predicted_only
 
     def expand(self, plan: StepPlan) -> ExpandedPlan:
         """Follow the plan's changes of slots, ask for drafts, and lay them out as rows and samples."""
@@ -150,9 +158,12 @@ class Speculation:
             if context := self._contexts.pop(slot, None):
                 self._proposer.forget(context)
         for admit in plan.admits:
-            self._contexts[admit.slot] = DraftContext(admit)
+            if admit.prediction or not self._predicted_only:
+                self._contexts[admit.slot] = DraftContext(admit)
         for write in plan.writes:
-            tokens = self._contexts[write.slot].tokens
+            if (context := self._contexts.get(write.slot)) is None:
+                continue
+            tokens = context.tokens
             if tokens[write.start :] != write.tokens:  # chosen elsewhere, by beam search
                 tokens[write.start :] = write.tokens
 

@@ -159,9 +159,12 @@ class Sampler:
     def _process(
         self, logits: torch.Tensor, passes: dict[Need, Rows], tokens: torch.Tensor, masks: TokenMasks | None
     ) -> torch.Tensor:
-        """A copy with logit bias, bad words, minimum length, penalties and grammars applied, in this order."""
+        """A copy with allowed tokens, logit bias, bad words, minimum length, penalties and grammars applied, in this
+        order."""
         table = self._table
         logits = logits.clone(memory_format=torch.contiguous_format)
+        if rows := passes.get(Need.ALLOWED):
+            processors.apply_masks(logits, rows.index, to_device(table.allowed(rows.host_slots), table.device))
         if rows := passes.get(Need.BIAS):
             ids, values = table.bias_ids.read(rows.slots), table.bias_values.read(rows.slots)
             processors.add_bias(logits, rows.index, ids, values)

@@ -37,6 +37,7 @@ class Need(enum.IntFlag):
     WIDE_TOP_K = enum.auto()  # top-k beyond it
     TOP_P = enum.auto()  # top-p without top-k
     MIN_P = enum.auto()
+    ALLOWED = enum.auto()  # only some tokens may be drawn
     BIAS = enum.auto()
     BAD_WORDS = enum.auto()
     MIN_TOKENS = enum.auto()
@@ -47,7 +48,7 @@ class Need(enum.IntFlag):
 
 
 DRAWS = Need.GREEDY | Need.PLAIN | Need.TOP_K | Need.WIDE_TOP_K | Need.TOP_P
-PROCESSORS = Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
+PROCESSORS = Need.ALLOWED | Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class SlotTable:
         self._ints: Ints = np.zeros((slots, _INTS), np.int64)
         self._floats = np.zeros((slots, _FLOATS), np.float64)
         self._dirty: set[int] = set()
+        self._allowed: dict[int, npt.NDArray[np.uint8]] = {}  # by slot: a bit for each token, lowest first
         # Floats travel and rest as their bits, so that a slot is one row of one tensor.
         self._rows = torch.zeros(slots, _INTS + _FLOATS, dtype=torch.int64, device=device)
         self.bias_ids = PaddedLists(slots, torch.int64, 0, device)  # [slots, b]
@@ -108,6 +110,11 @@ class SlotTable:
             params.frequency_penalty,
         )
         self._dirty.add(slot)
+        self._allowed.pop(slot, None)
+        if params.allowed_token_ids:
+            bits = np.zeros(self._vocab, np.uint8)
+            bits[params.allowed_token_ids] = 1
+            self._allowed[slot] = np.packbits(bits, bitorder="little")
         if params.logit_bias:
             self.bias_ids.put(slot, np.array(list(params.logit_bias)))
             self.bias_values.put(slot, np.array(list(params.logit_bias.values())))
@@ -133,6 +140,10 @@ class SlotTable:
     def numbers(self) -> torch.Tensor:
         """All slots' numbers on the device: int64 [slots, words], floats as their bits."""
         return self._rows
+
+    def allowed(self, slots: Ints) -> npt.NDArray[np.uint8]:
+        """Masks of these slots, all of which have one: uint8 [m, bytes]."""
+        return np.stack([self._allowed[slot] for slot in slots.tolist()])
 
     def wanted(self, slots: list[int]) -> Need:
         """All that any of these slots may ask for."""
@@ -205,6 +216,7 @@ def _needs(params: SamplingParams, top_k: bool) -> Need:
         needs = Need.TOP_P if params.top_p < 1.0 else Need.PLAIN
     for need, wanted in (
         (Need.MIN_P, params.min_p > 0.0 and not params.greedy),
+        (Need.ALLOWED, params.allowed_token_ids),
         (Need.BIAS, params.logit_bias),
         (Need.BAD_WORDS, any(params.bad_token_ids)),
         (Need.MIN_TOKENS, params.min_tokens),

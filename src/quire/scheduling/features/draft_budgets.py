@@ -97,6 +97,8 @@ class Drafting(SchedulingFeature):
         self._most = capacity.drafts
         self._tokens = capacity.max_batch_tokens
         self._adapts = capacity.adapts
+        self._all = not capacity.predicted_only
+        self._predicted: set[Sequence] = set()  # whose callers have said what they expect
         self._overlapped = capacity.depth > 1
         self._costs: dict[int, _Costs] = {}
         self._general = AcceptanceRate(decay=SLOW_DECAY)  # over all sequences
@@ -112,9 +114,13 @@ class Drafting(SchedulingFeature):
 
     def budgets(self, running: list[Sequence]) -> dict[Sequence, int]:
         """How much to draft for which of the sequences that need one token only. Empty: a plain step is better."""
+        if not self._all and not self._predicted:
+            return {}
         ready = [s for s in running if s.known - s.computed == 1]
         room = min(self._most, (self._tokens - len(ready)) // max(1, len(ready)))
         able = [s for s in ready if s.outputs and not (s.request.beam or s.hook or s.request.pooling)]
+        if not self._all:
+            able = [s for s in able if s in self._predicted]
         if room <= 0 or not able:
             return {}
         if not self._adapts:
@@ -157,7 +163,7 @@ class Drafting(SchedulingFeature):
     def planned(self, step: PlanBuilder) -> None:
         """A step is on its way, with the latest budgets or without any."""
         plan, now = step.plan, step.now
-        if not plan.rows:
+        if not plan.rows or not (self._all or self._predicted or self.unverified):
             return
         self.unverified.difference_update(seq for seq, _ in step.rows)
         self.unverified.update(seq for row, (seq, _) in zip(plan.rows, step.rows, strict=True) if row.drafts)
@@ -204,9 +210,14 @@ class Drafting(SchedulingFeature):
             costs.plain.append(seconds)  # one that nothing ran beside is slower than they are when it counts
             self._drafted = self._plain = 0
 
+    def arrived(self, seq: Sequence) -> None:
+        if seq.request.prediction:
+            self._predicted.add(seq)
+
     def preempted(self, seq: Sequence) -> None:
         self.unverified.discard(seq)
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self.unverified.discard(seq)
+        self._predicted.discard(seq)
         self._rates.pop(seq, None)

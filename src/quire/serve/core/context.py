@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quire.serve.core.api_keys import OPEN_KEY, Key
@@ -29,6 +29,8 @@ class Context:
     session: str = ""  # whose pages stay for a while after the answer
     hold: float = 0.0  # ... so many seconds
     traceparent: str = ""  # of the caller's trace, as W3C writes it
+    strict_fields: bool = False  # refuse fields that nobody here knows
+    ignored: set[str] = field(default_factory=set)  # ... those that were left out instead
 
     def salted(self, given: str) -> str:
         """The salt of an engine request: the key's own, and within it the caller's."""

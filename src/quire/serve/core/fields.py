@@ -54,6 +54,10 @@ def refused(*neutral: Any, why: str = "") -> Meta:
 MAX_TOOLS = 128
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 JsonSchema = Annotated[dict[str, Any], Meta(description="A JSON schema.")]
+# OpenAI's bounds: 16 pairs, keys of 64 characters, values of 512.
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 SessionId = Annotated[str, extension("keep this conversation's pages when the answer has ended", max_length=256)]

@@ -12,7 +12,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
 
 from quire.engine.collector import Collector
 from quire.observe.ledger import Ledger
@@ -22,6 +24,7 @@ from quire.serve.core.context import Context, current
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
 from quire.serve.core.rate_limits import Permit, RequestAdmission
+from quire.types.beam import BeamParams
 from quire.types.counts import Counts
 from quire.types.errors import (
     ContextLengthError,
@@ -74,8 +77,9 @@ class Serving:
     def max_body(self) -> int:
         return self.options.body_bytes
 
-    def check_model(self, name: str) -> None:
-        if name != self.frontend.model_name:
+    def check_model(self, name: str | None) -> None:
+        """There is one model: whoever names none means it."""
+        if name is not None and name != self.frontend.model_name:
             raise ModelNotFoundError(f"no model {name!r} here; this server has {self.frontend.model_name!r}")
 
 
@@ -131,6 +135,7 @@ class Generation:
     requests: list[Request]
     arrived: float
     deadline_ms: int | None = None  # None: the server's own
+    prompt_only: bool = False  # nothing that is drawn counts: the prompt is to be scored, or cached
     completion_tokens: int = 0
     counts: dict[int, Counts] = field(default_factory=dict)  # by choice
 
@@ -187,7 +192,7 @@ class Generation:
             if context.permit.background and info.priorities:
                 for request in self.requests:
                     request.priority = max(request.priority, BACKGROUND)
-            sequences = sum(request.params.n for request in self.requests)
+            sequences = sum(width(request) for request in self.requests)
             tokens = sum(price(request, info) for request in self.requests)
             self.serving.admission.charge(context.permit, tokens, sequences, left)
         return context.permit
@@ -209,6 +214,8 @@ class Generation:
                         now = time.perf_counter()
                         for delta in deltas:
                             meter.delta(delta, now)
+                            if self.prompt_only:
+                                _forget_drawn(delta)
                             delta.branch += first
                             self.note(delta)
                             if delta.finish_reason is not None:
@@ -256,16 +263,46 @@ class DirectOut:
             self.body.write(data)
 
 
+def width(request: Request) -> int:
+    """Sequences that run side by side for a request."""
+    return request.params.n if request.beam is None else request.beam.beams
+
+
 def price(request: Request, info: EngineInfo) -> int:
     """Tokens that `request` may come to hold, in whole pages: its prompt once, and what each branch may draw."""
     prompt = len(request.prompt)
     params = request.params
     room = info.room(params) - prompt
-    drawn = 0 if request.pooling else min(params.max_tokens or room, room) * params.n
+    drawn = 0 if request.pooling else min(params.max_tokens or room, room) * width(request)
     if params.kv_budget is not None:
         drawn = min(drawn, params.kv_budget * params.n)
         prompt = min(prompt, params.kv_budget) if params.kv_eviction == "sinks" else prompt
     return math.ceil((prompt + drawn) / info.page_size) * info.page_size
+
+
+def search(
+    frontend: Frontend, prompt: str | list[int], beam: BeamParams, params: SamplingParams, **where: Any
+) -> Request:
+    """A request for the answers that beam search finds, shown as `params` say; `where` as for `Frontend.prepare`."""
+    request = frontend.prepare_beam(prompt, beam, **where)
+    shown = ("stop", "include_stop", "skip_special_tokens")
+    request.params = replace(request.params, **{name: getattr(params, name) for name in shown})
+    return request
+
+
+def _forget_drawn(delta: Delta) -> None:
+    delta.text, delta.token_ids, delta.logprobs, delta.stop_reason = "", [], None, None
+    if delta.finish_reason is FinishReason.STOP:
+        delta.finish_reason = FinishReason.LENGTH
+
+
+def kept_tail(tokens: list[int], most: int | None, params: SamplingParams, info: EngineInfo) -> list[int]:
+    """The end of a prompt that may have `most` tokens; -1: as many as fit beside the answer. None: all of it."""
+    if most is None:
+        return tokens
+    if most < 0:
+        most = max(1, info.room(params) - (params.max_tokens or 1))
+    return tokens[max(0, len(tokens) - most) :]
 
 
 def _raise_failure(delta: Delta) -> None:

@@ -9,25 +9,27 @@ from __future__ import annotations
 import json as stdlib_json
 from collections.abc import Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
-from quire.serve.core.generation import Generation, Serving, naming, off_loop, preparing
+from quire.serve.core.generation import Generation, Serving, kept_tail, naming, off_loop, preparing, search
 from quire.text import TextModel, Tool, ToolFormat, ToolReader, chat_prompt
 from quire.text.reasoning_reader import ReasoningReader
 from quire.text.segments import CallBegun, Said, Segment, Thought
+from quire.text.text_inputs import TextCallReader
 from quire.text.tool_calls import FORCED, forced_grammar, strict_grammar
+from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
-from quire.types.errors import InputError
+from quire.types.errors import ContextLengthError, InputError
 from quire.types.outputs import CompletionOutput, Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 from quire.types.request import Request as EngineRequest
 from quire.types.sampling_params import SamplingParams
 
-RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt", "documents"})
+RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt"})
 
 
 @dataclass
@@ -54,6 +56,10 @@ class Turn:
     salt: str = ""
     blend: BlendParams | None = None
     deadline_ms: int | None = None
+    prediction: str = ""  # what the answer may turn out to be: drafts are taken from it
+    beam: BeamParams | None = None  # answers are found by beam search; `params` says the rest
+    keep_tokens: int | None = None  # of the prompt, its last so many; -1: as many as fit
+    drop_oldest: bool = False  # messages go from the beginning until the rest fits
     prefix: str = ""  # the beginning of the answer, which the model goes on from
     raw: bool = False  # the last message is the prompt, as it is
     messages_param: str = "messages"  # what the API calls them
@@ -112,7 +118,13 @@ def plain_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str,
 class Reply:
     """One answer: read as it comes, and kept. `output` is what the engine said of it, all but its text."""
 
-    def __init__(self, index: int, thoughts: ReasoningReader | None, tools: ToolReader | None, format: ToolFormat):
+    def __init__(
+        self,
+        index: int,
+        thoughts: ReasoningReader | None,
+        tools: ToolReader | TextCallReader | None,
+        format: ToolFormat,
+    ):
         self._thoughts = thoughts
         self._tools = tools
         self._format = format
@@ -139,6 +151,10 @@ class Reply:
     @property
     def tokens(self) -> int:
         return len(self.output.token_ids)
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        return self.output.stop_reason
 
     def push(self, delta: Delta) -> Sequence[Segment]:
         """What a delta says; keeps the rest of it too."""
@@ -194,6 +210,12 @@ class Talk:
                     self.replies[delta.branch].push(delta)
         return self.replies
 
+    def wanted(self) -> list[Reply]:
+        """The replies to return: of more than were asked for, the likeliest."""
+        if not self.request.keep:
+            return self.replies
+        return sorted(self.replies, key=lambda reply: -reply.output.likelihood)[: self.request.keep]
+
     def thought_tokens(self) -> int:
         return sum(reply.thought_tokens for reply in self.replies)
 
@@ -218,27 +240,59 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
 
 async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     """Render the conversation, tokenise it, check it; the work itself begins when the answer is read."""
-    frontend = serving.frontend
+    frontend, info = serving.frontend, serving.frontend.client.info
     tools = turn.offered()
     with naming(constraint="tools"):
         params, format = _bound(turn, tools, frontend.text)
-    tokens, blend = await render(serving, turn)
+    tokens, blend = await (_rendered_to_fit(serving, turn) if turn.drop_oldest else render(serving, turn))
+    tokens = kept_tail(tokens, turn.keep_tokens, params, info)
     constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
 
     def work() -> EngineRequest:
-        return frontend.prepare(tokens, params, request_id=id, priority=turn.priority, salt=turn.salt, blend=blend)
+        where: dict[str, Any] = {"request_id": id, "priority": turn.priority, "salt": turn.salt}
+        if turn.beam is not None:
+            return search(frontend, tokens, turn.beam, params, **where)
+        if turn.prediction:
+            expected = frontend.text.tokenizer.encode_on(turn.prediction, parse_special=False)
+            where["prediction"] = expected[: info.max_model_len]
+        return frontend.prepare(tokens, params, blend=blend, **where)
 
     with naming(prompt=turn.messages_param, constraint=constraint):
-        request = await off_loop(preparing(len(tokens), params), work)
+        request = await off_loop(preparing(len(tokens) + len(turn.prediction), params), work)
     names = {tool.name for tool in tools}
 
     def reply(index: int) -> Reply:
         # A grammar describes the whole answer: there is no room for thoughts before it.
         thoughts = None if params.grammar else frontend.text.reasoning_reader(request.prompt)
         reader = ToolReader(format, names, turn.choice.parallel) if tools else None
-        return Reply(index, thoughts, reader, frontend.text.tool_format)
+        text_call = TextCallReader(tools[0].name) if tools and params.grammar is tools[0].grammar is not None else None
+        return Reply(index, thoughts, text_call or reader, frontend.text.tool_format)
 
-    return Talk(Generation(serving, [request], arrived, turn.deadline_ms), [reply(index) for index in range(params.n)])
+    generation = Generation(serving, [request], arrived, turn.deadline_ms)
+    return Talk(generation, [reply(index) for index in range(request.params.n)])
+
+
+async def _rendered_to_fit(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]:
+    """The conversation with as few of its oldest messages gone as it takes to fit: what the system said stays, and so
+    does the latest message. A tool's answer goes with the call that asked for it."""
+    info, params = serving.frontend.client.info, turn.params
+    room = info.room(params) - (params.max_tokens or 1)
+    head = [message for message in turn.messages if message["role"] == "system"]
+    rest = [message for message in turn.messages if message["role"] != "system"]
+    starts = [i for i, message in enumerate(rest) if message["role"] != "tool"] or [0]
+    low, high, fitting = 0, len(starts) - 1, None
+    while low <= high:
+        middle = 0 if fitting is None and low == 0 and high == len(starts) - 1 else (low + high) // 2
+        shorter = replace(turn, messages=head + rest[starts[middle] :])
+        try:
+            rendered = await render(serving, shorter)
+        except ContextLengthError:
+            rendered = None
+        if rendered is not None and len(rendered[0]) <= room:
+            fitting, high = rendered, middle - 1
+        else:
+            low = middle + 1
+    return fitting if fitting is not None else await render(serving, turn)
 
 
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:
@@ -246,6 +300,8 @@ def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingPara
     params, format = turn.params, text.tool_format
     if not tools:
         return params, format
+    if turn.choice.required and len(tools) == 1 and tools[0].grammar is not None:
+        return msgspec.structs.replace(params, grammar=tools[0].grammar), FORCED
     if turn.choice.required:  # a constraint on words has nothing to hold on to then
         parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
         return msgspec.structs.replace(params, grammar=forced_grammar(tools, format, parallel=parallel)), FORCED

@@ -142,7 +142,7 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
     app.add_middleware(Guard)  # added last, so outermost
     for router in routers:
         app.include_router(router(serving))
-    install_schemas(app)
+    install_schemas(app, strict=serving.options.strict_fields)
     return app
 
 

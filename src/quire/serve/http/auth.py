@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key
@@ -54,7 +54,7 @@ class Gate:
         enter(context)
         prepare_pool.enter(self.serving.prepare_pool)
         try:
-            await self.app(scope, receive, send)
+            await self.app(scope, receive, _naming_ignored(context, send))
         finally:
             if context.permit is not None:
                 self.serving.admission.leave(context.permit)
@@ -80,6 +80,18 @@ class Gate:
         return context_of(self.serving, key, scope["quire.request_id"], dict(scope["headers"]), works=works)
 
 
+def _naming_ignored(context: Context, send: Send) -> Send:
+    """`send`, but that a response says which fields of the request were left out."""
+
+    async def named(message: Message) -> None:
+        if context.ignored and message["type"] == "http.response.start":
+            names = ", ".join(sorted(context.ignored)).encode("latin-1")
+            message["headers"] = [*message.get("headers", ()), (b"x-quire-ignored-fields", names)]
+        await send(message)
+
+    return named
+
+
 def salt_of(serving: Serving, key: Key) -> str:
     """What keeps a key's cached prefixes apart from others', from start to start."""
     if serving.keys.open or not serving.options.cache_salt:
@@ -90,7 +102,8 @@ def salt_of(serving: Serving, key: Key) -> str:
 def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes, bytes], *, works: bool) -> Context:
     """What is known of a request that `key` let in; if it `works`, with a place from admission."""
     traceparent = headers.get(b"traceparent", b"")[:128].decode("latin-1")
-    context = Context(request_id, key, salt_of(serving, key), traceparent=traceparent)
+    salt, strict = salt_of(serving, key), serving.options.strict_fields
+    context = Context(request_id, key, salt, traceparent=traceparent, strict_fields=strict)
     if works:
         if (trouble := serving.frontend.client.trouble()) is not None:
             raise EngineDeadError(trouble)

@@ -6,7 +6,6 @@ Refuses to know: what the bytes mean.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import re
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from quire.serve.core.context import current
 from quire.serve.core.generation import DirectOut
 from quire.serve.http.bounded_protocol import Body
 from quire.serve.http.error_bodies import ClientGoneError, Failure, describe
+from quire.serve.http.unknown_fields import MAX_NAMED, meant, without_unknown
 from quire.types.errors import InputError
 
 T = TypeVar("T")
@@ -85,7 +85,14 @@ async def read_body(request: Request, limit: int, media: str = "json") -> bytes:
 def decode(decoder: msgspec.json.Decoder[S], body: bytes) -> S:
     """Parse a body, or raise an InputError that names the field and what is wrong with it."""
     try:
-        return decoder.decode(body)
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if current().strict_fields or "contains unknown field" not in str(error):
+                raise
+            pruned, ignored = without_unknown(body, decoder.type)
+            current().ignored.update(ignored[: MAX_NAMED - len(current().ignored)])
+            return decoder.decode(pruned)
     except msgspec.ValidationError as error:
         raise _field_error(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
@@ -114,8 +121,8 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         name = f"{path}.{field['name']}" if path else field["name"]
         if field["fault"] == "missing required":
             return InputError(f"required field {name!r} is missing", param=name, code="missing_required_parameter")
-        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if not path and len(name) < 64 else []
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = None if path else meant(name, kind)
+        hint = f"; did you mean {near!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
     problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
     if ".content[" in path and path.endswith("].type"):

@@ -65,14 +65,16 @@ def generates(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> di
     return answers(answer, takes=request, media="text/event-stream")
 
 
-def install_schemas(app: FastAPI) -> None:
-    """Add the structs' schemas to the app's OpenAPI document."""
+def install_schemas(app: FastAPI, *, strict: bool) -> None:
+    """Add the structs' schemas to the app's OpenAPI document. `strict`: requests have no other fields than these."""
     build = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             document = build()
             _, components = msgspec.json.schema_components(_named.values(), ref_template=_REF)
+            for schema in components.values() if not strict else ():
+                schema.pop("additionalProperties", None)
             document.setdefault("components", {}).setdefault("schemas", {}).update(components)
             for path in document["paths"].values():
                 for operation in path.values():

@@ -23,7 +23,7 @@ from quire.serve.openai.response_bodies import Embedding, EmbeddingList, Embeddi
 class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/embeddings. `input` is text, token ids, or a list of either."""
 
-    model: Name
+    model: Annotated[Name, noted("may be left out")] | None = None
     input: str | list[str | Int | list[Int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, noted("the first so many, scaled to length 1 again", ge=1, le=1 << 20)] | None = None

@@ -8,20 +8,21 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterator, Sequence
 
-from quire.serve.core.token_logprobs import FLOOR, TokenBytes, label, token_logprobs
+from quire.serve.core.token_logprobs import FLOOR, TokenBytes, TokenLabels, token_logprobs
 from quire.serve.openai.response_bodies import ChatLogprobs, CompletionLogprobs, PromptLogprob, PromptLogprobs
 from quire.types.plan import TokenLogprobs
 
 
-def chat_logprobs(tokenizer: TokenBytes, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    return ChatLogprobs(token_logprobs(tokenizer, entries))
+def chat_logprobs(tokenizer: TokenBytes, entries: Sequence[TokenLogprobs], as_ids: bool | None = False) -> ChatLogprobs:
+    return ChatLogprobs(token_logprobs(tokenizer, entries, as_ids=as_ids))
 
 
 class CompletionLogprobsBuilder:
     """Completion logprobs of one choice, piece by piece; remembers how many characters came before."""
 
-    def __init__(self, tokenizer: TokenBytes):
+    def __init__(self, tokenizer: TokenBytes, as_ids: bool | None = False):
         self._tokenizer = tokenizer
+        self._label = TokenLabels(tokenizer, as_ids)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
@@ -37,7 +38,7 @@ class CompletionLogprobsBuilder:
         for entry in entries:
             token = entry if isinstance(entry, int) else entry.token
             raw = self._tokenizer.token_bytes(token)
-            out.tokens.append(label(raw))
+            out.tokens.append(self._label(token))
             out.text_offset.append(max(self._offset, 0))
             self._offset += len(self._characters.decode(raw))
             if isinstance(entry, int):
@@ -50,8 +51,8 @@ class CompletionLogprobsBuilder:
 
     def _alternatives(self, entry: TokenLogprobs) -> Iterator[tuple[str, float]]:
         for token, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-            yield label(self._tokenizer.token_bytes(token)), max(logprob, FLOOR)
-        yield label(self._tokenizer.token_bytes(entry.token)), max(entry.logprob, FLOOR)
+            yield self._label(token), max(logprob, FLOOR)
+        yield self._label(entry.token), max(entry.logprob, FLOOR)
 
 
 def scored_prompt(prompt: list[int], entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs | int]:
@@ -61,16 +62,15 @@ def scored_prompt(prompt: list[int], entries: Sequence[TokenLogprobs]) -> list[T
 
 def prompt_logprobs(tokenizer: TokenBytes, scored: Sequence[TokenLogprobs | int]) -> PromptLogprobs:
     out: PromptLogprobs = []
+    label = TokenLabels(tokenizer)
     for item in scored:
         if isinstance(item, int):
             out.append(None)
             continue
         position = {
-            token: PromptLogprob(max(logprob, FLOOR), rank, label(tokenizer.token_bytes(token)))
+            token: PromptLogprob(max(logprob, FLOOR), rank, label(token))
             for rank, (token, logprob) in enumerate(zip(item.top_ids, item.top_logprobs, strict=True), 1)
         }
-        position[item.token] = PromptLogprob(
-            max(item.logprob, FLOOR), item.rank, label(tokenizer.token_bytes(item.token))
-        )
+        position[item.token] = PromptLogprob(max(item.logprob, FLOOR), item.rank, label(item.token))
         out.append(position)
     return out

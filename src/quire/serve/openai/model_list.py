@@ -10,7 +10,7 @@ from starlette.responses import Response
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
-from quire.serve.openai.response_bodies import ModelCard, ModelList
+from quire.serve.openai.response_bodies import ModelCard, ModelList, ModelPermission
 
 
 def router(serving: Serving) -> APIRouter:
@@ -19,6 +19,8 @@ def router(serving: Serving) -> APIRouter:
     card = ModelCard(
         id=name,
         created=serving.created,
+        root=serving.frontend.client.info.model,
+        permission=[ModelPermission(id=f"modelperm-{serving.fingerprint[3:]}", created=serving.created)],
         display_name=name,
         created_at=datetime.fromtimestamp(serving.created, UTC).isoformat(),
         max_model_len=serving.frontend.client.info.max_model_len,

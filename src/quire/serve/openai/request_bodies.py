@@ -1,4 +1,4 @@
-"""The request bodies of OpenAI's chat and completions APIs, as strict structs. Unknown fields are refused.
+"""The request bodies of OpenAI's chat and completions APIs, as strict structs.
 
 Refuses to know: how a request is carried out.
 """
@@ -15,20 +15,28 @@ from quire.serve.core.fields import (
     Count,
     Int,
     JsonSchema,
+    Metadata,
     Name,
     Penalty,
     SessionId,
     SessionTtl,
     Temperature,
-    ToolName,
     TopP,
     extension,
     noted,
     refused,
     unused,
 )
-from quire.serve.core.turns import plain_call
-from quire.text import Tool
+from quire.serve.openai.chat_parts import (
+    AllowedTools,
+    CustomTool,
+    FunctionTool,
+    Message,
+    NamedCustom,
+    NamedTool,
+    ResponseFormat,
+    TextPart,
+)
 from quire.types.blend import BlendParams
 from quire.types.messages import EngineInfo
 from quire.types.sampling_params import MAX_LOGPROBS, MAX_N
@@ -42,8 +50,10 @@ Tier = Annotated[
     noted("priority and fast run earlier, flex later, where the scheduler is `priority`"),
 ]
 
+Truncation = Annotated[int, extension("keep the prompt's last so many tokens; -1: as many as fit", ge=-1, le=1 << 30)]
 Eviction = Literal["sinks", "snapkv", "h2o"]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 def tier_used(tier: str | None, info: EngineInfo) -> str | None:
@@ -53,6 +63,7 @@ def tier_used(tier: str | None, info: EngineInfo) -> str | None:
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    continuous_usage_stats: Annotated[bool, extension("usage so far in every chunk, as in vLLM")] = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -66,38 +77,37 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: Annotated[str, Meta(description="In Lark's notation.")] | None = None
 
 
-class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Fields common to chat and completions. Where null or absent, the model server's default applies."""
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 
-    model: Name
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+
+class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What chat, completions and responses may ask of the sampler. Where null or absent, the server's default."""
+
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[Int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    seed: Int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: Count | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: Annotated[str, unused()] | None = None
-
-    top_k: Annotated[int, extension("sample among the k likeliest tokens; 0 is off", ge=0, le=1 << 30)] | None = None
+    presence_penalty: Annotated[float, extension("as in chat", ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, extension("as in chat", ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[Int, Bias], extension("as in chat")] | None = None
+    seed: Annotated[Int, extension("makes sampling repeatable")] | None = None
+    stop: Annotated[str | list[str], extension("as in chat")] | None = None
+    top_k: (
+        Annotated[int, extension("sample among the k likeliest tokens; 0 and -1 are off", ge=-1, le=1 << 30)] | None
+    ) = None
     min_p: Annotated[float, extension("least share of the likeliest token's probability", ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, extension("above 1 discourages repeats", gt=0, le=100)] | None = None
-    min_tokens: Annotated[int, extension("no stop before this many tokens", ge=0, le=1 << 30)] | None = None
+    min_tokens: Annotated[int, extension("no stop, by token or string, before so many", ge=0, le=1 << 30)] | None = None
     ignore_eos: Annotated[bool, extension("generate on past the end token")] | None = None
     stop_token_ids: Annotated[list[Int], extension("tokens that end the output")] | None = None
+    include_stop_str_in_output: Annotated[bool, extension("the stop string or token is part of the text")] | None = None
+    allowed_token_ids: Annotated[list[Int], extension("no other tokens are drawn", min_length=1)] | None = None
     bad_words: Annotated[list[str], extension("words that must not appear")] | None = None
     skip_special_tokens: Annotated[bool, extension("leave special tokens out of the text (default)")] | None = None
-    prompt_logprobs: Annotated[int, extension("logprobs of the prompt's tokens", ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
     deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
     session_id: SessionId | None = None
     session_ttl: SessionTtl | None = None
-    blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
     kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
@@ -107,149 +117,51 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     guided_grammar: Annotated[str, extension("the answer keeps to a Lark grammar")] | None = None
 
 
-# ---- chat ---------------------------------------------------------------------------------------------------
+class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Fields common to chat and completions."""
+
+    model: Annotated[Name, noted("may be left out")] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[Int, Bias] | None = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Annotated[str, unused()] | None = None
+
+    best_of: Annotated[Int, extension("draw so many, return the n likeliest; not with stream")] | None = None
+    use_beam_search: Annotated[bool, extension("the n best answers of n (best_of) beams")] | None = None
+    length_penalty: Annotated[float, extension("of beam search: above 0 favours long answers")] | None = None
+    early_stopping: (
+        Annotated[bool | Literal["never"], extension("beam search ends as soon as there are enough answers")] | None
+    ) = None
+    prompt_logprobs: Annotated[int, extension("logprobs of the prompt's tokens", ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: Annotated[bool, extension("logprobs name tokens as token_id:N")] | None = None
+    return_token_ids: Annotated[bool, extension("token ids of prompt and answer beside the text")] | None = None
+    blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    text: str
+class Prediction(msgspec.Struct, forbid_unknown_fields=True):
+    """What most of the answer is expected to be."""
 
-
-class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="refusal"):
-    refusal: str
-
-
-def joined(content: str | list[Any] | None) -> str:
-    """Content as chat templates want it: one text."""
-    if isinstance(content, list):
-        return "\n".join(part.text if hasattr(part, "text") else part.refusal for part in content)
-    return content or ""
-
-
-class _Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="role"):
-    def plain(self) -> dict[str, Any]:
-        """As chat templates want it, with the role they know."""
-        role = str(self.__struct_config__.tag)
-        message = {"role": "system" if role == "developer" else role, "content": joined(getattr(self, "content", ""))}
-        if name := getattr(self, "name", None):
-            message["name"] = name
-        return message
-
-
-class SystemMessage(_Message, tag="system"):
     content: str | list[TextPart]
-    name: str | None = None
+    type: Literal["content"]
 
 
-class DeveloperMessage(SystemMessage, tag="developer"):
-    pass
+class RouterReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    max_tokens: Annotated[Count, unused("budgets of thoughts are not enforced")] | None = None
+    summary: Annotated[str, unused()] | None = None
 
 
-class UserMessage(SystemMessage, tag="user"):
-    pass
-
-
-class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """A call, in a conversation that is sent back and in an answer."""
-
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class AssistantMessage(_Message, tag="assistant"):
-    content: str | list[TextPart | RefusalPart] | None = None
-    reasoning_content: Annotated[str, extension("thoughts, as answers bring them")] | None = None
-    name: str | None = None
-    refusal: str | None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
-    audio: None = None
-    tool_calls: list[ToolCall] | None = None
-    function_call: None = None
-
-    def plain(self) -> dict[str, Any]:
-        message = super().plain()
-        if self.refusal and not message["content"]:
-            message["content"] = self.refusal
-        if self.reasoning_content:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message["tool_calls"] = [
-                plain_call(call.id, call.function.name, call.function.arguments) for call in self.tool_calls
-            ]
-        return message
-
-
-class ToolMessage(_Message, tag="tool"):
-    content: str | list[TextPart]
-    tool_call_id: str
-    name: str | None = None
-
-    def plain(self) -> dict[str, Any]:
-        return {**super().plain(), "tool_call_id": self.tool_call_id}
-
-
-Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage
-
-
-class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):
-    name: ToolName
-    description: str | None = None
-    parameters: JsonSchema | None = None
-    strict: bool | None = None
-
-    def tool(self) -> Tool:
-        return Tool(
-            name=self.name,
-            description=self.description or "",
-            parameters=self.parameters or {},
-            strict=bool(self.strict),
-        )
-
-
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True):
-    function: FunctionSpec
-    type: Literal["function"]
-
-
-class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-
-
-class NamedTool(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    function: FunctionName
-
-
-class AllowedList(msgspec.Struct, forbid_unknown_fields=True):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Meta(min_length=1)]
-
-
-class AllowedTools(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
-    allowed_tools: AllowedList
-
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    pass
-
-
-class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    pass
-
-
-class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    schema: JsonSchema | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    json_schema: NamedSchema
+class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[Count, unused("budgets of thoughts are not enforced")] | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -259,18 +171,25 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: Annotated[list[FunctionTool | CustomTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | NamedCustom | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
+    prediction: Annotated[Prediction, noted("drafts are taken from it; see speculation.md")] | None = None
+    verbosity: Annotated[Verbosity, noted("handed to the chat template")] | None = None
+    store: Annotated[bool, noted("keep the completion for GET /v1/chat/completions/{id}")] | None = None
     reasoning_effort: Annotated[Effort, noted("handed to the chat template; none: no thinking")] | None = None
     service_tier: Tier | None = None
     add_generation_prompt: Annotated[bool, extension("begin the assistant's turn (default)")] | None = None
     continue_final_message: Annotated[bool, extension("go on from the last message, an assistant's")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], extension("variables for the chat template")] | None = None
+    documents: Annotated[list[dict[str, Any]], extension("for chat templates that know documents")] | None = None
     include_reasoning: Annotated[bool, extension("false leaves thoughts out of the answer")] | None = None
+    reasoning: Annotated[RouterReasoning, extension("effort, enabled and exclude, as in OpenRouter")] | None = None
+    thinking: Annotated[Thinking, extension("whether to think, as in LiteLLM")] | None = None
+    enable_thinking: Annotated[bool, extension("whether to think")] | None = None
 
-    metadata: Annotated[dict[str, str], unused()] | None = None
+    metadata: Annotated[Metadata, noted("kept with a stored completion")] | None = None
     safety_identifier: Annotated[str, unused()] | None = None
     prompt_cache_key: Annotated[str, unused("equal prefixes are found without it")] | None = None
 
@@ -279,11 +198,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     functions: Annotated[Any, refused([], why="use tools")] = None
     modalities: Annotated[Any, refused(["text"])] = None
     moderation: Annotated[Any, refused()] = None
-    prediction: Annotated[Any, refused()] = None
     prompt_cache_options: Annotated[Any, refused({})] = None
     prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory")] = None
-    store: Annotated[Any, refused(False)] = None
-    verbosity: Annotated[Any, refused("medium")] = None
     web_search_options: Annotated[Any, refused()] = None
 
 
@@ -294,5 +210,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[Int, noted("not with stream")] | None = None
-    suffix: Annotated[Any, refused("")] = None
-    return_token_ids: Annotated[bool, extension("token ids beside the text, to go on from them")] | None = None
+    max_tokens: Annotated[int, noted("0: the prompt alone, for its logprobs", ge=0, le=1 << 30)] | None = None
+    suffix: Annotated[str, noted("for models with fill-in-the-middle tokens")] | None = None
+    response_format: Annotated[ResponseFormat, extension("as in chat")] | None = None
+    add_special_tokens: Annotated[bool, extension("false: no BOS before a prompt of text")] | None = None

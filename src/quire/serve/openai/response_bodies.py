@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from quire.serve.core.generation import Generation
 from quire.serve.core.token_logprobs import ChatTokenLogprob
-from quire.serve.openai.request_bodies import ToolCall
+from quire.serve.openai.chat_parts import CustomToolCall, ToolCall
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -66,8 +66,9 @@ class ChatAnswer(msgspec.Struct):
     content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -75,6 +76,8 @@ class ChatChoice(msgspec.Struct):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -86,7 +89,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     service_tier: str | UnsetType = UNSET
     choices: list[ChatChoice]
     usage: Usage
+    metadata: dict[str, str] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -108,7 +113,9 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str
+    stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     covered: Covered | UnsetType = UNSET
 
@@ -123,6 +130,21 @@ class Completion(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+class ModelPermission(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model_permission"] = "model_permission"
+    created: int
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: str | None = None
+    is_blocking: bool = False
+
+
 class ModelCard(msgspec.Struct, kw_only=True):
     """One card for two APIs: `type`, `display_name` and `created_at` are what Anthropic's clients read."""
 
@@ -130,6 +152,9 @@ class ModelCard(msgspec.Struct, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "quire"
+    root: str  # the model that a name stands for
+    parent: str | None = None
+    permission: list[ModelPermission]
     max_model_len: int
     type: Literal["model"] = "model"
     display_name: str

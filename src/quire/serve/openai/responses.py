@@ -24,7 +24,8 @@ from quire.serve.core.turns import Talk, ToolChoice, Turn, start
 from quire.serve.http.error_bodies import describe
 from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import answers, generates
-from quire.serve.openai.request_bodies import TIERS, JsonObjectFormat, TextFormat, tier_used
+from quire.serve.openai.chat_parts import JsonObjectFormat, TextFormat
+from quire.serve.openai.request_bodies import TIERS, tier_used
 from quire.serve.openai.responses_bodies import (
     AllowedFunctions,
     Incomplete,

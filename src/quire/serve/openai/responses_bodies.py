@@ -7,23 +7,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.serve.core.fields import Count, Int, Name, extension, noted, refused, unused
-from quire.serve.openai.request_bodies import (
+from quire.serve.core.fields import (
     MAX_TOOLS,
-    Deadline,
-    Effort,
-    FunctionSpec,
-    JsonObjectFormat,
+    Count,
+    Int,
     JsonSchema,
-    Priority,
+    Name,
     SessionId,
     SessionTtl,
     Temperature,
-    TextFormat,
-    Tier,
     TopP,
-    plain_call,
+    extension,
+    noted,
+    refused,
+    unused,
 )
+from quire.serve.core.turns import plain_call
+from quire.serve.openai.chat_parts import FunctionSpec, JsonObjectFormat, TextFormat
+from quire.serve.openai.request_bodies import Deadline, Effort, Priority, Tier
 from quire.serve.openai.response_bodies import ChatTokenLogprob
 from quire.types.errors import InputError
 from quire.types.sampling_params import MAX_LOGPROBS

@@ -10,19 +10,22 @@ from typing import Any
 from quire.serve.core.constraints import ANY_JSON, choice, grammar, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.openai.request_bodies import (
-    GenerationRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    StructuredOutputs,
-    TextFormat,
-)
+from quire.serve.openai.chat_parts import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
+from quire.serve.openai.request_bodies import GenerationRequest, SamplingFields, StructuredOutputs
+from quire.types.beam import BeamParams
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.sampling_params import SamplingParams
 
 # Fields of a body that mean the same, under the same name, to the sampler.
 _SHARED = [name for name in GenerationRequest.__struct_fields__ if name in SamplingParams.__struct_fields__]
+
+BEAM_TOKENS = 64  # of an answer that beam search is to find, where the caller does not say
+# What beam search, which draws nothing and knows no grammars, cannot do.
+_NOT_IN_BEAMS = (
+    *("logprobs", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "presence_penalty"),
+    *("top_logprobs", "frequency_penalty", "repetition_penalty", "kv_budget", "blend"),
+)
 
 
 def check(serving: Serving, body: GenerationRequest) -> None:
@@ -32,21 +35,50 @@ def check(serving: Serving, body: GenerationRequest) -> None:
     hold_session(body.session_id, body.session_ttl)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
+    if body.stream and body.best_of not in (None, body.n or 1):
+        raise InputError("which choice is best is known at the end: best_of cannot be streamed", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
 
 
-def sampling_params(body: GenerationRequest, **changes: Any) -> SamplingParams:
+def sampling_params(body: SamplingFields, **changes: Any) -> SamplingParams:
     """The sampler's view of a body; `changes` are what the route decides for itself."""
-    given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+    given = {name: value for name in _SHARED if (value := getattr(body, name, None)) is not None}
     if isinstance(body.stop, str):
         given["stop"] = [body.stop]
-    return SamplingParams(**(given | changes))
+    if body.top_k == -1:
+        given["top_k"] = 0
+    if given.get("best_of") == (given.get("n") or 1):
+        del given["best_of"]
+    return SamplingParams(**(given | {"include_stop": bool(body.include_stop_str_in_output)} | changes))
 
 
-def grammar_of(
-    body: GenerationRequest, format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
-) -> tuple[str, GrammarSpec | None]:
+def beam_of(body: GenerationRequest, params: SamplingParams) -> BeamParams | None:
+    """The search that a body asks for, if it does."""
+    if not body.use_beam_search:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(body, name) is not None:
+                raise InputError(f"{name} is of beam search; set use_beam_search to true", param=name)
+        return None
+    if params.grammar is not None:
+        raise InputError("beam search knows no grammars", param="use_beam_search")
+    for name in _NOT_IN_BEAMS:
+        if getattr(body, name, None) not in (None, False):
+            raise InputError(f"beam search cannot be combined with {name}", param=name)
+    options = {
+        name: value for name in ("length_penalty", "early_stopping") if (value := getattr(body, name)) is not None
+    }
+    return BeamParams(
+        beams=params.best_of or params.n,
+        n=params.n,
+        max_tokens=params.max_tokens or BEAM_TOKENS,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        **options,
+    )
+
+
+def grammar_of(body: SamplingFields, format: ResponseFormat | None = None) -> tuple[str, GrammarSpec | None]:
     """The one constraint among all fields that may hold one, and the field that holds it."""
     found: dict[str, GrammarSpec] = {}
     if isinstance(format, JsonObjectFormat):

@@ -6,6 +6,7 @@ Refuses to know: sockets, engines.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import json
@@ -15,9 +16,12 @@ from quire.types.outputs import Delta
 
 
 class Chunks:
-    """Writes the events of one stream; an API family passes the choice, ready-made."""
+    """Writes the events of one stream; an API family passes the choice, ready-made. `usage` tells what was used so
+    far."""
 
-    def __init__(self, serving: Serving, id: str, object: str, options: StreamOptions | None):
+    def __init__(
+        self, serving: Serving, id: str, object: str, options: StreamOptions | None, usage: Callable[[], Usage]
+    ):
         head = {
             "id": id,
             "object": object,
@@ -26,19 +30,25 @@ class Chunks:
             "system_fingerprint": serving.fingerprint,
         }
         self.with_usage = options is not None and options.include_usage
+        self.continuous = options is not None and options.continuous_usage_stats
+        self._usage = usage
         self._head = b"data: " + json(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if self.with_usage else b"]}\n\n"
 
-    def event(self, choice: bytes) -> bytes:
-        return self._head + choice + self._tail
+    def event(self, choice: bytes, more: bytes = b"") -> bytes:
+        """`more`: fields beside the choices, each with a comma before it."""
+        if self.continuous:
+            return b'%b%b],"usage":%b%b}\n\n' % (self._head, choice, json(self._usage()), more)
+        tail = self._tail if not more else self._tail[:-3] + more + b"}\n\n"
+        return self._head + choice + tail
 
-    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """What stands before and after the one thing that changes within a choice."""
-        return self._head + before, after + self._tail
+    def around(self, before: bytes, after: bytes) -> tuple[bytes, bytes] | None:
+        """What stands before and after the one thing that changes within a choice, unless something else does too."""
+        return None if self.continuous else (self._head + before, after + self._tail)
 
-    def usage(self, usage: Usage) -> bytes:
+    def last(self) -> bytes:
         """The last event, if asked for: no choices, the whole request's usage."""
-        return self._head + b'],"usage":' + json(usage) + b"}\n\n"
+        return self._head + b'],"usage":' + json(self._usage()) + b"}\n\n" if self.with_usage else b""
 
 
 def worth_sending(delta: Delta) -> bool:

@@ -10,12 +10,12 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.fields import Int, Name, extension
+from quire.serve.core.fields import MAX_TOOLS, Int, Name, extension
 from quire.serve.core.generation import Serving, off_loop
 from quire.serve.core.turns import Turn, render
 from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
-from quire.serve.openai.request_bodies import MAX_TOOLS, FunctionTool, Message
+from quire.serve.openai.chat_parts import FunctionTool, Message
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
 
@@ -88,7 +88,7 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
     if body.return_token_strs:
 
         def spell() -> list[str]:
-            return [tokenizer.token_bytes(token).decode("utf-8", "replace") for token in tokens]
+            return [tokenizer.token_text(token) for token in tokens]  # as the vocabulary has them
 
         answer.token_strs = await off_loop(len(tokens), spell)
     return answer
