@@ -21,7 +21,6 @@ from quire.serve import create_app, create_serving
 from quire.serve.http.http_io import NotFoundError
 from quire.serve.http.server import background_server
 from quire.serve.openai.file_store import FileStore
-from quire.serve.openai.responses_store import ResponseStore, Stored
 from quire.types.errors import OverloadedError
 from quire.types.serving import ServeOptions
 
@@ -192,23 +191,6 @@ def test_the_file_store_is_bounded_and_owned(tmp_path: Path) -> None:
     (tmp_path / "file-x.json").write_text("{")  # cut short: what else is there is still found
     again.close()
     assert len(FileStore(tmp_path).listing("me")) == 1
-
-
-def test_the_response_store_is_bounded_and_owned() -> None:
-    store = ResponseStore(max_responses=3, max_bytes=10_000)
-
-    def keep(id: str, size: int = 10) -> None:
-        store.keep(id, Stored(b"x" * size, b"", b"", "me"))
-
-    for number in range(5):
-        keep(str(number))
-    assert [id for id in "01234" if store.find(id, "me")] == ["2", "3", "4"]
-    assert store.find("4", "you") is None
-    keep("large", 8_000)
-    keep("larger", 9_000)
-    assert [id for id in ("2", "4", "large", "larger") if store.find(id, "me")] == ["larger"]
-    keep("too large", 20_000)
-    assert store.find("too large", "me") is None
 
 
 async def test_stored_responses_take_the_bytes_they_are_counted_with() -> None:

@@ -214,7 +214,7 @@ def test_response(fake: openai.OpenAI, says: Any, fake_frontend: FakeFrontend) -
     sent = fake_frontend.text.rendered[-1]["messages"]
     assert [message["content"] for message in sent] == ["Weather?", "Sunny.", "Sure?"]
     assert fake.responses.retrieve(second.id).output_text == "Yes."
-    assert fake.responses.input_items.list(second.id).data[0].content == "Sure?"  # type: ignore[union-attr]
+    assert fake.responses.input_items.list(second.id).data[0].content[0].text == "Sure?"  # type: ignore[union-attr]
     fake.responses.delete(second.id)
     with pytest.raises(openai.NotFoundError):
         fake.responses.retrieve(second.id)
@@ -294,7 +294,7 @@ def test_response_that_runs_out_of_tokens_or_fails(fake: openai.OpenAI) -> None:
     assert "secret" not in last.response.error.message
     with pytest.raises(openai.InternalServerError):
         fake.responses.create(model=MODEL, input="boom", stream=True)
-    for field, value in (("background", True), ("truncation", "auto"), ("prompt", {"id": "x"})):
+    for field, value in (("moderation", {"model": "x"}), ("prompt", {"id": "x"})):
         with pytest.raises(openai.BadRequestError) as caught:
             fake.responses.create(model=MODEL, input="x", **{field: value})  # type: ignore[call-overload]
         assert caught.value.param == field

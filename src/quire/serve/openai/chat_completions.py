@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +21,9 @@ from starlette.responses import Response
 from quire.serve.core.generation import DirectOut, Serving
 from quire.serve.core.token_logprobs import TokenBytes
 from quire.serve.core.turns import Reply, Talk, ToolChoice, Turn, continued, start
-from quire.serve.http.http_io import EventStream, decode, json, read_body, until_gone
+from quire.serve.http.http_io import EventStream, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import generates
+from quire.serve.openai import stored_chats
 from quire.serve.openai.chat_parts import (
     AllowedTools,
     CalledCustom,
@@ -34,6 +36,7 @@ from quire.serve.openai.chat_parts import (
     joined,
 )
 from quire.serve.openai.logprob_shapes import chat_logprobs, prompt_logprobs, scored_prompt
+from quire.serve.openai.object_store import ObjectStore
 from quire.serve.openai.request_bodies import TIERS, ChatRequest, tier_used
 from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion, ChatLogprobs, Usage, usage_of
 from quire.serve.openai.sampling import beam_of, check, grammar_of, sampling_params
@@ -259,7 +262,7 @@ class Writer:
     def _chunk(self, delta: Delta, segments: Sequence[Segment], reply: Reply) -> bytes:
         first = delta.branch not in self._begun
         self._begun.add(delta.branch)
-        if first and reply.plain and not self._body.return_token_ids:
+        if first and reply.plain and not (self._body.return_token_ids or self._body.store):
             before = b'{"index":%d,"delta":{"content":' % delta.branch
             if frame := self.chunks.around(before, b'},"logprobs":null,"finish_reason":null}'):
                 self._frames[delta.branch] = frame
@@ -287,8 +290,9 @@ class Writer:
 
 
 async def stream(
-    serving: Serving, id: str, talk: Talk, body: ChatRequest, out: DirectOut
+    serving: Serving, id: str, talk: Talk, body: ChatRequest, out: DirectOut, keep: Callable[[bytes], None]
 ) -> AsyncGenerator[bytes, None]:
+    """`keep` is given the whole completion at the end, if it is to be stored."""
     writer = Writer(serving, id, talk, body)
     out.write = writer.write
     async with aclosing(talk.generation.deltas(out)) as batches:
@@ -297,6 +301,8 @@ async def stream(
                 yield data
     if last := writer.chunks.last():
         yield last
+    if body.store:
+        keep(completion(serving, id, talk, body))
 
 
 async def begin(serving: Serving, body: ChatRequest) -> tuple[str, Talk]:
@@ -315,6 +321,8 @@ async def whole(serving: Serving, raw: bytes) -> bytes:
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
+    store = ObjectStore(Path(serving.options.files) / "chats" if serving.options.files else None)
+    routes.include_router(stored_chats.router(serving, store))
 
     @routes.post(
         "/v1/chat/completions", summary="Create a chat completion", openapi_extra=generates(ChatRequest, ChatCompletion)
@@ -322,10 +330,18 @@ def router(serving: Serving) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = parse(serving, await read_body(request, serving.max_body))
         id, talk = await begin(serving, body)
+
+        def keep(made: bytes) -> None:
+            messages = [message.plain() for message in body.messages]
+            store.keep(id, owner_of(request), stored_chats.record(id, made, messages))
+
         if body.stream:
             out = DirectOut()
-            return EventStream(stream(serving, id, talk, body, out), out)
+            return EventStream(stream(serving, id, talk, body, out, keep), out)
         await until_gone(request.receive, talk.whole())
-        return Response(completion(serving, id, talk, body), media_type="application/json")
+        made = completion(serving, id, talk, body)
+        if body.store:
+            keep(made)
+        return Response(made, media_type="application/json")
 
     return routes

@@ -1,63 +1,128 @@
-"""Responses that may be read again and continued: in memory, bounded in number and size, the oldest make room.
+"""Responses and conversations that may be read again, continued and referred to.
 
-Refuses to know: how a response came to be.
+All of it is kept as JSON: as objects it would take many times the bytes that are counted. Refuses to know: how a
+response came to be.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from quire.serve.http.http_io import NotFoundError
+import msgspec
 
-MAX_RESPONSES = 1024
-MAX_BYTES = 64 << 20
+from quire.serve.http.http_io import json
+from quire.serve.openai.object_store import MAX_BYTES, MAX_OBJECTS, ObjectStore
+from quire.serve.openai.responses_bodies import InputItem
+from quire.serve.openai.responses_objects import ResponseFailure, ResponseObject
+from quire.serve.openai.sealed_text import Sealer
+from quire.types.errors import InputError
 
-
-@dataclass(frozen=True)
-class Stored:
-    """One response, all of it JSON: as objects it would take many times the bytes that are counted."""
-
-    response: bytes
-    messages: bytes  # the whole conversation, the answer included
-    items: bytes  # the listing of the input
-    owner: str
-
-    @property
-    def size(self) -> int:
-        return len(self.response) + len(self.messages) + len(self.items)
+MAX_WHERE = 1 << 16  # items whose places are remembered
 
 
-class ResponseStore:
-    """Only the key that made a response finds it."""
+class ResponseRecord(msgspec.Struct):
+    """One response. `history` is the whole conversation up to and with its answer, `items` what was new before it."""
 
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES):
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
-        self._max = max_responses
-        self._max_bytes = max_bytes
-        self._bytes = 0
+    response: msgspec.Raw
+    items: msgspec.Raw
+    history: msgspec.Raw
+    events: list[str] = []  # of one that was made in the background: what its stream said
 
-    def keep(self, id: str, stored: Stored) -> None:
-        if stored.size > self._max_bytes:
-            return
-        self._kept[id] = stored
-        self._bytes += stored.size
-        while len(self._kept) > self._max or self._bytes > self._max_bytes:
-            self._bytes -= self._kept.popitem(last=False)[1].size
 
-    def find(self, id: str, owner: str) -> Stored | None:
-        found = self._kept.get(id)
-        if found is None or found.owner != owner:
+class ConversationRecord(msgspec.Struct):
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    items: list[dict[str, Any]]
+
+
+_HISTORY = msgspec.json.Decoder(list[InputItem])
+_ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
+_RESPONSE = msgspec.json.Decoder(ResponseObject)
+
+
+class Kept:
+    """What one server keeps for the responses API. With a folder it outlives the server."""
+
+    def __init__(self, folder: Path | None = None, max_objects: int = MAX_OBJECTS, max_bytes: int = MAX_BYTES):
+        self.sealer = Sealer(folder)
+        self.responses = ObjectStore(folder and folder / "responses", max_objects, max_bytes)
+        self.conversations = ObjectStore(folder and folder / "conversations", max_objects, max_bytes)
+        self._where: dict[str, tuple[ObjectStore, str]] = {}  # item → what holds it
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        """Find the items of what an earlier server kept; what it had under way is over."""
+        for id, owner in self.responses.ids():
+            record = self._record(id, owner)
+            assert record is not None
+            response = _RESPONSE.decode(record.response)
+            if response.status in ("queued", "in_progress"):
+                response.status = "failed"
+                response.error = ResponseFailure("server_error", "the server ended before the response did")
+                record.response = msgspec.Raw(json(response))
+                self.responses.keep(id, owner, json(record))
+            self._index(self.responses, id, _ITEMS.decode(record.items) + msgspec.to_builtins(response.output))
+        for id, owner in self.conversations.ids():
+            found = self.conversations.find(id, owner)
+            if found is not None:
+                self._index(self.conversations, id, msgspec.json.decode(found, type=ConversationRecord).items)
+
+    # ---- responses ------------------------------------------------------------------------------------------
+
+    def keep(
+        self, response: ResponseObject, owner: str, items: list[Any], history: list[Any], events: list[bytes]
+    ) -> None:
+        record = ResponseRecord(
+            msgspec.Raw(json(response)),
+            msgspec.Raw(json(items)),
+            msgspec.Raw(json([*history, *items, *response.output])),
+            [event.decode() for event in events],
+        )
+        self.responses.keep(response.id, owner, json(record))
+        self._index(self.responses, response.id, msgspec.to_builtins([*items, *response.output]))
+
+    def response(self, id: str, owner: str) -> ResponseRecord:
+        return msgspec.json.decode(self.responses.get(id, owner, "response"), type=ResponseRecord)
+
+    def _record(self, id: str, owner: str) -> ResponseRecord | None:
+        found = self.responses.find(id, owner)
+        return None if found is None else msgspec.json.decode(found, type=ResponseRecord)
+
+    def before(self, id: str, owner: str) -> list[InputItem]:
+        """The conversation that goes on from a response."""
+        record = self._record(id, owner)
+        if record is None:
+            problem = f"no stored response {id[:64]!r}; it was never kept or has made room"
+            raise InputError(problem, param="previous_response_id", code="previous_response_not_found")
+        return _HISTORY.decode(record.history)
+
+    # ---- conversations --------------------------------------------------------------------------------------
+
+    def conversation(self, id: str, owner: str) -> ConversationRecord:
+        return msgspec.json.decode(self.conversations.get(id, owner, "conversation"), type=ConversationRecord)
+
+    def keep_conversation(self, record: ConversationRecord, owner: str) -> None:
+        self.conversations.keep(record.id, owner, json(record))
+        self._index(self.conversations, record.id, record.items)
+
+    # ---- items ----------------------------------------------------------------------------------------------
+
+    def item(self, id: str, owner: str) -> InputItem | None:
+        """An item of any response or conversation of this owner's."""
+        store, holder = self._where.get(id, (None, ""))
+        if store is None or (found := store.find(holder, owner)) is None:
             return None
-        self._kept.move_to_end(id)
-        return found
+        if store is self.conversations:
+            items = msgspec.json.decode(found, type=ConversationRecord).items
+        else:
+            items = _ITEMS.decode(msgspec.json.decode(found, type=ResponseRecord).history)
+        match = next((item for item in items if item.get("id") == id), None)
+        return None if match is None else msgspec.convert(match, InputItem)
 
-    def get(self, id: str, owner: str) -> Stored:
-        found = self.find(id, owner)
-        if found is None:
-            raise NotFoundError(f"no stored response {id!r}; it was never kept or has made room")
-        return found
-
-    def delete(self, id: str, owner: str) -> None:
-        self._bytes -= self.get(id, owner).size
-        del self._kept[id]
+    def _index(self, store: ObjectStore, holder: str, items: list[dict[str, Any]]) -> None:
+        for item in items:
+            self._where[item["id"]] = store, holder
+        while len(self._where) > MAX_WHERE:
+            del self._where[next(iter(self._where))]
