@@ -54,7 +54,6 @@ def test_completions_take_chunks_too(client):
         ({"separator": "nowhere"}, {}, "nowhere in the prompt"),
         ({"separator": ""}, {}, "1 to 256 characters"),
         ({"separator": "|", "recompute": 7}, {}, "from 0 to 1"),
-        ({"separator": "|", "depth": 2}, {}, "depth"),
         ({"separator": "|"}, {"prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )

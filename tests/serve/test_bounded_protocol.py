@@ -249,7 +249,7 @@ def test_huge_body(http: httpx.Client, declared: bool) -> None:
 def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert "/v1/nothing" in error_of(http.get("/v1/nothing"), 404)["message"]
     error_of(http.get("/v1/models/"), 404)
-    response = http.get(CHAT)
+    response = http.get(COMPLETIONS)
     assert "POST" in error_of(response, 405)["message"]
     assert response.headers["allow"] == "POST"
 

@@ -72,6 +72,13 @@ def test_another_server_finds_it(tmp_path: Path) -> None:
     assert again.find(name(1), "me") is None and again.ids() == []
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = ObjectStore(tmp_path / "s")
+    (tmp_path / "s" / f"{name(1)}.part").mkdir()  # in the way
+    store.keep(name(1), "me", b"{}")
+    assert store.find(name(1), "me") == b"{}" and "will not outlive" in caplog.text
+
+
 @pytest.mark.parametrize("text", ["", "a thought", "€😀" * 1000])
 def test_sealed_text(tmp_path: Path, text: str) -> None:
     sealer = Sealer(tmp_path)

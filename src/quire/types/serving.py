@@ -20,7 +20,7 @@ class ServeOptions(Checked):
     admin_port: int | None = option(
         None, "port of the admin API (default: the API's port + 1, or any if that is 0)", low=0, high=65535
     )
-    files: str | None = option(None, "folder of uploaded files and batches (default: one that goes with the server)")
+    files: str | None = option(None, "folder of files, batches and stored responses (default: they go with the server)")
     tool_parser: str = option(
         "auto",
         "how the model writes tool calls: auto, hermes, llama3 or mistral",

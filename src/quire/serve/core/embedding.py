@@ -7,8 +7,9 @@ import math
 from typing import cast
 
 from quire.serve.core.context import current
-from quire.serve.core.generation import Serving, off_loop
+from quire.serve.core.generation import Serving, kept_tail, off_loop
 from quire.types.errors import InputError
+from quire.types.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024  # prompts in one body
 AT_ONCE = 64  # inputs of one request in the engine together
@@ -33,13 +34,20 @@ def prompts_of(given: str | list[str | int | list[int]], param: str = "prompt") 
 
 
 async def embed(
-    serving: Serving, prompts: list[str | list[int]], *, pooling: str = "mean", dimensions: int | None = None
+    serving: Serving,
+    prompts: list[str | list[int]],
+    *,
+    pooling: str = "mean",
+    dimensions: int | None = None,
+    most: int | None = None,
 ) -> tuple[list[list[float]], int]:
-    """(a vector of length 1 for each prompt, tokens of all prompts)."""
-    encode = serving.frontend.text.tokenizer.encode
+    """(a vector of length 1 for each prompt, tokens of all prompts). `most`: tokens to keep of each, as `kept_tail`."""
+    encode, info = serving.frontend.text.tokenizer.encode, serving.frontend.client.info
+    params = SamplingParams(max_tokens=1)
 
     def work() -> list[list[int]]:
-        return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        tokens = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        return [kept_tail(prompt, most, params, info) for prompt in tokens]
 
     inputs = await off_loop(sum(map(len, prompts)), work)
     context = current()

@@ -14,6 +14,7 @@ import msgspec
 
 from quire.serve.anthropic.message_bodies import CountTokensRequest, MessagesRequest
 from quire.serve.core.fields import fields_of
+from quire.serve.core.known_extensions import ALIASES, IGNORED
 from quire.serve.ollama.ollama_bodies import (
     OllamaChatRequest,
     OllamaEmbeddingsRequest,
@@ -57,7 +58,19 @@ def tables() -> str:
     for title, body in BODIES.items():
         rows = [f"| `{field.name}` | {field.kind} | {field.note} |" for field in fields_of(body)]
         parts.append("\n".join([f"#### {title}", "", "| field | | |", "| --- | --- | --- |", *rows]))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *_others()])
+
+
+def _others() -> list[str]:
+    """Fields that other servers have: what they are here, or that they are left out."""
+    ours = [
+        f"| `{name}` | {' or '.join(f'`{alias.name}`' for alias in aliases)} |" for name, aliases in ALIASES.items()
+    ]
+    ignored = [f"| {owner} | {', '.join(f'`{name}`' for name in names)} |" for owner, names in IGNORED.items()]
+    return [
+        "\n".join(["#### Other names of fields", "", "| field | is taken for |", "| --- | --- |", *ours]),
+        "\n".join(["#### Extensions of others that are ignored", "", "| of | fields |", "| --- | --- |", *ignored]),
+    ]
 
 
 def rewritten(page: str) -> str:

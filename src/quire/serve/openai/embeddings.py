@@ -17,6 +17,7 @@ from quire.serve.core.fields import Int, Name, extension, noted, unused
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
+from quire.serve.openai.request_bodies import Truncation
 from quire.serve.openai.response_bodies import Embedding, EmbeddingList, EmbeddingUsage
 
 
@@ -28,6 +29,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, noted("the first so many, scaled to length 1 again", ge=1, le=1 << 20)] | None = None
     user: Annotated[str, unused()] | None = None
+    truncate_prompt_tokens: Truncation | None = None
     pooling: (
         Annotated[Literal["mean", "last"], extension("all tokens' mean (default) or the last one's state")] | None
     ) = None
@@ -46,7 +48,8 @@ def encoded(vector: list[float]) -> str:
 
 async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     prompts = prompts_of(body.input, "input")
-    vectors, tokens = await embed(serving, prompts, pooling=body.pooling or "mean", dimensions=body.dimensions)
+    how = {"pooling": body.pooling or "mean", "dimensions": body.dimensions, "most": body.truncate_prompt_tokens}
+    vectors, tokens = await embed(serving, prompts, **how)
     in_base64 = body.encoding_format == "base64"
     data = [Embedding(index, encoded(vector) if in_base64 else vector) for index, vector in enumerate(vectors)]
     return json(EmbeddingList(data, serving.frontend.model_name, EmbeddingUsage(tokens, tokens)))

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,14 +101,22 @@ class ObjectStore:
         self._remove(id)
         if len(data) > self._max_bytes:
             return
-        if self._folder is None:
-            self._add(id, _Entry(owner, len(data), data))
-            return
-        part = self._folder / f"{id}.part"
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(json(owner) + b"\n" + data)
-        part.replace(self._folder / f"{id}.json")
-        self._add(id, _Entry(owner, len(data), None))
+        written = self._folder is not None and self._written(self._folder, id, json(owner) + b"\n" + data)
+        self._add(id, _Entry(owner, len(data), None if written else data))
+
+    def _written(self, folder: Path, id: str, data: bytes) -> bool:
+        """Whether the folder has it now; if not, memory must do."""
+        part = folder / f"{id}.part"
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
+            part.replace(folder / f"{id}.json")
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): it will not outlive the server", part, error)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            return False
+        return True
 
     def find(self, id: str, owner: str) -> bytes | None:
         entry = self._entries.get(id)

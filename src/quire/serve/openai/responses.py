@@ -21,7 +21,7 @@ from quire.serve.core.generation import Serving, hold_session
 from quire.serve.core.turns import render
 from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import answers, generates, queried
-from quire.serve.openai import conversations
+from quire.serve.openai import conversations_api
 from quire.serve.openai.object_store import PAGED, ItemList, page_of_items
 from quire.serve.openai.responses_bodies import LOGPROBS, ResponseRequest
 from quire.serve.openai.responses_items import replayed
@@ -92,7 +92,7 @@ def router(serving: Serving) -> APIRouter:
             await background.close()
 
     routes = APIRouter(tags=["OpenAI"], lifespan=lifespan)
-    routes.include_router(conversations.router(serving, kept))
+    routes.include_router(conversations_api.router(serving, kept))
 
     def reply(data: bytes) -> Response:
         return Response(data, media_type="application/json")
