@@ -192,9 +192,11 @@ def test_numbers_that_are_none(http: httpx.Client, field: str, number: str) -> N
     assert len(error["message"]) < 1100
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
 BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"model": MODEL}, "messages", "missing_required_parameter"),
     (CHAT, chat(use_beam_search=True, n=2, logit_bias={"3": 1}), "logit_bias", "invalid_value"),
+    (CHAT, chat(use_beam_search=True, tools=[TOOL], tool_choice="required"), "use_beam_search", "invalid_value"),
     (CHAT, chat(length_penalty=1.5), "length_penalty", "invalid_value"),
     (CHAT, chat(allowed_token_ids=[999]), "allowed_token_ids", "invalid_value"),
     (CHAT, chat(max_tokens=0), "max_tokens", "invalid_value"),

@@ -14,6 +14,7 @@ from fake_frontend import CONTEXT, FakeFrontend
 
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
+from quire.serve.openai import responses_run, responses_store
 from quire.types.serving import ServeOptions
 
 MODEL = FakeFrontend.model_name
@@ -96,6 +97,30 @@ def test_any_stored_response_can_be_streamed_again(client: openai.OpenAI, says: 
         assert httpx.get(f"{client.base_url}responses/{final.id}?{wrong}").status_code == 400
 
 
+def test_one_key_has_so_many_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_run, "MAX_OWN_BACKGROUND", 2)
+    frontend = FakeFrontend()
+    with background_server(lambda: frontend, ServeOptions(port=0, grace=1)) as url:  # type: ignore[arg-type, return-value]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        made = [client.responses.create(input="hang", background=True, model=MODEL) for _ in range(2)]
+        with pytest.raises(openai.APIStatusError) as caught:
+            client.responses.create(input="hang", background=True, model=MODEL)
+        assert caught.value.status_code in (429, 503)
+        client.responses.cancel(made[0].id)
+        client.responses.create(input="hang", background=True, model=MODEL)
+
+
+def test_a_long_log_gives_way_to_what_was_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responses_store, "MAX_OBJECT", 2000)
+    with background_server(FakeFrontend, ServeOptions(port=0, grace=1)) as url:  # type: ignore[arg-type]
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        made = client.responses.create(input="x", background=True, model=MODEL)
+        done = finished(client, made.id)
+        assert done.status == "completed"
+        again = list(client.responses.retrieve(made.id, stream=True))
+        assert again[-1].response == done and len(again) < 12  # type: ignore[union-attr]
+
+
 # ---- what is answered ---------------------------------------------------------------------------------------
 
 
@@ -132,6 +157,16 @@ def test_conversations(client: openai.OpenAI, says: Callable[..., None], fake_fr
         client.conversations.retrieve(talk.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(input="?", conversation=talk.id, model=MODEL)
+
+
+def test_a_conversation_has_a_largest_size(client: openai.OpenAI) -> None:
+    talk = client.conversations.create()
+    item: Any = {"role": "user", "content": "x" * (3 << 20)}
+    for _ in range(2):
+        client.conversations.items.create(talk.id, items=[item])
+    with pytest.raises(openai.BadRequestError, match="begin another"):
+        client.conversations.items.create(talk.id, items=[item])
+    assert len(client.conversations.items.list(talk.id).data) == 2
 
 
 def test_items_are_referred_to(client: openai.OpenAI, says: Callable[..., None], fake_frontend: FakeFrontend) -> None:

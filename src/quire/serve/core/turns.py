@@ -244,6 +244,8 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     tools = turn.offered()
     with naming(constraint="tools"):
         params, format = _bound(turn, tools, frontend.text)
+    if turn.beam is not None and params.grammar is not None:
+        raise InputError("beam search knows no grammars, which these tools need", param="use_beam_search")
     tokens, blend = await (_rendered_to_fit(serving, turn) if turn.drop_oldest else render(serving, turn))
     tokens = kept_tail(tokens, turn.keep_tokens, params, info)
     constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"

@@ -36,7 +36,6 @@ from quire.serve.openai.chat_parts import (
     joined,
 )
 from quire.serve.openai.logprob_shapes import chat_logprobs, prompt_logprobs, scored_prompt
-from quire.serve.openai.object_store import ObjectStore
 from quire.serve.openai.request_bodies import TIERS, ChatRequest, tier_used
 from quire.serve.openai.response_bodies import ChatAnswer, ChatChoice, ChatCompletion, ChatLogprobs, Usage, usage_of
 from quire.serve.openai.sampling import beam_of, check, grammar_of, sampling_params
@@ -321,7 +320,7 @@ async def whole(serving: Serving, raw: bytes) -> bytes:
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
-    store = ObjectStore(Path(serving.options.files) / "chats" if serving.options.files else None)
+    store = stored_chats.ChatStore(Path(serving.options.files) / "chats" if serving.options.files else None)
     routes.include_router(stored_chats.router(serving, store))
 
     @routes.post(
@@ -332,8 +331,7 @@ def router(serving: Serving) -> APIRouter:
         id, talk = await begin(serving, body)
 
         def keep(made: bytes) -> None:
-            messages = [message.plain() for message in body.messages]
-            store.keep(id, owner_of(request), stored_chats.record(id, made, messages))
+            store.keep(owner_of(request), made, [message.plain() for message in body.messages])
 
         if body.stream:
             out = DirectOut()

@@ -48,8 +48,8 @@ def encoded(vector: list[float]) -> str:
 
 async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     prompts = prompts_of(body.input, "input")
-    how = {"pooling": body.pooling or "mean", "dimensions": body.dimensions, "most": body.truncate_prompt_tokens}
-    vectors, tokens = await embed(serving, prompts, **how)
+    pooling, most = body.pooling or "mean", body.truncate_prompt_tokens
+    vectors, tokens = await embed(serving, prompts, pooling=pooling, dimensions=body.dimensions, most=most)
     in_base64 = body.encoding_format == "base64"
     data = [Embedding(index, encoded(vector) if in_base64 else vector) for index, vector in enumerate(vectors)]
     return json(EmbeddingList(data, serving.frontend.model_name, EmbeddingUsage(tokens, tokens)))

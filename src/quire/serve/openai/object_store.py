@@ -23,6 +23,7 @@ logger = logging.getLogger("quire.serve")
 
 MAX_OBJECTS = 1024
 MAX_BYTES = 64 << 20
+MAX_OBJECT = 8 << 20  # bytes of one: reading it must not hold up others
 PAGE = 20  # things in one listing, where the caller does not say
 MAX_PAGE = 100
 PAGED = {
@@ -97,9 +98,9 @@ class ObjectStore:
             self._add(path.stem, _Entry(owner, len(data), None))
 
     def keep(self, id: str, owner: str, data: bytes) -> None:
-        """Keep a thing, in place of an earlier one of this id; one that is larger than all the room is not kept."""
+        """Keep a thing, in place of an earlier one of this id; one that is too large is not kept."""
         self._remove(id)
-        if len(data) > self._max_bytes:
+        if len(data) > min(MAX_OBJECT, self._max_bytes):
             return
         written = self._folder is not None and self._written(self._folder, id, json(owner) + b"\n" + data)
         self._add(id, _Entry(owner, len(data), None if written else data))

@@ -6,6 +6,7 @@ Refuses to know: routes, how tokens are made, how calls are read.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,7 +20,7 @@ from quire.serve.core.token_logprobs import ChatTokenLogprob, token_logprobs
 from quire.serve.core.turns import Talk, Turn, start
 from quire.serve.http.auth import own_place
 from quire.serve.http.error_bodies import describe
-from quire.serve.http.http_io import NotFoundError, json
+from quire.serve.http.http_io import json
 from quire.serve.openai.chat_parts import JsonObjectFormat, TextFormat
 from quire.serve.openai.request_bodies import TIERS, tier_used
 from quire.serve.openai.responses_bodies import (
@@ -57,6 +58,8 @@ from quire.types.sampling_params import SamplingParams
 
 FORMAT = "text.format"  # where a grammar may be
 MAX_BACKGROUND = 256  # responses in the background at once
+MAX_OWN_BACKGROUND = 64  # ... of one key
+logger = logging.getLogger("quire.serve")
 
 # Fields of a body that a response repeats.
 _ECHOED = (
@@ -212,10 +215,10 @@ class Run:
             return
         try:
             record = self.kept.conversation(self.response.conversation.id, self.owner)
-        except NotFoundError:
-            return  # deleted meanwhile
-        record.items += msgspec.to_builtins([*self.items, *self.response.output])
-        self.kept.keep_conversation(record, self.owner)
+            record.items += msgspec.to_builtins([*self.items, *self.response.output])
+            self.kept.keep_conversation(record, self.owner)
+        except InputError as error:  # deleted meanwhile, or full: the answer is there all the same
+            logger.info("conversation %s: %s", self.response.conversation.id, error)
 
     def failed(self, error: Exception) -> bytes:
         detail = describe(error).body.error
@@ -319,7 +322,8 @@ class Background:
         self._runs: dict[str, BackgroundRun] = {}
 
     def start(self, run: Run) -> BackgroundRun:
-        if len(self._runs) >= MAX_BACKGROUND:
+        own = sum(other.run.owner == run.owner for other in self._runs.values())
+        if len(self._runs) >= MAX_BACKGROUND or own >= MAX_OWN_BACKGROUND:
             raise OverloadedError("too many responses are under way in the background; try again later", retry_after=5)
         made = BackgroundRun(run)
         self._runs[run.response.id] = made

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.serve.http.http_io import json
-from quire.serve.openai.object_store import MAX_BYTES, MAX_OBJECTS, ObjectStore
+from quire.serve.openai.object_store import MAX_BYTES, MAX_OBJECT, MAX_OBJECTS, ObjectStore
 from quire.serve.openai.responses_bodies import InputItem
 from quire.serve.openai.responses_objects import ResponseFailure, ResponseObject
 from quire.serve.openai.sealed_text import Sealer
@@ -80,7 +80,11 @@ class Kept:
             msgspec.Raw(json([*history, *items, *response.output])),
             [event.decode() for event in events],
         )
-        self.responses.keep(response.id, owner, json(record))
+        data = json(record)
+        if len(data) > MAX_OBJECT:  # what was said matters more than how it was streamed
+            record.events = []
+            data = json(record)
+        self.responses.keep(response.id, owner, data)
         self._index(self.responses, response.id, msgspec.to_builtins([*items, *response.output]))
 
     def response(self, id: str, owner: str) -> ResponseRecord:
@@ -104,7 +108,10 @@ class Kept:
         return msgspec.json.decode(self.conversations.get(id, owner, "conversation"), type=ConversationRecord)
 
     def keep_conversation(self, record: ConversationRecord, owner: str) -> None:
-        self.conversations.keep(record.id, owner, json(record))
+        data = json(record)
+        if len(data) > MAX_OBJECT:
+            raise InputError(f"a conversation takes at most {MAX_OBJECT} bytes; begin another", param="conversation")
+        self.conversations.keep(record.id, owner, data)
         self._index(self.conversations, record.id, record.items)
 
     # ---- items ----------------------------------------------------------------------------------------------

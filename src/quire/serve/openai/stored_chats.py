@@ -5,6 +5,7 @@ Refuses to know: how a completion is made.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -16,7 +17,7 @@ from quire.serve.core.fields import Metadata
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
-from quire.serve.openai.object_store import PAGED, ItemList, ObjectStore, page_of_items
+from quire.serve.openai.object_store import MAX_OBJECTS, PAGED, ItemList, ObjectStore, page_of_items
 from quire.serve.openai.response_bodies import ChatCompletion
 
 PATH = "/v1/chat/completions"
@@ -43,17 +44,51 @@ _UPDATE = msgspec.json.Decoder(ChatUpdate)
 _RECORD = msgspec.json.Decoder(ChatRecord)
 
 
-def record(id: str, completion: bytes, messages: list[dict[str, Any]]) -> bytes:
-    """A completion as it is stored, with what it answers."""
-    shown = [{"id": f"{id}-{number}", **message} for number, message in enumerate(messages)]
-    return b'{"completion":%b,"messages":%b}' % (completion, json(shown))
+class ChatStore:
+    """Stored completions. What listings are filtered and ordered by is in memory."""
+
+    def __init__(self, folder: Path | None):
+        self._objects = ObjectStore(folder)
+        self._about: dict[str, dict[str, Any]] = {}
+        for id, owner in self._objects.ids():
+            self._note(self.get(id, owner).completion)
+
+    def keep(self, owner: str, completion: bytes, messages: list[dict[str, Any]]) -> None:
+        made = msgspec.json.decode(completion)
+        shown = [{"id": f"{made['id']}-{number}", **message} for number, message in enumerate(messages)]
+        self._keep(owner, ChatRecord(made, shown))
+
+    def label(self, id: str, owner: str, metadata: dict[str, str]) -> dict[str, Any]:
+        found = self.get(id, owner)
+        found.completion["metadata"] = metadata
+        self._keep(owner, found)
+        return found.completion
+
+    def _keep(self, owner: str, record: ChatRecord) -> None:
+        self._objects.keep(record.completion["id"], owner, json(record))
+        self._note(record.completion)
+
+    def _note(self, completion: dict[str, Any]) -> None:
+        self._about[completion["id"]] = {name: completion.get(name) for name in ("id", "created", "model", "metadata")}
+        if len(self._about) > 2 * MAX_OBJECTS:  # those that made room
+            there = {id for id, _ in self._objects.ids()}
+            self._about = {id: about for id, about in self._about.items() if id in there}
+
+    def get(self, id: str, owner: str) -> ChatRecord:
+        return _RECORD.decode(self._objects.get(id, owner, "completion"))
+
+    def delete(self, id: str, owner: str) -> None:
+        self._objects.delete(id, owner, "completion")
+
+    def listing(self, owner: str, model: str | None, labels: dict[str, str]) -> list[dict[str, Any]]:
+        """What is known of an owner's completions without reading them, oldest first."""
+        mine = [self._about[id] for id, _ in self._objects.ids(owner)]
+        found = [a for a in mine if model in (None, a["model"]) and labels.items() <= (a["metadata"] or {}).items()]
+        return sorted(found, key=lambda about: (about["created"], about["id"]))
 
 
-def router(serving: Serving, store: ObjectStore) -> APIRouter:
+def router(serving: Serving, store: ChatStore) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
-
-    def find(request: Request, id: str) -> ChatRecord:
-        return _RECORD.decode(store.get(id, owner_of(request), "completion"))
 
     def reply(value: Any) -> Response:
         return Response(json(value), media_type="application/json")
@@ -64,18 +99,13 @@ def router(serving: Serving, store: ObjectStore) -> APIRouter:
     async def list_completions(request: Request) -> Response:
         owner, query = owner_of(request), request.query_params
         labels = {key[9:-1]: value for key, value in query.items() if key.startswith("metadata[") and key.endswith("]")}
-        found = []
-        for id, _ in store.ids(owner):
-            completion = _RECORD.decode(store.get(id, owner, "completion")).completion
-            wanted = query.get("model") in (None, completion["model"])
-            if wanted and labels.items() <= (completion.get("metadata") or {}).items():
-                found.append(completion)
-        found.sort(key=lambda completion: (completion["created"], completion["id"]))
-        return reply(page_of_items(found, request, "asc"))
+        page = page_of_items(store.listing(owner, query.get("model"), labels), request, "asc")
+        page.data = [store.get(about["id"], owner).completion for about in page.data]
+        return reply(page)
 
     @routes.get(PATH + "/{id}", summary="Read a stored completion", openapi_extra=answers(ChatCompletion))
     async def read(request: Request, id: str) -> Response:
-        return reply(find(request, id).completion)
+        return reply(store.get(id, owner_of(request)).completion)
 
     @routes.post(
         PATH + "/{id}",
@@ -84,14 +114,11 @@ def router(serving: Serving, store: ObjectStore) -> APIRouter:
     )
     async def update(request: Request, id: str) -> Response:
         body = decode(_UPDATE, await read_body(request, serving.max_body))
-        found = find(request, id)
-        found.completion["metadata"] = body.metadata or {}
-        store.keep(id, owner_of(request), json(found))
-        return reply(found.completion)
+        return reply(store.label(id, owner_of(request), body.metadata or {}))
 
     @routes.delete(PATH + "/{id}", summary="Forget a completion", openapi_extra=answers(ChatDeleted))
     async def delete(request: Request, id: str) -> Response:
-        store.delete(id, owner_of(request), "completion")
+        store.delete(id, owner_of(request))
         return reply(ChatDeleted(id))
 
     @routes.get(
@@ -100,6 +127,6 @@ def router(serving: Serving, store: ObjectStore) -> APIRouter:
         openapi_extra=answers(ItemList) | queried(**PAGED),
     )
     async def messages(request: Request, id: str) -> Response:
-        return reply(page_of_items(find(request, id).messages, request, "asc"))
+        return reply(page_of_items(store.get(id, owner_of(request)).messages, request, "asc"))
 
     return routes
