@@ -277,24 +277,27 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
 async def _rendered_to_fit(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]:
     """The conversation with as few of its oldest messages gone as it takes to fit: what the system said stays, and so
     does the latest message. A tool's answer goes with the call that asked for it."""
-    info, params = serving.frontend.client.info, turn.params
-    room = info.room(params) - (params.max_tokens or 1)
+    room = serving.frontend.client.info.room(turn.params) - (turn.params.max_tokens or 1)
     head = [message for message in turn.messages if message["role"] == "system"]
     rest = [message for message in turn.messages if message["role"] != "system"]
-    starts = [i for i, message in enumerate(rest) if message["role"] != "tool"] or [0]
-    low, high, fitting = 0, len(starts) - 1, None
-    while low <= high:
-        middle = 0 if fitting is None and low == 0 and high == len(starts) - 1 else (low + high) // 2
-        shorter = replace(turn, messages=head + rest[starts[middle] :])
+    starts = [i for i, message in enumerate(rest) if i and message["role"] != "tool"]
+
+    async def fitting(messages: list[dict[str, Any]]) -> tuple[list[int], Blend | None] | None:
         try:
-            rendered = await render(serving, shorter)
+            rendered = await render(serving, replace(turn, messages=messages))
         except ContextLengthError:
-            rendered = None
-        if rendered is not None and len(rendered[0]) <= room:
-            fitting, high = rendered, middle - 1
+            return None
+        return rendered if len(rendered[0]) <= room else None
+
+    found = await fitting(turn.messages)
+    low, high = 0, len(starts) - 1 if found is None else -1
+    while low <= high:
+        middle = (low + high) // 2
+        if (shorter := await fitting(head + rest[starts[middle] :])) is not None:
+            found, high = shorter, middle - 1
         else:
             low = middle + 1
-    return fitting if fitting is not None else await render(serving, turn)
+    return found if found is not None else await render(serving, turn)
 
 
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:
