@@ -22,9 +22,11 @@ from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.observe.spans import Tracer
 from quire.observe.window import KEPT, Window
+from quire.types.counts import Counts
 from quire.types.errors import DeadlineError
-from quire.types.events import EngineStats
+from quire.types.events import EngineStats, TierStats
 from quire.types.logs import JsonLines, TextLines
+from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
@@ -39,8 +41,20 @@ vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_
 vllm:request_decode_time_seconds_sum vllm:request_generation_tokens_bucket vllm:request_max_num_generation_tokens_sum
 vllm:request_params_n_bucket vllm:request_prefill_time_seconds_sum vllm:request_prompt_tokens_bucket
 vllm:request_queue_time_seconds_sum vllm:request_time_per_output_token_seconds_bucket
+vllm:cache_config_info vllm:engine_sleep_state vllm:num_requests_waiting_by_reason vllm:prompt_tokens_by_source_total
+vllm:prompt_tokens_cached_total vllm:request_inference_time_seconds_sum vllm:request_num_preemptions_bucket
+vllm:request_params_max_tokens_bucket vllm:request_prefill_kv_computed_tokens_bucket
+vllm:spec_decode_num_accepted_tokens_per_pos_total vllm:external_prefix_cache_queries_total
+vllm:external_prefix_cache_hits_total
 vllm:time_to_first_token_seconds_bucket vllm:time_to_first_token_seconds_count vllm:time_to_first_token_seconds_sum
 """.split()  # noqa: SIM905
+
+
+SPEC = "vllm:spec_decode_num_accepted_tokens"
+INFO = EngineInfo(
+    model="m", max_model_len=512, vocab_size=9, pages=64, page_size=16, max_batch_tokens=512, depth=1, device="cpu",
+    dtype="float32", reasons=[], kv_dtype="float16",
+)  # fmt: skip
 
 
 def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
@@ -52,10 +66,16 @@ def exposed(metrics: Metrics) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 
 def test_names_and_labels_that_existing_dashboards_ask_for() -> None:
-    metrics = Metrics("m")
-    metrics.engine(EngineStats(pages_total=4, memory=7, drafted_tokens=9, accepted_tokens=6))
+    metrics = Metrics("m", info=INFO)
+    guesses = {"drafted_tokens": 9, "accepted_tokens": 6, "accepted_at": [4, 2]}
+    tiers = [TierStats("host", hit_tokens=32), TierStats("disk", hit_tokens=16)]
+    metrics.engine(
+        EngineStats(
+            pages_total=4, memory=7, waiting=5, deferred=2, asleep=True, tiers=tiers, tier_queries=90, **guesses
+        )
+    )
     found = exposed(metrics)
-    assert set(VLLM) <= found.keys()
+    assert set(VLLM) - found.keys() == set()
     for name in VLLM:
         for labels, _ in found[name]:
             assert {"model_name", "engine"} <= labels.keys(), name
@@ -64,6 +84,16 @@ def test_names_and_labels_that_existing_dashboards_ask_for() -> None:
     assert waste == {"recompute", "draft", "cancelled", "late", "overrun", "failed", "padding"}
     guessed = [found[f"vllm:spec_decode_num_{kind}_tokens_total"][0][1] for kind in ("draft", "accepted")]
     assert guessed == [9, 6]
+    assert {labels["position"]: value for labels, value in found[f"{SPEC}_per_pos_total"]} == {"0": 4, "1": 2}
+    waits = {labels["reason"]: value for labels, value in found["vllm:num_requests_waiting_by_reason"]}
+    assert waits == {"capacity": 3, "deferred": 2} and found["vllm:num_requests_waiting"][0][1] == 5
+    sleep = {labels["sleep_state"]: value for labels, value in found["vllm:engine_sleep_state"]}
+    assert sleep == {"awake": 0, "weights_offloaded": 1, "discard_all": 0}
+    (cache, one), *_ = found["vllm:cache_config_info"]
+    assert one == 1 and (cache["block_size"], cache["num_gpu_blocks"], cache["cache_dtype"]) == ("16", "64", "float16")
+    assert cache["enable_prefix_caching"] == "True"
+    external = [found[f"vllm:external_prefix_cache_{kind}_total"][0][1] for kind in ("queries", "hits")]
+    assert external == [90, 48]
     memory = {labels["process"]: value for labels, value in found["quire_process_memory_bytes"]}
     assert memory["engine"] == 7 and memory["api"] > 1 << 20
 
@@ -173,3 +203,20 @@ def test_spans_continue_the_callers_trace() -> None:
         assert span.parent is not None and span.parent.span_id == root.context.span_id
         assert span.end_time is not None and span.start_time is not None
         assert (span.end_time - span.start_time) / 1e9 == pytest.approx(seconds, abs=1e-3)
+
+
+def test_what_requests_ask_for_and_what_prefill_computes() -> None:
+    metrics = Metrics("m", info=INFO)
+    ledger = Ledger(metrics)
+    for limit, cached in ((40, 2), (None, 0)):
+        asked = Request(id="r", prompt=[1, 2, 3], params=SamplingParams(n=2, max_tokens=limit))
+        with ledger.watch(asked, time.perf_counter()) as meter:
+            firsts = [Delta(branch=branch, token_ids=[5], counts=Counts(cached)) for branch in (0, 1)]
+            meter.deltas(firsts)
+            meter.deltas([Delta(branch=branch, token_ids=[6], finish_reason=FinishReason.STOP) for branch in (0, 1)])
+    found = exposed(metrics)
+    assert found["vllm:request_params_max_tokens_sum"][0][1] == 40 + (512 - 3)
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"][0][1] == 1 + 3
+    sources = {labels["source"]: value for labels, value in found["vllm:prompt_tokens_by_source_total"]}
+    assert sources == {"local_compute": 4, "local_cache_hit": 2}
+    assert found["vllm:prompt_tokens_cached_total"][0][1] == 2

@@ -77,6 +77,8 @@ def test_times_add_up_and_chunks_are_told() -> None:
     stats = engine.scheduler.stats
     assert sum(stats.queue_time.counts) == sum(stats.prefill_time.counts) == sum(stats.decode_time.counts) == 1
     assert stats.decode_time.total == log.ended - log.first_token
+    assert stats.inference_time.total == log.ended - log.admitted
+    assert stats.request_preemptions.total == 0 and sum(stats.request_preemptions.counts) == 1
     assert stats.rows == 24 + 2 and not engine.waste
 
 

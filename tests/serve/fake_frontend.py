@@ -34,6 +34,11 @@ CONTEXT = 512
 
 class FakeTokenizer:
     vocab_size = VOCAB
+    named = {"eos_token": "<eos>"}
+    special_ids = eos_ids = frozenset({EOS})
+
+    def token_text(self, token: int) -> str:
+        return self.token_bytes(token).decode("latin-1")
 
     def up_to(self, most: int) -> FakeTokenizer:
         return self

@@ -41,6 +41,8 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         reasons=[*about.reasons, f"start-up: {stages}"],
         slots=capacity.slots,
         priorities=core.scheduler.policy.uses_priority,
+        kv_dtype=executor.layout.dtype,
+        prefix_cache=options.cache.prefix_cache,
     )
     return core, info
 

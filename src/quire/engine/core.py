@@ -10,8 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from quire.engine.cache_orders import CacheOrders
 from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import Scheduler, SchedulingFeature
@@ -140,7 +138,10 @@ class EngineCore:
         self.scheduler.reset()
 
     def stats(self) -> EngineStats:
-        return msgspec.structs.replace(self.scheduler.snapshot(), memory=resident_bytes())
+        found, compiling = self.scheduler.snapshot(), len(self._grammar_queue)
+        found.memory, found.asleep = resident_bytes(), self._asleep
+        found.waiting, found.deferred = found.waiting + compiling, found.deferred + compiling
+        return found
 
     def view(self) -> EngineView:
         return self.scheduler.view()

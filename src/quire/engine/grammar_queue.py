@@ -27,8 +27,8 @@ class GrammarQueue:
         self._requests: dict[str, tuple[Request, Future[Any]]] = {}
         self._kept: dict[str, Future[Any]] = {}  # of those submitted
 
-    def __bool__(self) -> bool:
-        return bool(self._requests)
+    def __len__(self) -> int:
+        return len(self._requests)
 
     def add(self, request: Request, ready: Future[Any], live: Container[str]) -> None:
         """`live` are the requests that are not over, of those submitted before."""

@@ -37,6 +37,10 @@ class _Exposition(Collector):
         yield from self._felt()
         yield from self._counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
         yield from self._counter("generation_tokens", "Tokens generated.", metrics.output_tokens)
+        yield from self._counter("prompt_tokens_cached", "Prompt tokens found in a cache.", metrics.cached_tokens)
+        sources = {"local_compute": metrics.computed_tokens, "local_cache_hit": metrics.cached_tokens}
+        for name in ("quire_prompt_tokens_by_source", "vllm:prompt_tokens_by_source"):
+            yield from self._by(name, "Prompt tokens computed, and found in a cache.", "source", sources)
         help = "Sequences ended, by reason."
         yield from self._by("quire_request_finished", help, "reason", metrics.finished)
         yield from self._by("vllm:request_success", help, "finished_reason", metrics.finished)
@@ -71,11 +75,37 @@ class _Exposition(Collector):
             "request_max_num_generation_tokens", "Longest sequence of each request.", metrics.longest_output
         )
         yield from self._histogram("request_params_n", "Sequences asked for by a request.", metrics.branches)
+        yield from self._histogram("request_params_max_tokens", "Tokens a request may draw.", metrics.max_tokens)
+        computed = "Prompt tokens of a request that were not cached."
+        yield from self._histogram("request_prefill_kv_computed_tokens", computed, metrics.prefill_size)
+        yield from self._cache_config()
+
+    def _cache_config(self) -> Iterator[Metric]:
+        info = self.metrics.info
+        if info is None:
+            return
+        facts = {
+            "block_size": info.page_size,
+            "cache_dtype": info.kv_dtype,
+            "enable_prefix_caching": info.prefix_cache,
+            "num_gpu_blocks": info.pages,
+        }
+        for prefix in ("quire_", "vllm:"):
+            family = GaugeMetricFamily(
+                f"{prefix}cache_config_info", "How KV memory is set up.", labels=(*LABELS, *facts)
+            )
+            family.add_metric((*self.labels, *map(str, facts.values())), 1)
+            yield family
 
     def _engine(self, stats: EngineStats) -> Iterator[Metric]:
         used = stats.pages_used / stats.pages_total if stats.pages_total else 0.0
         yield from self._gauge("num_requests_running", "Sequences in the running batch.", stats.running)
         yield from self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.waiting)
+        waits = {"capacity": stats.waiting - stats.deferred, "deferred": stats.deferred}
+        yield from self._parts("num_requests_waiting_by_reason", "Sequences waiting, by why.", "reason", waits)
+        # vLLM's levels of sleep: here weights wait in the host's memory.
+        sleep = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": 0}
+        yield from self._parts("engine_sleep_state", "Whether the engine lends its memory.", "sleep_state", sleep)
         yield from self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used)
         yield from self._gauge("kv_waste_ratio", "Share of KV slots given back unfilled.", stats.kv_waste, shared=False)
         yield from self._gauge("kv_pages_cached", "Free pages holding a prefix.", stats.pages_cached, shared=False)
@@ -90,6 +120,9 @@ class _Exposition(Collector):
         yield from self._counter("spec_decode_num_drafts", "Drafts of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
+        at = {str(place): count for place, count in enumerate(stats.accepted_at)}
+        for name in ("quire_spec_decode_num_accepted_tokens_per_pos", "vllm:spec_decode_num_accepted_tokens_per_pos"):
+            yield from self._by(name, "Drafted tokens accepted, by their place in the draft.", "position", at)
         evicted = "Tokens whose KV was dropped to keep a request's budget."
         yield from self._counter("evicted_tokens", evicted, stats.evicted_tokens, shared=False)
         yield from self._counter("steps", "Engine steps.", stats.steps, shared=False)
@@ -102,6 +135,9 @@ class _Exposition(Collector):
         yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
         yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)
         yield from self._histogram("request_decode_time_seconds", "First token to last.", stats.decode_time)
+        yield from self._histogram("request_inference_time_seconds", "Admission to last token.", stats.inference_time)
+        lost = "Times a sequence lost its pages."
+        yield from self._histogram("request_num_preemptions", lost, stats.request_preemptions)
         # Without _total as in vLLM: the name of a histogram, however it ends.
         yield from self._histogram(
             "step_tokens", "Tokens computed in a step.", stats.step_tokens, theirs="iteration_tokens_total"
@@ -125,6 +161,11 @@ class _Exposition(Collector):
         ):
             values = {tier.name: getattr(tier, field) for tier in stats.tiers}
             yield from self._by(f"quire_kv_tier_{field}", help, "tier", values)
+        delivered = sum(tier.hit_tokens for tier in stats.tiers)
+        asked = "Prompt tokens looked up in tiers: those the device did not hold."
+        yield from self._counter("external_prefix_cache_queries", asked, stats.tier_queries)
+        found = "Prompt tokens found in tiers."
+        yield from self._counter("external_prefix_cache_hits", found, delivered)
         waits = "Time in which only loads were under way."
         yield from self._counter("kv_tier_wait_seconds", waits, stats.tier_waits, shared=False)
         saved = "Estimated computing saved by tiers, loading subtracted."
@@ -142,6 +183,14 @@ class _Exposition(Collector):
         for name in (f"quire_{ours}", f"vllm:{theirs or ours}"):
             family = HistogramMetricFamily(name, help, labels=LABELS)
             family.add_metric(self.labels, buckets, histogram.total)
+            yield family
+
+    def _parts(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:
+        """A gauge in parts, one per value of a label of its own."""
+        for prefix in ("quire_", "vllm:"):
+            family = GaugeMetricFamily(prefix + name, help, labels=(*LABELS, label))
+            for key, value in values.items():
+                family.add_metric((*self.labels, key), value)
             yield family
 
     def _by(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Iterator[Metric]:

@@ -61,7 +61,7 @@ class Ledger:
     ) -> Iterator[RequestMeter]:
         """Follow one engine request from here to its end; `arrived` is a `perf_counter` time."""
         branches, came = request.params.n, time.time() - (time.perf_counter() - arrived)
-        meter = self.metrics.request(len(request.prompt), arrived)
+        meter = self.metrics.request(len(request.prompt), arrived, request.params.max_tokens)
         ready = max(came, request.arrival)
         entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter)
         self._entries[request.id] = entry

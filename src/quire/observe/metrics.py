@@ -15,6 +15,7 @@ from quire.observe.energy import Energy
 from quire.observe.window import Window
 from quire.types.events import EngineStats
 from quire.types.histogram import LATENCY, TOKENS, Histogram
+from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta
 from quire.types.request import FinishReason
 
@@ -24,9 +25,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """All metrics of one server. Feed it with `request` and `engine`; read it with `exposition.render`."""
 
-    def __init__(self, model: str, energy: Energy | None = None):
+    def __init__(self, model: str, energy: Energy | None = None, info: EngineInfo | None = None):
         self.model = model
         self.energy = energy
+        self.info = info
         self.window = Window()
         self.ttft = Histogram(LATENCY)
         self.gap = Histogram(LATENCY)
@@ -36,17 +38,25 @@ class Metrics:
         self.output_size = Histogram(TOKENS)
         self.longest_output = Histogram(TOKENS)
         self.branches = Histogram(TOKENS)
+        self.max_tokens = Histogram(TOKENS)
+        self.prefill_size = Histogram(TOKENS)
         self.prompt_tokens = 0
+        self.computed_tokens = 0  # of prompts, by their first tokens
+        self.cached_tokens = 0
         self.output_tokens = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.stats: EngineStats | None = None
         self.engine_up = False
 
-    def request(self, prompt_tokens: int, arrived: float | None = None) -> RequestMeter:
-        """Start measuring one request; `arrived` is its `perf_counter` time if that lies in the past."""
+    def request(self, prompt_tokens: int, arrived: float | None = None, max_tokens: int | None = None) -> RequestMeter:
+        """Start measuring one request; `arrived` is its `perf_counter` time if that lies in the past, `max_tokens` what
+        it asks for (None: to the end of the context)."""
         self.prompt_tokens += prompt_tokens
         self.prompt_size.observe(prompt_tokens)
-        return RequestMeter(self, perf_counter() if arrived is None else arrived)
+        room = max(0, self.info.max_model_len - prompt_tokens) if self.info is not None else None
+        if (most := room if max_tokens is None else max_tokens) is not None:
+            self.max_tokens.observe(most)
+        return RequestMeter(self, perf_counter() if arrived is None else arrived, prompt_tokens)
 
     def engine(self, stats: EngineStats | None) -> None:
         """The engine's latest numbers; None when it did not answer (counters then keep their last value)."""
@@ -58,10 +68,11 @@ class Metrics:
 class RequestMeter:
     """Times of one request, branch by branch. Call `deltas` on each arrival and `close` at the end, come what may."""
 
-    __slots__ = ("_branches", "_metrics", "cached", "ended", "started")
+    __slots__ = ("_branches", "_metrics", "_prompt", "cached", "ended", "started")
 
-    def __init__(self, metrics: Metrics, started: float):
+    def __init__(self, metrics: Metrics, started: float, prompt: int = 0):
         self._metrics = metrics
+        self._prompt = prompt
         self._branches: dict[int, _Branch] = {}
         self.started = started
         self.ended = 0.0
@@ -99,7 +110,8 @@ class RequestMeter:
                 branch.first = now
                 metrics.ttft.observe(now - self.started)
                 metrics.window.firsts.add(now - self.started)
-                self.cached = max(self.cached, delta.cached_tokens)
+                if not any(other.tokens for other in self._branches.values()):
+                    self._prefilled(delta.cached_tokens)
             branch.last = now
             branch.tokens += count
             metrics.output_tokens += count
@@ -107,6 +119,13 @@ class RequestMeter:
         if delta.finish_reason is not None and branch.reason is None:
             branch.reason = delta.finish_reason
             self._finish(branch, delta.finish_reason)
+
+    def _prefilled(self, cached: int) -> None:
+        """The first token is there, and with it how much of the prompt was cached."""
+        metrics, self.cached = self._metrics, cached
+        metrics.cached_tokens += cached
+        metrics.computed_tokens += max(0, self._prompt - cached)
+        metrics.prefill_size.observe(max(0, self._prompt - cached))
 
     def close(self, branches: int = 1) -> None:
         """The request is over; of its `branches`, those that never ended count as aborted."""

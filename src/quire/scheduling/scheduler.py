@@ -334,7 +334,9 @@ class Scheduler:
         """Counters so far and gauges of now."""
         waiting, running = len(self.sequences.waiting), len(self.sequences.running)
         tiers = self.features.tiers.directory.stats()
-        return counters(self.stats, waiting, running, self.memory, self.capacity, tiers)
+        found = counters(self.stats, waiting, running, self.memory, self.capacity, tiers)
+        found.deferred = self.features.timeline.pending
+        return found
 
     def view(self) -> EngineView:
         return picture(

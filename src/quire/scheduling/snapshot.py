@@ -52,6 +52,7 @@ def counters(
         stats,
         finished=dict(stats.finished),
         waste=dict(stats.waste),
+        accepted_at=list(stats.accepted_at),
         waiting=waiting,
         running=running,
         pages_used=memory.pool.used,

@@ -72,12 +72,15 @@ class EngineStats(msgspec.Struct, kw_only=True):
     drafts: int = 0  # of one token or several
     drafted_tokens: int = 0  # draft tokens
     accepted_tokens: int = 0  # ... of them, right: steps saved
+    accepted_at: list[int] = []  # ... of them, those at each position of their draft
     evicted_tokens: int = 0  # whose KV was dropped to keep a request's budget
     preemptions: int = 0
     preempted_most: int = 0  # most preemptions of one sequence
     finished: dict[str, int] = {}
     waiting: int = 0
+    deferred: int = 0  # ... of them, for pages on their way or for a grammar, whatever room there is
     running: int = 0
+    asleep: bool = False
     pages_total: int = 0
     pages_used: int = 0  # referenced by a sequence
     pages_cached: int = 0  # free to take, but holding a known prefix
@@ -87,12 +90,17 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_bytes: int = 0  # bytes of the whole page pool
     memory: int = 0  # bytes resident in the engine's process
     tiers: list[TierStats] = []
+    tier_queries: int = 0  # tokens looked for in tiers: the device did not hold them
     tier_waits: float = 0.0  # seconds in which nothing could be computed because pages were being loaded
     tier_saved: float = 0.0  # estimated seconds of computing that pages from tiers saved, loading them subtracted
     swaps: int = 0  # preemptions whose pages were kept in a tier rather than computed again
     queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission
     prefill_time: Histogram = msgspec.field(default_factory=_latency)  # admission to first token
     decode_time: Histogram = msgspec.field(default_factory=_latency)  # first token to last
+    inference_time: Histogram = msgspec.field(default_factory=_latency)  # admission to last token
+    request_preemptions: Histogram = msgspec.field(
+        default_factory=lambda: Histogram(TOKENS)
+    )  # of a sequence that ended
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
 
     @property

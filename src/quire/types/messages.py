@@ -159,6 +159,8 @@ class EngineInfo(msgspec.Struct):
     slots: int = 0  # sequences that run at once; 0: not known
     stream_len: int = 0  # tokens of prompt and answer with a KV budget, where that is more
     priorities: bool = False  # whether the scheduler looks at requests' priorities
+    kv_dtype: str = ""  # of its pages
+    prefix_cache: bool = True
 
     def room(self, params: SamplingParams) -> int:
         """Tokens that prompt and answer may come to."""

@@ -192,6 +192,9 @@ class TierPrefetch(SchedulingFeature):
         self._looked.discard(seq)
         self._asked.discard(seq)
         landing = self._of.pop(seq, None)
+        if hit is not None:
+            loaded = sum(landing.tokens.values()) if landing is not None else 0
+            self._timeline.stats.tier_queries += max(0, seq.known - hit.tokens) + loaded
         if landing is None:
             return
         self._let_go(landing)

@@ -39,6 +39,11 @@ class TimelineRecorder(SchedulingFeature):
     def reset(self) -> None:
         self.stats = EngineStats(pages_total=self._memory.pool.total)
 
+    @property
+    def pending(self) -> int:
+        """Sequences that wait for pages on their way."""
+        return len(self._pending_since)
+
     def past(self, request_id: str) -> list[Timeline]:
         """Timelines of a request that has ended."""
         return self._past.get(request_id, [])
@@ -106,6 +111,9 @@ class TimelineRecorder(SchedulingFeature):
         stats.drafts += drafted > 0
         stats.drafted_tokens += drafted
         stats.accepted_tokens += accepted
+        stats.accepted_at += [0] * (accepted - len(stats.accepted_at))
+        for place in range(accepted):
+            stats.accepted_at[place] += 1
 
     def preempted(self, seq: Sequence) -> None:
         self.stats.preemptions += 1
@@ -145,6 +153,8 @@ class TimelineRecorder(SchedulingFeature):
         stats.finished[reason] = stats.finished.get(reason, 0) + 1
         if log.first_token:
             stats.decode_time.observe(log.ended - log.first_token)
+            stats.inference_time.observe(log.ended - log.admitted)
+            stats.request_preemptions.observe(len(log.preemptions))
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             deadline = seq.request.deadline
             cause = "late" if 0 < deadline <= log.ended else "cancelled" if reason is FinishReason.ABORT else "failed"

@@ -37,7 +37,7 @@ from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import model_list as models
 from quire.serve.openai import tokenize as tokens
 from quire.serve.ops import cache_admin as cache
-from quire.serve.ops import dashboard, health
+from quire.serve.ops import dashboard, health, tokenizer_info
 from quire.serve.ops import explain_request as explain
 from quire.serve.ops import live_view as live
 from quire.serve.ops import sleep as power
@@ -65,6 +65,7 @@ PUBLIC: list[Router] = [
     ollama.router,
     ollama_models.router,
     tokens.router,
+    tokenizer_info.router,
     health.router,
     health.metrics_router,
     explain.router,
@@ -89,7 +90,7 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     energy = Energy()
     if not energy.available:
         logger.info("no energy metrics: %s", "; ".join(energy.reasons))
-    metrics = Metrics(frontend.model_name, energy)
+    metrics = Metrics(frontend.model_name, energy, info)
     return Serving(
         frontend=frontend,
         metrics=metrics,

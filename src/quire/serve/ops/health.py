@@ -1,4 +1,4 @@
-"""GET /health, /ready and /metrics: is the process there, is the engine, and what do they measure.
+"""GET /health, /ready, /ping, /version, /load and /metrics: is the process there, is the engine, what do they measure.
 
 Refuses to know: requests.
 """
@@ -10,6 +10,7 @@ import asyncio
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from quire import __version__
 from quire.observe import exposition
 from quire.observe.metrics import CONTENT_TYPE
 from quire.serve.core.generation import Serving
@@ -35,13 +36,30 @@ def router(serving: Serving) -> APIRouter:
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
-    @routes.get("/ready", summary="Would a request be served now?")
-    async def ready() -> Response:
+    def check() -> None:
         if serving.admission.draining:
             raise OverloadedError("the server is shutting down", retry_after=DRAIN_RETRY)
         if (trouble := serving.frontend.client.trouble()) is not None:
             raise EngineDeadError(trouble)
+
+    @routes.get("/ready", summary="Would a request be served now?")
+    async def ready() -> Response:
+        check()
         return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
+
+    # As SageMaker asks, either way.
+    @routes.api_route("/ping", methods=["GET", "POST"], summary="Would a request be served now? Without words")
+    async def ping() -> Response:
+        check()
+        return Response()
+
+    @routes.get("/version", summary="This server's version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @routes.get("/load", summary="How many requests are under way?")
+    async def load() -> Response:
+        return JSONResponse({"server_load": serving.admission.inflight})
 
     return routes
 

@@ -1,0 +1,49 @@
+"""What operators and their tools ask of a server besides answers: /ping, /version, /load, /tokenizer_info."""
+
+from __future__ import annotations
+
+import httpx
+from fake_frontend import CONTEXT, EOS, VOCAB, FakeFrontend
+
+from quire import __version__
+
+
+def test_ping_says_what_ready_says(fake_server: str, fake_frontend: FakeFrontend) -> None:
+    for method in ("GET", "POST"):
+        answer = httpx.request(method, f"{fake_server}/ping")
+        assert (answer.status_code, answer.content) == (200, b"")
+    fake_frontend.client.alive = False
+    try:
+        assert httpx.get(f"{fake_server}/ping").status_code == httpx.get(f"{fake_server}/ready").status_code == 503
+    finally:
+        fake_frontend.client.alive = True
+
+
+def test_version(fake_server: str) -> None:
+    assert httpx.get(f"{fake_server}/version").json() == {"version": __version__}
+
+
+def test_load_counts_requests_under_way(fake_server: str, fake_frontend: FakeFrontend) -> None:
+    def load() -> int:
+        return int(httpx.get(f"{fake_server}/load").json()["server_load"])
+
+    before = load()
+    body = {"model": FakeFrontend.model_name, "prompt": "hang", "stream": True, "logprobs": 1}
+    with httpx.stream("POST", f"{fake_server}/v1/completions", json=body, timeout=30):
+        assert fake_frontend.hanging.acquire(timeout=20)
+        assert load() == before + 1
+    assert fake_frontend.aborted.acquire(timeout=20)
+
+
+def test_tokenizer_info(fake_server: str) -> None:
+    found = httpx.get(f"{fake_server}/tokenizer_info").json()
+    assert (found["eos_token"], found["eos_token_id"], found["eos_token_ids"]) == ("<eos>", EOS, [EOS])
+    assert found["added_tokens_decoder"] == {str(EOS): {"content": "<eos>", "special": True}}
+    assert (found["model_max_length"], found["vocab_size"]) == (CONTEXT, VOCAB)
+    assert found["chat_template"] and found["tokenizer_class"]
+
+
+def test_live_tokenizer_info(live_server: str) -> None:
+    found = httpx.get(f"{live_server}/tokenizer_info").json()
+    assert found["eos_token"] == "<|im_end|>" and "<|im_start|>" in found["chat_template"]
+    assert found["added_tokens_decoder"][str(found["eos_token_id"])]["content"] == "<|im_end|>"
