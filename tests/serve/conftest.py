@@ -26,7 +26,7 @@ def fake_server(fake_frontend: FakeFrontend) -> Iterator[str]:
 def says(fake_frontend: FakeFrontend) -> Iterator[Callable[..., None]]:
     """What the fake is to say in this test, and whether its model counts as one that thinks."""
 
-    def say(text: str, reasons: bool = False) -> None:
+    def say(text: str | list[str], reasons: bool = False) -> None:
         fake_frontend.says, fake_frontend.text.reasons = text, reasons
 
     yield say

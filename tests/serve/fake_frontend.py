@@ -152,7 +152,7 @@ class FakeFrontend:
         self.text = FakeText()
         self.requests: list[Request] = []
         self.open = 0
-        self.says: str | None = None  # the answer, instead of the fixed one
+        self.says: str | list[str] | None = None  # the answer, instead of the fixed one; or one after another
         self.aborted = threading.Semaphore(0)
         self.hanging = threading.Semaphore(0)
 
@@ -216,7 +216,8 @@ class FakeFrontend:
             raise OverloadedError("the queue is full", retry_after=2.5)
         if command == "boom":
             raise RuntimeError("secret detail")
-        steps = [list(_branch(request, branch, self.says)) for branch in range(request.params.n)]
+        says = self.says.pop(0) if isinstance(self.says, list) else self.says
+        steps = [list(_branch(request, branch, says)) for branch in range(request.params.n)]
         if command == "burst":
             yield [delta for branch in steps for delta in branch]
             return

@@ -121,6 +121,7 @@ def test_counting_tokens(fake: anthropic.Anthropic, fake_frontend: FakeFrontend)
     assert count.input_tokens == len(fake_frontend.requests[-1].prompt)
 
 
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 ERRORS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] = [
     ({"model": "other"}, anthropic.NotFoundError, "not_found_error", "other"),
     ({"max_tokens": 0}, anthropic.BadRequestError, "invalid_request_error", "max_tokens"),
@@ -131,7 +132,7 @@ ERRORS: list[tuple[dict[str, Any], type[anthropic.APIStatusError], str, str]] = 
         "invalid_request_error",
         "",
     ),
-    ({"container": "x"}, anthropic.BadRequestError, "invalid_request_error", "container"),
+    ({"messages": [{"role": "user", "content": [IMAGE]}]}, anthropic.BadRequestError, "invalid_request_error", "image"),
     ({"extra_body": {"max_token": 3}}, anthropic.BadRequestError, "invalid_request_error", "max_token"),
     ({"messages": [{"role": "user", "content": "overloaded"}]}, anthropic.APIStatusError, "overloaded_error", "full"),
     ({"messages": [{"role": "user", "content": "boom"}]}, anthropic.InternalServerError, "api_error", "error id"),

@@ -5,117 +5,23 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
+from quire.serve.anthropic.context_edits import AppliedEdit, ContextManagement
+from quire.serve.anthropic.message_blocks import CacheControl, Messages, SearchOutcome, TextBlock
+from quire.serve.anthropic.message_tools import Tools
 from quire.serve.core.fields import (
-    MAX_TOOLS,
     Count,
     JsonSchema,
     Name,
     SessionId,
     SessionTtl,
-    ToolName,
     TopP,
+    extension,
+    left_out,
     noted,
-    refused,
     unused,
 )
-from quire.serve.core.turns import plain_call
-from quire.text import Tool
-
-
-class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
-    """Accepted everywhere without effect: equal prefixes are found without it."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class _Block(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(_Block, tag="text"):
-    text: str
-    citations: Annotated[list[Any], Meta(max_length=0)] | None = None
-
-
-class ToolUseBlock(_Block, tag="tool_use"):
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResultBlock(_Block, tag="tool_result"):
-    tool_use_id: str
-    content: str | list[TextBlock] | None = None
-    is_error: bool | None = None
-
-
-class ThinkingBlock(_Block, tag="thinking"):
-    thinking: str
-    signature: str = ""
-
-
-class RedactedThinkingBlock(_Block, tag="redacted_thinking"):
-    data: str
-
-
-def text_of(content: str | list[TextBlock] | None) -> str:
-    return "\n".join(block.text for block in content) if isinstance(content, list) else content or ""
-
-
-class AnthropicSystem(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="system"):
-    content: str | list[TextBlock]
-
-    def plain(self) -> list[dict[str, Any]]:
-        return [{"role": "system", "content": text_of(self.content)}]
-
-
-class AnthropicUser(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="user"):
-    content: str | list[TextBlock | ToolResultBlock]
-
-    def plain(self) -> list[dict[str, Any]]:
-        """What tools returned comes first, each a message of its own."""
-        if isinstance(self.content, str):
-            return [{"role": "user", "content": self.content}]
-        results = [block for block in self.content if isinstance(block, ToolResultBlock)]
-        texts = [block for block in self.content if isinstance(block, TextBlock)]
-        out = [
-            {"role": "tool", "content": text_of(block.content), "tool_call_id": block.tool_use_id} for block in results
-        ]
-        return out + ([{"role": "user", "content": text_of(texts)}] if texts or not out else [])
-
-
-class AnthropicAssistant(msgspec.Struct, forbid_unknown_fields=True, tag_field="role", tag="assistant"):
-    content: str | list[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock]
-
-    def plain(self) -> list[dict[str, Any]]:
-        if isinstance(self.content, str):
-            return [{"role": "assistant", "content": self.content}]
-        texts = [block for block in self.content if isinstance(block, TextBlock)]
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(texts)}
-        if thoughts := [block.thinking for block in self.content if isinstance(block, ThinkingBlock)]:
-            message["reasoning_content"] = "\n".join(thoughts)
-        if calls := [block for block in self.content if isinstance(block, ToolUseBlock)]:
-            message["tool_calls"] = [plain_call(call.id, call.name, call.input) for call in calls]
-        return [message]
-
-
-class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    name: ToolName
-    input_schema: JsonSchema
-    description: str | None = None
-    type: Literal["custom"] | None = None
-    strict: bool | None = None
-    cache_control: CacheControl | None = None
-    input_examples: Annotated[list[Any], Meta(max_length=0)] | None = None
-    eager_input_streaming: bool | None = None  # arguments are streamed as they come in any case
-
-    def tool(self) -> Tool:
-        return Tool(
-            name=self.name, description=self.description or "", parameters=self.input_schema, strict=bool(self.strict)
-        )
 
 
 class _Choice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -140,11 +46,15 @@ class ChoiceNone(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", t
 
 class ThinkingEnabled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
     budget_tokens: Annotated[int, Meta(ge=1, le=1 << 30, description="Counted in max_tokens, not enforced by itself.")]
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class ThinkingAdaptive(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
+
+
+class ThinkingBetweenTools(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="between_tools"):
+    pass
 
 
 class ThinkingDisabled(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
@@ -163,28 +73,36 @@ class OutputSchema(msgspec.Struct, forbid_unknown_fields=True):
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: OutputSchema | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    task_budget: Any = None
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/messages/count_tokens."""
 
     model: Name
-    messages: Annotated[list[AnthropicUser | AnthropicAssistant | AnthropicSystem], Meta(min_length=1)]
+    messages: Messages
     system: str | list[TextBlock] | None = None
-    tools: Annotated[list[AnthropicTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ChoiceAuto | ChoiceAny | ChoiceTool | ChoiceNone | None = None
     thinking: (
         Annotated[
-            ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled,
+            ThinkingEnabled | ThinkingAdaptive | ThinkingBetweenTools | ThinkingDisabled,
             noted("where the model thinks; a budget counts within max_tokens and is not enforced by itself"),
         ]
         | None
     ) = None
     output_config: Annotated[OutputConfig, noted("format, and effort as a variable of the chat template")] | None = None
     cache_control: Annotated[CacheControl, unused("equal prefixes are found without it")] | None = None
-    speed: Annotated[Any, refused("standard")] = None
-    user_profile_id: Annotated[Any, refused()] = None
-    workspace_id: Annotated[Any, refused()] = None
+    context_management: (
+        Annotated[ContextManagement, noted("old tool results and thoughts are cleared; compact_20260112 does nothing")]
+        | None
+    ) = None
+    output_format: Annotated[OutputSchema, extension("an older name of output_config.format")] | None = None
+    mcp_servers: Annotated[Any, left_out([], why="this server contacts no others; give their tools as your own")] = None
+    compaction: Annotated[Any, left_out()] = None
+    speed: Annotated[Any, left_out("standard", why="there is one")] = None
+    user_profile_id: Annotated[Any, left_out()] = None
+    workspace_id: Annotated[Any, left_out()] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
@@ -200,9 +118,12 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     service_tier: Annotated[Literal["auto", "standard_only"], unused("there is one tier")] | None = None
     session_id: SessionId | None = None
     session_ttl: SessionTtl | None = None
-    container: Annotated[Any, refused()] = None
-    diagnostics: Annotated[Any, refused()] = None
-    inference_geo: Annotated[Any, refused()] = None
+    container: Annotated[Any, left_out(why="no code is run here")] = None
+    diagnostics: Annotated[Any, left_out()] = None
+    inference_geo: Annotated[Any, left_out(why="it is where it is")] = None
+    fallbacks: Annotated[Any, left_out([])] = None
+    fallback_credit_token: Annotated[Any, left_out()] = None
+    thread: Annotated[Any, left_out(why="send the whole conversation")] = None
 
 
 # ---- answers ------------------------------------------------------------------------------------------------
@@ -215,6 +136,7 @@ class AnthropicUsage(msgspec.Struct, kw_only=True):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
+    service_tier: str = "standard"
 
 
 class ContentText(msgspec.Struct, tag_field="type", tag="text"):
@@ -226,10 +148,28 @@ class ContentThinking(msgspec.Struct, tag_field="type", tag="thinking"):
     signature: str = ""
 
 
+class ContentServerTool(msgspec.Struct, tag_field="type", tag="server_tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ContentSearchResult(msgspec.Struct, tag_field="type", tag="tool_search_tool_result"):
+    tool_use_id: str
+    content: SearchOutcome
+
+
 class ContentToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
+
+
+Content = ContentText | ContentThinking | ContentToolUse | ContentServerTool | ContentSearchResult
+
+
+class AppliedEdits(msgspec.Struct):
+    applied_edits: list[AppliedEdit]
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
@@ -237,14 +177,20 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[ContentText | ContentThinking | ContentToolUse]
+    content: list[Content]
     stop_reason: str | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    context_management: AppliedEdits | UnsetType = UNSET
+
+
+class OriginalTokens(msgspec.Struct):
+    original_input_tokens: int
 
 
 class TokenCount(msgspec.Struct):
     input_tokens: int
+    context_management: OriginalTokens | UnsetType = UNSET
 
 
 class AnthropicErrorDetail(msgspec.Struct):

@@ -5,6 +5,8 @@ Refuses to know: how a template is written, how tokens are made, how calls are r
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -13,6 +15,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,114 +23,106 @@ from quire.serve.anthropic.message_bodies import (
     AnthropicError,
     AnthropicMessage,
     AnthropicUsage,
-    ChoiceAny,
-    ChoiceNone,
-    ChoiceTool,
+    AppliedEdits,
+    Content,
+    ContentSearchResult,
+    ContentServerTool,
     ContentText,
     ContentThinking,
     ContentToolUse,
     CountTokensRequest,
     MessagesRequest,
-    ThinkingDisabled,
+    OriginalTokens,
     TokenCount,
-    text_of,
 )
-from quire.serve.core.constraints import json_schema
+from quire.serve.anthropic.message_exchange import Exchange, Searched, server_id, thinks
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.core.turns import Reply, Talk, ToolChoice, Turn, continued, render, start
+from quire.serve.core.turns import Call, Reply, Talk, render
 from quire.serve.http.http_io import NamedEvents, decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
 from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
 from quire.types.request import FinishReason
-from quire.types.sampling_params import SamplingParams
 
-CONSTRAINT = "output_config.format"  # where a grammar is
 _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
 
 
-def params_of(body: MessagesRequest) -> SamplingParams:
-    config = body.output_config
-    return SamplingParams(
-        max_tokens=body.max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=body.top_k or 0,
-        stop=body.stop_sequences or [],
-        grammar=json_schema(config.format.schema, CONSTRAINT) if config and config.format else None,
-    )
+def parse(serving: Serving, raw: bytes) -> MessagesRequest:
+    body = decode(_MESSAGES, raw)
+    serving.check_model(body.model)
+    refuse_unsupported(body)
+    hold_session(body.session_id, body.session_ttl)
+    return body
 
 
-def choice_of(body: CountTokensRequest) -> ToolChoice:
-    given = body.tool_choice
-    if given is None or isinstance(given, ChoiceNone):
-        return ToolChoice(none=given is not None)
-    only = [given.name] if isinstance(given, ChoiceTool) else None
-    required = isinstance(given, ChoiceAny | ChoiceTool)
-    return ToolChoice(required=required, only=only, parallel=not given.disable_parallel_tool_use)
+def signed(thought: str) -> str:
+    """A thought's signature: callers send back, and some clients keep, only thoughts that have one."""
+    return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()
 
 
-def turn_of(body: CountTokensRequest, params: SamplingParams) -> Turn:
-    messages = [plain for message in body.messages for plain in message.plain()]
-    if system := text_of(body.system):
-        messages.insert(0, {"role": "system", "content": system})
-    variables: dict[str, Any] = {"enable_thinking": thinks(body)}
-    if body.output_config is not None and body.output_config.effort is not None:
-        variables["reasoning_effort"] = body.output_config.effort
-    messages, prefix = continued(messages)
-    return Turn(
-        messages=messages,
-        params=params,
-        tools=[tool.tool() for tool in body.tools or ()],
-        choice=choice_of(body),
-        variables=variables,
-        prefix=prefix,
-        constraint=CONSTRAINT,
-    )
-
-
-def thinks(body: CountTokensRequest) -> bool:
-    return body.thinking is not None and not isinstance(body.thinking, ThinkingDisabled)
-
-
-def stop_of(reply: Reply) -> tuple[str, str | None]:
+def stop_of(reply: Reply, exchange: Exchange, found: Searched) -> tuple[str, str | None]:
     """(stop_reason, stop_sequence)."""
     if reply.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
-    if reply.calls:
+    if len(reply.calls) > len(found):
         return "tool_use", None
+    if found:
+        return ("pause_turn" if exchange.paused(found) else "max_tokens"), None
     if isinstance(reply.output.stop_reason, str):
         return "stop_sequence", reply.output.stop_reason
     return "end_turn", None
 
 
-def usage_of(talk: Talk, tokens: int) -> AnthropicUsage:
-    cached = talk.generation.cached_tokens
-    return AnthropicUsage(
-        input_tokens=talk.generation.prompt_tokens - cached, output_tokens=tokens, cache_read_input_tokens=cached
-    )
+def applied_edits(exchange: Exchange) -> AppliedEdits | UnsetType:
+    return UNSET if exchange.body.context_management is None else AppliedEdits(exchange.edits.applied)
 
 
-def message_of(serving: Serving, id: str, talk: Talk, thinking: bool) -> bytes:
-    [reply] = talk.replies
-    content: list[ContentText | ContentThinking | ContentToolUse] = []
-    if reply.thought and thinking:
-        content.append(ContentThinking(reply.thought))
-    if reply.text:
-        content.append(ContentText(reply.text))
-    content += [ContentToolUse(call.id, call.name, call.input) for call in reply.calls]
-    stop_reason, stop_sequence = stop_of(reply)
+def call_block(exchange: Exchange, call: Call, input: dict[str, Any]) -> ContentToolUse | ContentServerTool:
+    if call.name in exchange.tools.searches:
+        return ContentServerTool(server_id(call), call.name, input)
+    return ContentToolUse(call.id, call.name, input)
+
+
+def result_blocks(found: Searched) -> list[ContentSearchResult]:
+    return [ContentSearchResult(server_id(call), outcome) for call, outcome in found]
+
+
+async def answer(exchange: Exchange) -> bytes:
+    """The whole message."""
+    content: list[Content] = []
+    talk: Talk | None = await exchange.begin()
+    while talk is not None:
+        [reply] = await talk.whole()
+        if reply.thought and thinks(exchange.body):
+            content.append(ContentThinking(reply.thought, signed(reply.thought)))
+        if reply.text:
+            content.append(ContentText(reply.text))
+        content += [call_block(exchange, call, call.input) for call in reply.calls]
+        found = await exchange.searched(reply)
+        content += result_blocks(found)
+        talk = await exchange.go_on(reply, found)
+    stop_reason, stop_sequence = stop_of(reply, exchange, found)
     return json(
         AnthropicMessage(
-            id=id,
-            model=serving.frontend.model_name,
+            id=exchange.id,
+            model=exchange.serving.frontend.model_name,
             content=content,
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
-            usage=usage_of(talk, reply.tokens),
+            usage=exchange.usage(),
+            context_management=applied_edits(exchange),
         )
     )
+
+
+async def whole(serving: Serving, raw: bytes) -> bytes:
+    """A body's answer, for batches."""
+    return await answer(Exchange(serving, parse(serving, raw), _id(), time.perf_counter()))
+
+
+def _id() -> str:
+    return f"msg_{uuid.uuid4().hex}"
 
 
 def event(kind: bytes, **data: Any) -> bytes:
@@ -137,75 +132,89 @@ def event(kind: bytes, **data: Any) -> bytes:
 class Blocks:
     """Content blocks of one stream: each is opened, filled and closed before the next begins."""
 
-    def __init__(self, reply: Reply, thinking: bool):
-        self._reply = reply
-        self._thinking = thinking
+    def __init__(self, exchange: Exchange):
+        self._exchange = exchange
+        self._thinking = thinks(exchange.body)
         self._index = -1
         self._kind: Any = None
+        self._thought: list[str] = []  # of the open block
 
-    def write(self, segment: Segment) -> bytes:
+    def write(self, segment: Segment, reply: Reply) -> bytes:
         if isinstance(segment, Thought) and not self._thinking:
             return b""
         out = b""
         if isinstance(segment, CallBegun):
-            call = self._reply.calls[segment.index]
-            return self._open(CallArguments, {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            return self._open(CallArguments, call_block(self._exchange, reply.calls[segment.index], {}))
         if isinstance(segment, CallArguments):
             delta = {"type": "input_json_delta", "partial_json": segment.text}
         elif isinstance(segment, Said):
-            out = b"" if self._kind is Said else self._open(Said, {"type": "text", "text": ""})
+            out = b"" if self._kind is Said else self._open(Said, ContentText(""))
             delta = {"type": "text_delta", "text": segment.text}
         else:
-            block = {"type": "thinking", "thinking": "", "signature": ""}
-            out = b"" if self._kind is Thought else self._open(Thought, block)
+            out = b"" if self._kind is Thought else self._open(Thought, ContentThinking(""))
+            self._thought.append(segment.text)
             delta = {"type": "thinking_delta", "thinking": segment.text}
         return out + event(b"content_block_delta", index=self._index, delta=delta)
+
+    def results(self, found: Searched) -> bytes:
+        """Blocks that are whole at once."""
+        return b"".join([self._open(ContentSearchResult, block) for block in result_blocks(found)])
 
     def close(self) -> bytes:
         if self._kind is None:
             return b""
-        signed = b""
+        out = b""
         if self._kind is Thought:
-            signed = event(
-                b"content_block_delta", index=self._index, delta={"type": "signature_delta", "signature": ""}
-            )
-        self._kind = None
-        return signed + event(b"content_block_stop", index=self._index)
+            delta = {"type": "signature_delta", "signature": signed("".join(self._thought))}
+            out = event(b"content_block_delta", index=self._index, delta=delta)
+        self._kind, self._thought = None, []
+        return out + event(b"content_block_stop", index=self._index)
 
-    def _open(self, kind: Any, block: dict[str, Any]) -> bytes:
+    def _open(self, kind: Any, block: Content) -> bytes:
         closed = self.close()
         self._index += 1
         self._kind = kind
         return closed + event(b"content_block_start", index=self._index, content_block=block)
 
 
-async def stream(serving: Serving, id: str, talk: Talk, thinking: bool) -> AsyncGenerator[bytes, None]:
-    [reply] = talk.replies
-    blocks = Blocks(reply, thinking)
+async def stream(exchange: Exchange, talk: Talk | None) -> AsyncGenerator[bytes, None]:
+    blocks = Blocks(exchange)
     begun = False
-    async with aclosing(talk.generation.deltas()) as batches:
-        async for deltas in batches:
-            out = b""
-            if not begun:  # with the first tokens it is known what the cache held
+    while talk is not None:
+        [reply] = talk.replies
+        async with aclosing(talk.generation.deltas()) as batches:
+            async for deltas in batches:
+                pushed = [(segment, reply) for delta in deltas for segment in reply.push(delta)]
+                out = b"" if begun else opening(exchange)  # with the first tokens it is known what the cache held
                 begun = True
-                message = AnthropicMessage(
-                    id=id,
-                    model=serving.frontend.model_name,
-                    content=[],
-                    stop_reason=None,
-                    stop_sequence=None,
-                    usage=usage_of(talk, 0),
-                )
-                out = event(b"message_start", message=message) + event(b"ping")
-            if out := out + b"".join(blocks.write(segment) for delta in deltas for segment in reply.push(delta)):
-                yield out
-    stop_reason, stop_sequence = stop_of(reply)
+                if out := out + b"".join([blocks.write(segment, reply) for segment, reply in pushed]):
+                    yield out
+        found = await exchange.searched(reply)
+        if found:
+            yield blocks.results(found)
+        talk = await exchange.go_on(reply, found)
+    stop_reason, stop_sequence = stop_of(reply, exchange, found)
     delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+    edits = applied_edits(exchange)
+    more = {} if edits is UNSET else {"context_management": edits}
     yield (
-        blocks.close()
-        + event(b"message_delta", delta=delta, usage=usage_of(talk, reply.tokens))
-        + event(b"message_stop")
+        blocks.close() + event(b"message_delta", delta=delta, usage=exchange.usage(), **more) + event(b"message_stop")
     )
+
+
+def opening(exchange: Exchange) -> bytes:
+    usage = exchange.usage()
+    message = AnthropicMessage(
+        id=exchange.id,
+        model=exchange.serving.frontend.model_name,
+        content=[],
+        stop_reason=None,
+        stop_sequence=None,
+        usage=AnthropicUsage(
+            input_tokens=usage.input_tokens, output_tokens=0, cache_read_input_tokens=usage.cache_read_input_tokens
+        ),
+    )
+    return event(b"message_start", message=message) + event(b"ping")
 
 
 def router(serving: Serving) -> APIRouter:
@@ -218,16 +227,11 @@ def router(serving: Serving) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         arrived = time.perf_counter()
-        body = decode(_MESSAGES, await read_body(request, serving.max_body))
-        serving.check_model(body.model)
-        refuse_unsupported(body)
-        id = f"msg_{uuid.uuid4().hex}"
-        hold_session(body.session_id, body.session_ttl)
-        talk = await start(serving, turn_of(body, params_of(body)), id, arrived)
+        body = parse(serving, await read_body(request, serving.max_body))
+        exchange = Exchange(serving, body, _id(), arrived)
         if body.stream:
-            return NamedEvents(stream(serving, id, talk, thinks(body)))
-        await until_gone(request.receive, talk.whole())
-        return Response(message_of(serving, id, talk, thinks(body)), media_type="application/json")
+            return NamedEvents(stream(exchange, await exchange.begin()))
+        return Response(await until_gone(request.receive, answer(exchange)), media_type="application/json")
 
     @routes.post(
         "/v1/messages/count_tokens",
@@ -238,7 +242,11 @@ def router(serving: Serving) -> APIRouter:
         body = decode(_COUNT, await read_body(request, serving.max_body))
         serving.check_model(body.model)
         refuse_unsupported(body)
-        tokens, _ = await render(serving, turn_of(body, SamplingParams()))
-        return Response(json(TokenCount(len(tokens))), media_type="application/json")
+        exchange = Exchange(serving, body)
+        tokens, _ = await render(serving, await exchange.prepare())
+        count = TokenCount(len(tokens))
+        if body.context_management is not None:
+            count.context_management = OriginalTokens(exchange.edits.original_tokens)
+        return Response(json(count), media_type="application/json")
 
     return routes

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from quire.serve.core.context import current
 from quire.types.errors import InputError
 from quire.types.request import MAX_HOLD
 
@@ -50,6 +51,13 @@ def refused(*neutral: Any, why: str = "") -> Meta:
     )
 
 
+def left_out(*neutral: Any, why: str = "") -> Meta:
+    """A published field this server cannot act on and that a request does without: the response's headers name it.
+    Where strictness was asked for it is refused. `neutral` as for `refused`."""
+    note = f"ignored and named in a header{'; ' + why if why else ''}"
+    return Meta(description=f"{note.capitalize()}.", extra={"kind": "no effect", "note": note, "left_out": neutral})
+
+
 # Kinds of fields that bodies of several APIs have.
 MAX_TOOLS = 128
 ToolName = Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -70,6 +78,7 @@ class Field(NamedTuple):
     kind: str  # honoured, extension, no effect, refused
     note: str
     neutral: tuple[Any, ...]
+    left_out: bool = False
 
 
 def fields_of(body: type[msgspec.Struct]) -> list[Field]:
@@ -78,7 +87,9 @@ def fields_of(body: type[msgspec.Struct]) -> list[Field]:
     out = []
     for inner, outer in zip(body.__struct_fields__, body.__struct_encode_fields__, strict=True):
         extra = next((meta.extra for meta in _metas(hints[inner]) if meta.extra), {})
-        out.append(Field(outer, extra.get("kind", "honoured"), extra.get("note", ""), extra.get("neutral", ())))
+        spare = "left_out" in extra
+        neutral = extra["left_out"] if spare else extra.get("neutral", ())
+        out.append(Field(outer, extra.get("kind", "honoured"), extra.get("note", ""), neutral, spare))
     return out
 
 
@@ -91,14 +102,17 @@ def _metas(hint: Any) -> Iterator[Meta]:
 
 @cache
 def _refused_fields(body: type[msgspec.Struct]) -> list[Field]:
-    return [field for field in fields_of(body) if field.kind == "refused"]
+    return [field for field in fields_of(body) if field.kind == "refused" or field.left_out]
 
 
 def refuse_unsupported(body: msgspec.Struct) -> None:
-    """Raise for a refused field that asks for something."""
-    for name, _, _, neutral in _refused_fields(type(body)):
+    """Raise for a refused field that asks for something; note one that is left out."""
+    for name, _, _, neutral, spare in _refused_fields(type(body)):
         value = getattr(body, name)
         if value is not None and not any(value == item and type(value) is type(item) for item in neutral):
+            if spare and not current().strict_fields:
+                current().ignored.add(name)
+                continue
             advice = "leave it out"
             if neutral:
                 advice += f" or set it to {msgspec.json.encode(neutral[0]).decode()}"

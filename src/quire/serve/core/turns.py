@@ -7,7 +7,7 @@ API's names for things.
 from __future__ import annotations
 
 import json as stdlib_json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -64,11 +64,13 @@ class Turn:
     raw: bool = False  # the last message is the prompt, as it is
     messages_param: str = "messages"  # what the API calls them
     constraint: str = ""  # what it calls the field that holds the grammar
+    inline: Container[str] = ()  # tools that the conversation itself describes
 
     def offered(self) -> list[Tool]:
         """The tools the model may call."""
         names = [tool.name for tool in self.tools]
-        if twice := next((name for name in names if names.count(name) > 1), None):
+        if len(names) > len(set(names)):
+            twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"two tools are called {twice!r}; names must differ", param="tools")
         choice = self.choice
         for name in choice.only or ():
@@ -224,7 +226,7 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
     """The conversation as token ids, and where its chunks are, in a thread if it is long."""
     if reserved := RESERVED & set(turn.variables):
         raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
-    tools = [tool.described() for tool in turn.offered()]
+    tools = [tool.described() for tool in turn.offered() if tool.name not in turn.inline]
     size = len(msgspec.json.encode((turn.messages, tools, turn.variables)))
 
     def work() -> tuple[list[int], Blend | None]:

@@ -47,8 +47,8 @@ def router(serving: Serving) -> APIRouter:
         check()
         return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
 
-    # As SageMaker asks, either way.
-    @routes.api_route("/ping", methods=["GET", "POST"], summary="Would a request be served now? Without words")
+    # As SageMaker asks, by either method: an answer without words.
+    @routes.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
     async def ping() -> Response:
         check()
         return Response()
