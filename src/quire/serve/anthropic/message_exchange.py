@@ -74,6 +74,7 @@ class Exchange:
         forced = self.choice.only[0] if self.choice.only else None
         self.tools = Toolbox(body.tools or [], body.messages, forced)
         self.edits = Edited([])
+        self.priority = 0
         self._arrived = arrived
         self._messages: Conversation = []
         self._talks: list[Talk] = []
@@ -164,6 +165,7 @@ class Exchange:
             prefix=prefix,
             constraint=CONSTRAINT,
             inline=self.tools.found,
+            priority=self.priority,
         )
 
     async def _start(self, turn: Turn) -> Talk:

@@ -44,6 +44,7 @@ from quire.serve.http.openapi import answers
 from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
 from quire.types.request import FinishReason
 
+BATCHED = 10  # priority of a batch's requests, as that of OpenAI's tier `flex`
 _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
 
@@ -117,8 +118,10 @@ async def answer(exchange: Exchange) -> bytes:
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
-    """A body's answer, for batches."""
-    return await answer(Exchange(serving, parse(serving, raw), _id(), time.perf_counter()))
+    """The answer to a body of a batch, behind those that somebody waits for where the scheduler looks at that."""
+    exchange = Exchange(serving, parse(serving, raw), _id(), time.perf_counter())
+    exchange.priority = BATCHED if serving.frontend.client.info.priorities else 0
+    return await answer(exchange)
 
 
 def _id() -> str:

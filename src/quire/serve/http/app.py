@@ -21,6 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
+from quire.serve.anthropic import batch_routes as anthropic_batches
 from quire.serve.anthropic import messages_api as anthropic
 from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.core.generation import Serving
@@ -62,6 +63,7 @@ PUBLIC: list[Router] = [
     models.router,
     batches.router,
     anthropic.router,
+    anthropic_batches.router,
     ollama.router,
     ollama_models.router,
     tokens.router,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from quire.serve.anthropic.message_batches import MessageBatchRequest
 from quire.serve.anthropic.message_bodies import CountTokensRequest, MessagesRequest
 from quire.serve.core.fields import fields_of
 from quire.serve.core.known_extensions import ALIASES, IGNORED
@@ -42,6 +43,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/uploads/{id}/complete": CompleteRequest,
     "POST /v1/messages": MessagesRequest,
     "POST /v1/messages/count_tokens": CountTokensRequest,
+    "POST /v1/messages/batches": MessageBatchRequest,
     "POST /api/chat": OllamaChatRequest,
     "POST /api/generate": OllamaGenerateRequest,
     "options of /api/chat and /api/generate": OllamaOptions,
