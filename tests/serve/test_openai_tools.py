@@ -118,6 +118,9 @@ def test_tool_choice(fake: openai.OpenAI, says: Any, fake_frontend: FakeFrontend
     assert grammar is not None
     validate(grammar.source, [{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}], [])
 
+    told = [entry["tools"] for entry in fake_frontend.text.rendered[-2:]]
+    assert told[0] == told[1] and len(told[0]) == len(TOOLS)  # whatever is forced, the prompt begins the same
+
     says(CALLS)
     answer = fake.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == CALLS and not fake_frontend.text.rendered[-1]["tools"]

@@ -226,7 +226,10 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
     """The conversation as token ids, and where its chunks are, in a thread if it is long."""
     if reserved := RESERVED & set(turn.variables):
         raise InputError(f"chat_template_kwargs may not set {min(reserved)!r}", param="chat_template_kwargs")
-    tools = [tool.described() for tool in turn.offered() if tool.name not in turn.inline]
+    offered = turn.offered()
+    # A grammar holds a required call to the choice: the prompt, whose beginning stays cached, need not tell of it.
+    told = turn.tools if turn.choice.required else offered
+    tools = [tool.described() for tool in told if tool.name not in turn.inline]
     size = len(msgspec.json.encode((turn.messages, tools, turn.variables)))
 
     def work() -> tuple[list[int], Blend | None]:
