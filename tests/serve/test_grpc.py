@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +21,7 @@ from grpc_tools import protoc
 import quire.serve.grpc.proto
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import ServerUrl, background_server
+from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions
 
 PROTO = Path(quire.serve.grpc.proto.__file__).parent
@@ -196,3 +200,141 @@ def test_a_session_is_named_and_timed(
         assert (frontend.requests[-1].session, frontend.requests[-1].hold) == ("agent", held)
     with pytest.raises(grpc.RpcError, match="session_ttl"):
         list(stub.Generate(messages.GenerateRequest(prompt="x", sampling=sampling, session_id="a", session_ttl=1e6)))
+
+
+# ---- grammars, tools, biases, TLS ---------------------------------------------------------------------------
+
+
+def test_grammars_and_biases_reach_the_sampler(
+    stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]
+) -> None:
+    messages, _ = generated
+
+    def asked(**sampling: Any) -> Any:
+        list(stub.Generate(messages.GenerateRequest(prompt="x", sampling=messages.Sampling(max_tokens=2, **sampling))))
+        return frontend.requests[-1].params
+
+    grammars = {
+        "json_schema": ('{"type": "object"}', '{"type": "object"}'),
+        "regex": ("[a-z]+", "[a-z]+"),
+        "lark": ('start: "a"', 'start: "a"'),
+        "choice": (messages.Choices(options=["a", "b"]), '["a","b"]'),
+        "json_object": (True, ""),
+    }
+    for kind, (given, source) in grammars.items():
+        found = asked(grammar=messages.Grammar(**{kind: given})).grammar
+        assert (found.kind, found.source) == (kind, source)
+    params = asked(logit_bias={65: -100.0, 66: 2.5}, bad_words=["no"])
+    assert (params.logit_bias, params.bad_words) == ({65: -100.0, 66: 2.5}, ["no"])
+    for wrong in ({"logit_bias": {65: 101.0}}, {"logit_bias": {9999: 1.0}}, {"grammar": messages.Grammar()}):
+        with pytest.raises(grpc.RpcError) as caught:
+            asked(**wrong)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+def test_tools(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    tool = messages.Tool(name="get_weather", description="The weather.", parameters=json.dumps(SCHEMA))
+    user = messages.Message(role="user", content="Weather?")
+    sampling = messages.Sampling(max_tokens=300)
+
+    def answer(*turns: Any, **choice: Any) -> tuple[str, str, list[Any]]:
+        chat = messages.Chat(messages=turns, tools=[tool], tool_choice=messages.ToolChoice(**choice))
+        text, thought, calls = "", "", []
+        for event in stub.Generate(messages.GenerateRequest(chat=chat, sampling=sampling)):
+            text += event.chunk.text
+            thought += event.chunk.reasoning
+            for call in event.chunk.calls:
+                if call.name:
+                    calls.append(messages.ToolCall(id=call.id, name=call.name))
+                calls[call.index].arguments += call.arguments
+        return text, thought, calls
+
+    call = {"name": "get_weather", "arguments": {"city": "Paris"}}
+    frontend.says, frontend.text.reasons = f"<think>Hm.</think>Look. <tool_call>{json.dumps(call)}</tool_call>", True
+    try:
+        text, thought, calls = answer(user)
+        assert (text.strip(), thought) == ("Look.", "Hm.")
+        assert [(c.name, json.loads(c.arguments)) for c in calls] == [("get_weather", {"city": "Paris"})]
+        assert frontend.text.rendered[-1]["tools"][0]["function"]["parameters"] == SCHEMA
+        frontend.says, frontend.text.reasons = "Sunny.", False
+        said = messages.Message(role="assistant", tool_calls=calls, reasoning=thought)
+        result = messages.Message(role="tool", content="sun", tool_call_id=calls[0].id)
+        assert answer(user, said, result)[0] == "Sunny."
+        sent = frontend.text.rendered[-1]["messages"]
+        assert sent[1]["tool_calls"][0]["function"] == call and sent[1]["reasoning_content"] == "Hm."
+        assert sent[2] == {"role": "tool", "content": "sun", "tool_call_id": calls[0].id}
+        frontend.says = json.dumps(call)
+        modes = messages.ToolChoice.Mode
+        _, _, forced = answer(user, mode=modes.REQUIRED, only=["get_weather"], single=True)
+        assert forced[0].name == "get_weather" and frontend.requests[-1].params.grammar is not None
+        answer(user, mode=modes.NONE)
+        assert not frontend.text.rendered[-1]["tools"]
+    finally:
+        frontend.says, frontend.text.reasons = None, False
+    with pytest.raises(grpc.RpcError, match="not among the tools"):
+        answer(user, mode=modes.REQUIRED, only=["other"])
+    tool.parameters = "[1]"
+    with pytest.raises(grpc.RpcError, match="tools"):
+        answer(user)
+    with pytest.raises(grpc.RpcError, match="messages"):
+        answer()
+
+
+def test_tls(generated: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl to make a certificate with")
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    options = ServeOptions(port=0, grace=1, grpc_port=0, grpc_cert=str(cert), grpc_key=str(key))
+    messages, service = generated
+    request = messages.GenerateRequest(prompt="hi", sampling=messages.Sampling(max_tokens=2))
+    with background_server(FakeFrontend, options) as url:  # type: ignore[arg-type]
+        trusted = grpc.ssl_channel_credentials(cert.read_bytes())
+        with grpc.secure_channel(f"localhost:{url.grpc_port}", trusted) as channel:
+            assert list(service.QuireStub(channel).Generate(request))
+        with grpc.insecure_channel(f"127.0.0.1:{url.grpc_port}") as channel, pytest.raises(grpc.RpcError):
+            list(service.QuireStub(channel).Generate(request, timeout=5))
+        strange = grpc.ssl_channel_credentials()  # nobody vouches for the certificate
+        with grpc.secure_channel(f"localhost:{url.grpc_port}", strange) as channel, pytest.raises(grpc.RpcError):
+            list(service.QuireStub(channel).Generate(request, timeout=5))
+
+
+def test_tls_options_are_checked(tmp_path: Path) -> None:
+    alone: dict[str, Any] = {"grpc_cert": "c", "grpc_port": 0}
+    for wrong, word in ((alone, "each other"), ({"grpc_cert": "c", "grpc_key": "k"}, "--grpc-port")):
+        with pytest.raises(ConfigError, match=word):
+            ServeOptions(**wrong)  # type: ignore[arg-type]
+    missing = ServeOptions(port=0, grpc_port=0, grpc_cert=str(tmp_path / "c"), grpc_key=str(tmp_path / "k"))
+    with pytest.raises(ConfigError, match="certificate"), background_server(FakeFrontend, missing):  # type: ignore[arg-type]
+        pass
+
+
+def test_live_grammar_and_bias(default_model: Any, generated: tuple[ModuleType, ModuleType]) -> None:
+    """Over the real model, in a server of its own that shares nothing but the weights' file."""
+    from quire.engine.client import AsyncClient
+    from quire.engine.frontend import Frontend
+    from quire.text import TextModel
+    from quire.types.config import EngineOptions
+
+    async def frontend() -> Any:
+        client = await AsyncClient.open(EngineOptions.of(kv_memory="64M"), process=False)
+        return Frontend(client, TextModel.load(default_model), default_model.name)
+
+    messages, service = generated
+    bound = messages.Sampling(max_tokens=40, temperature=0, grammar=messages.Grammar(regex="[0-9]{2} cats"))
+    with (
+        background_server(frontend, OPTIONS) as url,
+        grpc.insecure_channel(f"127.0.0.1:{url.grpc_port}") as channel,
+    ):
+        stub = service.QuireStub(channel)
+        text = "".join(e.chunk.text for e in stub.Generate(messages.GenerateRequest(prompt="I have", sampling=bound)))
+        assert text[:2].isdigit() and text[2:] == " cats"
+        biased = messages.Sampling(max_tokens=3, temperature=0, logit_bias={65: 100.0})
+        found = stub.Generate(messages.GenerateRequest(prompt="I have", sampling=biased))
+        assert [token for event in found for token in event.chunk.token_ids] == [65, 65, 65]

@@ -72,6 +72,9 @@ class ServeOptions(Checked):
         None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]", low=0, high=65535
     )
 
+    grpc_cert: str | None = option(None, "PEM file of a certificate: gRPC then speaks TLS; needs --grpc-key")
+    grpc_key: str | None = option(None, "PEM file of the certificate's private key")
+
     grace: float = option(30.0, "seconds open requests have to finish after SIGTERM", low=0)
     heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready", low=1)
     hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never", low=0)
@@ -79,6 +82,10 @@ class ServeOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.grpc_cert is None) != (self.grpc_key is None):
+            raise ConfigError("grpc_cert and grpc_key need each other")
+        if self.grpc_cert is not None and self.grpc_port is None:
+            raise ConfigError("grpc_cert and grpc_key have no effect without grpc_port")
         if 0 < self.hang_timeout < self.heartbeat:
             raise ConfigError("hang_timeout must not be shorter than heartbeat")
         for origin in self.origins:

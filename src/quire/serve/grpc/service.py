@@ -10,19 +10,22 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.context import Context, enter
 from quire.serve.core.embedding import embed
-from quire.serve.core.generation import Generation, Serving, hold_session, off_loop
+from quire.serve.core.generation import Generation, Serving, hold_session, naming, off_loop, preparing
+from quire.serve.core.turns import Talk, start
 from quire.serve.grpc.proto import SERVICE, load_messages
+from quire.serve.grpc.rpc_bodies import params_of, turn_of
 from quire.serve.http.auth import context_of
 from quire.serve.http.error_bodies import describe, request_id_of
+from quire.text.segments import CallBegun, Said, Thought
 from quire.types.errors import ConfigError, InputError
 from quire.types.outputs import Delta
 from quire.types.request import MAX_HOLD, Request
-from quire.types.sampling_params import SamplingParams
 
 HEALTH_INTERVAL = 0.5  # seconds between looks at the engine
 MAX_INPUTS = 1024  # of one Embed call
@@ -72,13 +75,30 @@ class RpcServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port."""
+        address, credentials = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._credentials()
         try:
-            taken: int = self._server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            if credentials is None:
+                taken: int = self._server.add_insecure_port(address)
+            else:
+                taken = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ConfigError(f"cannot serve gRPC on {host} port {port}: {error}; choose another --grpc-port") from None
         await self._server.start()
         self._watch = asyncio.create_task(self._report())
         return taken
+
+    def _credentials(self) -> Any:
+        """Of a server that speaks TLS; None: it does not."""
+        import grpc
+
+        options = self._serving.options
+        if options.grpc_cert is None or options.grpc_key is None:
+            return None
+        try:
+            pair = Path(options.grpc_key).read_bytes(), Path(options.grpc_cert).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read the certificate or key of gRPC: {error}") from None
+        return grpc.ssl_server_credentials([pair])
 
     async def stop(self, grace: float) -> None:
         if self._watch is not None:
@@ -107,14 +127,15 @@ class Calls:
         async with self._inside(call):
             self._check_model(body.model)
             id = f"rpc-{uuid.uuid4().hex}"
-            request = await self._prepare(body, id)
+            deadline = _deadline(body, call)
+            talk = await self._talk(body, id, arrived, deadline)
             hold_session(body.session_id, _ttl(body.session_ttl))
-            generation = Generation(self.serving, [request], arrived, deadline_ms=_deadline(body, call))
+            generation = talk.generation if talk is not None else await self._generation(body, id, arrived, deadline)
             response = self.messages["GenerateResponse"]
             async with aclosing(generation.deltas()) as batches:
                 async for deltas in batches:
                     for delta in deltas:
-                        yield response(id=id, chunk=self._chunk(delta))
+                        yield response(id=id, chunk=self._chunk(delta, talk))
             usage = generation.usage()
             yield response(id=id, usage=self._usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
 
@@ -160,25 +181,29 @@ class Calls:
         if name:
             self.serving.check_model(name)
 
-    async def _prepare(self, body: Any, id: str) -> Request:
-        frontend, params = self.serving.frontend, _params(body.sampling)
+    async def _talk(self, body: Any, id: str, arrived: float, deadline_ms: int | None) -> Talk | None:
+        """The answer to a chat; None for other inputs."""
+        if body.WhichOneof("input") != "chat":
+            return None
+        turn = turn_of(body.chat, params_of(body.sampling))
+        turn.priority, turn.salt, turn.deadline_ms = body.priority, body.cache_salt, deadline_ms
+        return await start(self.serving, turn, id, arrived)
+
+    async def _generation(self, body: Any, id: str, arrived: float, deadline_ms: int | None) -> Generation:
+        frontend, params = self.serving.frontend, params_of(body.sampling)
         kind = body.WhichOneof("input")
         if kind is None:
             raise InputError("give one of prompt, tokens and chat", param="input")
-        messages = [{"role": m.role, "content": m.content} for m in body.chat.messages]
-        if unknown := [m["role"] for m in messages if m["role"] not in ("system", "user", "assistant")]:
-            raise InputError(f"role must be system, user or assistant, got {unknown[0][:64]!r}", param="chat")
 
         def work() -> Request:
-            if kind == "chat":
-                prompt: str | list[int] = frontend.text.encode_chat(messages)
-            else:
-                prompt = body.prompt if kind == "prompt" else list(body.tokens.ids)
+            prompt = body.prompt if kind == "prompt" else list(body.tokens.ids)
             return frontend.prepare(prompt, params, request_id=id, priority=body.priority, salt=body.cache_salt)
 
-        return await off_loop(body.ByteSize(), work)
+        with naming(constraint="sampling.grammar"):
+            request = await off_loop(preparing(body.ByteSize(), params), work)
+        return Generation(self.serving, [request], arrived, deadline_ms=deadline_ms)
 
-    def _chunk(self, delta: Delta) -> Any:
+    def _chunk(self, delta: Delta, talk: Talk | None) -> Any:
         token = self.messages["TokenLogprob"]
         logprobs = [
             self.messages["Logprobs"](
@@ -187,25 +212,30 @@ class Calls:
             )
             for entry in delta.logprobs or ()
         ]
-        return self.messages["Chunk"](
+        chunk = self.messages["Chunk"](
             index=delta.branch,
-            text=delta.text,
             token_ids=delta.token_ids,
             logprobs=logprobs,
             finish_reason=delta.finish_reason.value if delta.finish_reason else "",
         )
+        if talk is None:
+            chunk.text = delta.text
+            return chunk
+        reply = talk.replies[delta.branch]
+        for segment in reply.push(delta):
+            if isinstance(segment, Said):
+                chunk.text += segment.text
+            elif isinstance(segment, Thought):
+                chunk.reasoning += segment.text
+            elif isinstance(segment, CallBegun):
+                call = reply.calls[segment.index]
+                chunk.calls.add(index=segment.index, id=call.id, name=call.name)
+            else:
+                chunk.calls.add(index=segment.index, arguments=segment.text)
+        return chunk
 
     def _usage(self, prompt: int, completion: int, cached: int) -> Any:
         return self.messages["Usage"](prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
-
-
-def _params(sampling: Any) -> SamplingParams:
-    """Fields that were set, under the names both sides use."""
-    given = {field.name: value for field, value in sampling.ListFields()}
-    for name in ("stop", "stop_token_ids"):
-        if name in given:
-            given[name] = list(given[name])
-    return SamplingParams(**given)
 
 
 def _ttl(seconds: float) -> float | None:
