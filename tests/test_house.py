@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LOWER - {"runtime"},
     "engine.build": LOWER,
     "observe": {"types"},
-    "serve": {"types", "text", "observe", "engine.client", "engine.frontend", "engine.collector"},
+    "serve": {"types", "assets", "text", "observe", "engine.client", "engine.frontend", "engine.collector"},
     "lang": {"types", "text", "engine.client", "engine.frontend", "engine.consensus"},
     "bench": ALL - {"cli"},
     "cli": ALL,

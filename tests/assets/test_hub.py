@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from quire.assets import list_models, pull, remove, resolve
-from quire.types.errors import ModelFileError, ModelNotFoundError
+from quire.assets import copy, list_models, pull, remove, resolve
+from quire.types.errors import InputError, ModelFileError, ModelNotFoundError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -218,3 +218,30 @@ def test_no_hub_at_all(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelNotFoundError, match="Check the network"):
         resolve("org/tiny", progress=False)
     assert hub.requests == 0
+
+
+def test_progress_is_told(hub: Hub) -> None:
+    files = hub.files["org/tiny"] = model_files()
+    told: list[tuple[str, int, int]] = []
+    pull("org/tiny", progress=lambda *step: told.append(step))
+    assert len(told) > 10
+    assert max(done for _, done, _ in told) >= len(files["model.safetensors"])
+    assert all(done <= total for _, done, total in told if total)
+
+
+def test_copies_keep_their_files(hub: Hub, tiny_gguf: bytes) -> None:
+    hub.files["org/quants"] = {"a.gguf": tiny_gguf, "b.gguf": tiny_gguf + bytes(32)}
+    for name in ("a", "b"):
+        resolve(f"org/quants:{name}.gguf", progress=False)
+    copy("org/quants:b.gguf", "mine:v1")
+    path = resolve("mine:v1", progress=False).path
+    for name in ("b", "a"):
+        remove(f"org/quants:{name}.gguf")
+    assert [info.name for info in list_models()] == ["mine:v1"] and path.read_bytes() == tiny_gguf + bytes(32)
+    for wrong in ("../x", "org/other", "smollm2-135m", "a b", ""):
+        with pytest.raises(InputError):
+            copy("mine:v1", wrong)
+    with pytest.raises(ModelNotFoundError):
+        copy("nothing", "x")
+    remove("mine:v1")
+    assert list_models() == []

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import gguf
 import httpx
 import jsonschema
+import msgspec
+import numpy as np
 import ollama
 import pytest
-from fake_frontend import FakeFrontend
+from fake_frontend import FakeClient, FakeFrontend
+
+from quire.assets import LocalModel
+from quire.assets.local import at_path
+from quire.assets.store import _record
+from quire.serve.http.server import background_server
+from quire.types.messages import WeightsInfo
+from quire.types.serving import ServeOptions
 
 MODEL = FakeFrontend.model_name
 QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -126,7 +139,7 @@ def test_embed(fake: ollama.Client) -> None:
 
 ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "not found"),
-    ({"options": {"mirostat": 2}}, 400, "mirostat"),
+    ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
     ({"options": {"temperatur": 1}}, 400, "temperatur"),
     ({"options": {"num_predict": "x"}}, 400, "num_predict"),
     ({"messages": [{"role": "user", "content": "overloaded"}]}, 503, "full"),
@@ -152,7 +165,128 @@ def test_a_stream_that_fails_says_so(fake: ollama.Client) -> None:
         list(fake.chat(model=MODEL, messages=[{"role": "user", "content": "late-boom"}], stream=True))
 
 
+def test_every_option_is_taken(fake: ollama.Client, fake_server: str, fake_frontend: FakeFrontend) -> None:
+    fields = ollama._types.Options.model_fields  # type: ignore[attr-defined]
+    values: dict[str, Any] = dict.fromkeys(fields, 1) | {"stop": ["x"]}
+    values |= {name: True for name, field in fields.items() if field.annotation == bool | None}
+    fake.chat(model=MODEL, messages=QUESTION, options=values)
+    gone = {"mirostat": 2, "mirostat_tau": 5.0, "tfs_z": 2, "penalize_newline": False, "num_ctx": 4096.0}
+    body = {"model": MODEL, "messages": QUESTION, "stream": False, "options": gone}
+    answer = httpx.post(f"{fake_server}/api/chat", json=body)
+    assert answer.status_code == 200 and "x-quire-ignored-fields" not in answer.headers
+    body["options"] = {"repeat_last_n": 64, "typical_p": 0.7}
+    answer = httpx.post(f"{fake_server}/api/chat", json=body)
+    assert answer.headers["x-quire-ignored-fields"] == "repeat_last_n, typical_p"
+
+
+def test_options_out_of_range_are_the_nearest(fake: ollama.Client, fake_frontend: FakeFrontend) -> None:
+    wild: Any = {
+        "seed": -1, "num_predict": -7, "temperature": -1, "top_k": -1, "top_p": 0, "min_p": 7, "repeat_penalty": 0,
+        "presence_penalty": 9, "frequency_penalty": -9,
+    }  # fmt: skip
+    fake.chat(model=MODEL, messages=QUESTION, options=wild)
+    params = fake_frontend.requests[-1].params
+    assert (params.seed, params.max_tokens, params.temperature, params.top_k, params.min_p) == (None, None, 0, 0, 1)
+    assert 0 < params.top_p < 1e-3 and params.repetition_penalty > 0
+    assert (params.presence_penalty, params.frequency_penalty) == (2, -2)
+    fake.chat(model=MODEL, messages=QUESTION, options={"num_predict": 3.0, "seed": 7.0, "top_k": 5.0})  # type: ignore[arg-type]
+    params = fake_frontend.requests[-1].params
+    assert (params.max_tokens, params.seed, params.top_k) == (3, 7, 5)
+
+
+def test_loading_and_letting_go(fake: ollama.Client) -> None:
+    assert fake.chat(model=MODEL, messages=[]).done_reason == "load"
+    for zero in (0, "0s"):
+        assert fake.generate(model=MODEL, keep_alive=zero).done_reason == "unload"
+
+
+def test_model_files_are_left_alone(fake: ollama.Client) -> None:
+    for act in (lambda: fake.pull("org/x"), lambda: fake.copy(MODEL, "y"), lambda: fake.delete("y")):
+        with pytest.raises(ollama.ResponseError, match="--model-management") as caught:
+            act()
+        assert caught.value.status_code == 403
+    with pytest.raises(ollama.ResponseError, match="neither made nor published"):
+        fake.create("y", from_=MODEL)
+    with pytest.raises(ollama.ResponseError, match="neither made nor published"):
+        fake.push("y")
+
+
+@pytest.fixture(scope="module")
+def tiny_gguf(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("w", np.zeros((3, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_model_management(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_gguf: bytes) -> None:
+    """The served model lies in a cache of its own; another is fetched (by a stand-in), copied and deleted."""
+    monkeypatch.setenv("QUIRE_CACHE", str(tmp_path))
+    served, other = tmp_path / "hub" / "served.gguf", tmp_path / "hub" / "other.gguf"
+    for path in (served, other):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(tiny_gguf)
+        _record(f"org/{path.name}", path)
+    fetched = replace(at_path(other), name="org/other.gguf")
+
+    def pull(name: str, progress: Any) -> LocalModel:
+        assert name == "org/new:q.gguf"
+        for done in (1, 2):
+            progress("q.gguf", done, 2)
+        return fetched
+
+    monkeypatch.setattr("quire.assets.pull", pull)
+    frontend = FakeFrontend()
+    weights = WeightsInfo(path=str(served), kind="gguf", bytes=len(tiny_gguf), architecture="llama", parameters=12)
+    frontend.client.info = msgspec.structs.replace(FakeClient.info, model="org/served.gguf", weights=weights)
+    options = ServeOptions(port=0, grace=1, model_management=True)
+    with background_server(lambda: frontend, options) as url:  # type: ignore[arg-type, return-value]
+        client = ollama.Client(host=url)
+        steps = list(client.pull("org/new:q.gguf", stream=True))
+        digest = hashlib.sha256(tiny_gguf).hexdigest()
+        assert [step.status for step in steps] == [
+            "pulling manifest", "pulling q.gguf", "pulling q.gguf", "verifying sha256 digest", f"pulling {digest[:12]}",
+            "success",
+        ]  # fmt: skip
+        assert [(step.completed, step.total) for step in steps[1:3]] == [(1, 2), (2, 2)]
+        assert steps[-2].digest == f"sha256:{digest}" and client.pull("org/new:q.gguf").status == "success"
+        for wrong in ("../x", "/etc/passwd", "nothing"):
+            with pytest.raises(ollama.ResponseError, match="no model"):
+                client.pull(wrong)
+        client.copy(MODEL, "mine")
+        names = {model.model: model for model in client.list().models}
+        assert set(names) == {MODEL, "mine", "org/other.gguf", "org/served.gguf"}
+        assert names["mine"].digest == digest and names["mine"].size == len(tiny_gguf)
+        assert client.chat(model="mine", messages=QUESTION, options={"num_predict": 2}).eval_count == 2
+        with pytest.raises(ollama.ResponseError, match="not found"):
+            client.chat(model="org/other.gguf", messages=QUESTION)
+        client.delete("org/other.gguf")
+        with pytest.raises(ollama.ResponseError, match="being served"):
+            client.delete("org/served.gguf")
+        assert "org/other.gguf" not in [model.model for model in client.list().models]
+
+
 # ---- the real model -----------------------------------------------------------------------------------------
+
+
+def test_live_facts(live: ollama.Client, default_model: LocalModel) -> None:
+    [listed] = live.list().models
+    assert listed.details is not None and listed.model is not None
+    assert listed.size == default_model.path.stat().st_size
+    assert listed.digest == hashlib.sha256(default_model.path.read_bytes()).hexdigest()
+    about = listed.details
+    assert (about.format, about.family, about.parameter_size, about.quantization_level) == (
+        "gguf", "llama", "134.52M", "Q4_1",
+    )  # fmt: skip
+    [loaded] = live.ps().models
+    assert (loaded.digest, loaded.size, loaded.context_length) == (listed.digest, listed.size, 8192)
+    shown = live.show(listed.model)
+    assert shown.modelinfo is not None and shown.modelinfo["general.architecture"] == "llama"
+    assert shown.modelinfo["general.parameter_count"] == 134515008 and shown.modelinfo["llama.context_length"] == 8192
 
 
 def test_live(live: ollama.Client) -> None:

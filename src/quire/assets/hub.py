@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -46,8 +47,12 @@ class HubReference:
         return "models--" + self.repository.replace("/", "--")
 
 
-def fetch(reference: HubReference, cache: Path, progress: bool) -> Path:
-    """Fetch what is missing and return the GGUF file or the directory of the snapshot."""
+Report = Callable[[str, int, int], None]  # what is fetched, bytes so far, bytes in all (0: not known yet)
+
+
+def fetch(reference: HubReference, cache: Path, progress: bool | Report) -> Path:
+    """Fetch what is missing and return the GGUF file or the directory of the snapshot. `progress`: show it in the
+    terminal, or whom to tell."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -60,7 +65,7 @@ def fetch(reference: HubReference, cache: Path, progress: bool) -> Path:
         "cache_dir": cache,
         "endpoint": os.environ.get("HF_ENDPOINT") or None,
         "library_name": "quire",
-        "tqdm_class": tqdm if progress else _quiet(tqdm),
+        "tqdm_class": tqdm if progress is True else _telling(tqdm, progress) if progress else _quiet(tqdm),
     }
     try:
         if reference.file:
@@ -100,6 +105,25 @@ def _quiet(base: type[tqdm]) -> type[tqdm]:
             super().__init__(*args, **{**kwargs, "disable": True})
 
     return Quiet
+
+
+def _telling(base: type[tqdm], report: Report) -> type[tqdm]:
+    class Telling(base):  # type: ignore[misc, valid-type]
+        """Counts as a bar does, and draws nothing."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            self._told = int(kwargs.get("initial") or 0)
+            self._bytes = kwargs.get("unit") == "B"  # others count files
+            self._what = str(kwargs.get("desc") or "")
+            super().__init__(*args, **{**kwargs, "disable": True})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._told += int(n or 0)
+            if self._bytes:
+                report(self._what, self._told, int(self.total or 0))
+            return None
+
+    return Telling
 
 
 def _refuse_unreadable(reference: HubReference, api: Any) -> None:

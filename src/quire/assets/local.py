@@ -77,11 +77,11 @@ def at_path(path: Path) -> LocalModel:
     raise ModelNotFoundError(f"{path} holds no model: neither a config.json nor a .gguf file")
 
 
-def describe(model: LocalModel) -> ModelInfo:
-    """Read the headers of one model; a broken model is described as broken, not raised."""
+def describe(model: LocalModel, source: WeightSource | None = None) -> ModelInfo:
+    """Read the headers of one model (`source`, if they were); a broken model is described as broken, not raised."""
     size = model.size()
     try:
-        source = model.open()
+        source = source or model.open()
     except QuireError as error:
         return ModelInfo(model.name, model.path, model.kind, size, problem=str(error))
     meta, tensors = source.metadata(), source.tensors().values()

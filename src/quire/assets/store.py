@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
 from quire.assets import embedded, hub
-from quire.assets.hub import HubReference
+from quire.assets.hub import HubReference, Report
 from quire.assets.local import LocalModel, ModelInfo, at_path, describe
-from quire.types.errors import ModelNotFoundError
+from quire.types.errors import InputError, ModelNotFoundError
+
+_ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # names of copies
 
 
 def cache_dir() -> Path:
@@ -37,13 +40,14 @@ def resolve(ref: str, *, progress: bool = True) -> LocalModel:
     return pull(ref, progress=progress)
 
 
-def pull(ref: str, *, progress: bool = True) -> LocalModel:
-    """Like `resolve`, but a hub model is brought up to date even if it is here."""
+def pull(ref: str, *, progress: bool | Report = True) -> LocalModel:
+    """Like `resolve`, but a hub model is brought up to date even if it is here. `progress`: show it in the terminal, or
+    whom to tell of what comes from a hub."""
     known = embedded.EMBEDDED.get(ref.lower())
     reference = HubReference.parse(ref)
     if known is not None:
         if (model := _present(ref)) is None:
-            embedded.fetch(known, _embedded_path(known.name), progress)
+            embedded.fetch(known, _embedded_path(known.name), progress is True)
             model = _embedded_model(known.name)
         return model
     if Path(ref).expanduser().exists():
@@ -69,20 +73,46 @@ def known_models() -> list[str]:
     return sorted(embedded.EMBEDDED)
 
 
+def copy(source: str, name: str) -> None:
+    """Give a cached model another name too; its files stay as they are."""
+    model = _present(source)
+    if model is None or not model.path.is_relative_to(cache_dir()):
+        raise _not_found(source, "not in the cache, so there is nothing to copy")
+    if not _ALIAS.fullmatch(name) or name.lower() in embedded.EMBEDDED or HubReference.parse(name) is not None:
+        raise InputError(f"{name[:64]!r} is no name for a copy: letters, digits and ._:- only, and none that is taken")
+    _record(name, model.path)
+
+
+def path_of(name: str) -> Path | None:
+    """Where a model of the cache lies, if it is there."""
+    known = name.lower() in embedded.EMBEDDED
+    model = _present(name) if known or _recorded_path(name) is not None else None
+    return model.path if model is not None else None
+
+
+def on_hub(name: str) -> bool:
+    """Whether this is a name that a hub may have."""
+    return HubReference.parse(name) is not None and not Path(name).exists()
+
+
 def remove(name: str) -> None:
-    """Delete a model from the cache. Files outside the cache are never touched."""
+    """Delete a model from the cache. Files outside the cache are never touched, nor those that a copy still names."""
     if name.lower() in embedded.EMBEDDED and _embedded_path(name.lower()).is_file():
+        if _embedded_path(name.lower()) in _named():
+            raise InputError(f"{name} has copies under other names; remove them first")
         _embedded_path(name.lower()).unlink()
         return
     entry = cache_dir() / "refs" / quote(name, safe="")
     reference = HubReference.parse(name)
-    if reference is None or not entry.is_file():
+    if not entry.is_file():
         raise _not_found(name, "not in the cache, so there is nothing to remove")
     path = _recorded_path(name)
     entry.unlink()
-    others = [HubReference.parse(unquote(other.name)) for other in _records()]
-    if all(other is None or other.repository != reference.repository for other in others):
-        shutil.rmtree(cache_dir() / "hub" / reference.folder, ignore_errors=True)
+    if reference is None or (path is not None and path in _named()):
+        return  # a copy, or there are some
+    folder = cache_dir() / "hub" / reference.folder
+    if not any(other.is_relative_to(folder) for other in _named()):
+        shutil.rmtree(folder, ignore_errors=True)
     elif path is not None and path.is_file() and reference.file:
         blob = path.resolve()  # the snapshot holds a link to the bytes
         path.unlink()
@@ -124,9 +154,14 @@ def _record(ref: str, path: Path) -> None:
     os.replace(scratch, entry)
 
 
+def _named() -> set[Path]:
+    """Paths that records name."""
+    return {path for entry in _records() if (path := _recorded_path(unquote(entry.name))) is not None}
+
+
 def _recorded_path(ref: str) -> Path | None:
     entry = cache_dir() / "refs" / quote(ref, safe="")
-    if HubReference.parse(ref) is None or not entry.is_file():
+    if not (HubReference.parse(ref) or _ALIAS.fullmatch(ref)) or not entry.is_file():
         return None
     path = cache_dir() / entry.read_text().strip()
     return path if path.exists() and ".." not in path.parts else None

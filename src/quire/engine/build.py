@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 
-from quire.assets import resolve
+from quire.assets import ModelInfo, describe, resolve
 from quire.engine.core import EngineCore
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
-from quire.types.messages import EngineInfo
+from quire.types.messages import EngineInfo, WeightsInfo
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
     model = resolve(options.model.model, progress=progress)
+    source = model.open()
     executor = LocalExecutor(
         options,
-        model.open(),
+        source,
         vocabulary=lambda size: vocabulary_of(load_tokenizer(model), size),
         progress=progress,
     )
@@ -43,8 +44,21 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         priorities=core.scheduler.policy.uses_priority,
         kv_dtype=executor.layout.dtype,
         prefix_cache=options.cache.prefix_cache,
+        weights=weights_info(describe(model, source)),
     )
     return core, info
+
+
+def weights_info(found: ModelInfo) -> WeightsInfo:
+    return WeightsInfo(
+        path=str(found.path),
+        kind=found.kind,
+        bytes=found.size,
+        architecture=found.architecture or "",
+        parameters=found.parameters or 0,
+        context_length=found.context_length or 0,
+        quantisation=found.quantisation or "",
+    )
 
 
 def first_token(core: EngineCore) -> float:

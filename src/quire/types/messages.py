@@ -143,6 +143,18 @@ class Failed(msgspec.Struct, tag=True):
     message: str
 
 
+class WeightsInfo(msgspec.Struct, kw_only=True):
+    """The model's files, as their headers tell of them. Nothing or 0: they do not."""
+
+    path: str = ""  # of a GGUF file, or a directory
+    kind: str = ""  # gguf or safetensors
+    bytes: int = 0
+    architecture: str = ""
+    parameters: int = 0
+    context_length: int = 0
+    quantisation: str = ""  # of most of the weights
+
+
 class EngineInfo(msgspec.Struct):
     """What a client may need to know of the engine behind it."""
 
@@ -161,6 +173,7 @@ class EngineInfo(msgspec.Struct):
     priorities: bool = False  # whether the scheduler looks at requests' priorities
     kv_dtype: str = ""  # of its pages
     prefix_cache: bool = True
+    weights: WeightsInfo = msgspec.field(default_factory=WeightsInfo)
 
     def room(self, params: SamplingParams) -> int:
         """Tokens that prompt and answer may come to."""

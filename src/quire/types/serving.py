@@ -32,6 +32,9 @@ class ServeOptions(Checked):
         forms=("auto", "think", "none"),
     )
     strict_fields: bool = option(False, "refuse request fields that are not known, rather than ignore and name them")
+    model_management: bool = option(
+        False, "let Ollama's /api/pull, copy and delete change the cache of models; with keys, those of scope admin"
+    )
     served_model_name: str | None = option(None, "name clients use (default: the model's own)")
 
     api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")

@@ -32,6 +32,7 @@ from quire.serve.http.auth import Gate
 from quire.serve.http.error_bodies import Guard, on_error
 from quire.serve.http.openapi import install_schemas
 from quire.serve.ollama import generate as ollama
+from quire.serve.ollama import model_admin as ollama_files
 from quire.serve.ollama import model_info as ollama_models
 from quire.serve.openai import batches, completions, embeddings, responses
 from quire.serve.openai import chat_completions as chat
@@ -66,6 +67,7 @@ PUBLIC: list[Router] = [
     anthropic_batches.router,
     ollama.router,
     ollama_models.router,
+    ollama_files.router,
     tokens.router,
     tokenizer_info.router,
     health.router,

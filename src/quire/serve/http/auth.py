@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/favicon.ico"})
 OPEN_UNDER = ("/dashboard/",)
 # What needs the admin scope on the public port too.
-ADMIN_PATHS = frozenset({"/metrics", "/view"})
+ADMIN_PATHS = frozenset({"/metrics", "/view", "/api/pull", "/api/copy", "/api/delete"})
 
 
 class Gate:

@@ -27,6 +27,7 @@ from quire.serve.core.token_logprobs import token_logprobs
 from quire.serve.core.turns import Call, Talk, Turn, continued, start
 from quire.serve.http.http_io import JsonLines, decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
+from quire.serve.ollama.model_files import is_copy
 from quire.serve.ollama.ollama_bodies import (
     OllamaAnswerRequest,
     OllamaCall,
@@ -63,34 +64,37 @@ def check(serving: Serving, body: OllamaRequest) -> None:
 
 
 def check_model(serving: Serving, name: str) -> None:
-    if name.removesuffix(":latest") != serving.frontend.model_name.removesuffix(":latest"):
+    name, served = name.removesuffix(":latest"), serving.frontend.model_name.removesuffix(":latest")
+    managed, path = serving.options.model_management, serving.frontend.client.info.weights.path
+    if name != served and not (managed and is_copy(name, path)):
         raise ModelNotFoundError(f"model {name!r} not found; this server has {serving.frontend.model_name!r}")
 
 
 def params_of(body: OllamaAnswerRequest) -> SamplingParams:
     """Ollama's defaults where the body says nothing."""
     options = body.options or OllamaOptions()
-    limit = options.num_predict if options.num_predict is not None and options.num_predict > 0 else None
+    limit = None if options.num_predict is None or options.num_predict < 0 else int(options.num_predict)
+    seed = None if options.seed is None or options.seed == -1 else int(options.seed)
     if body.top_logprobs is not None and not body.logprobs:
         raise InputError("top_logprobs needs logprobs to be true", param="top_logprobs")
     return SamplingParams(
-        max_tokens=1 if options.num_predict == 0 else limit,
-        seed=options.seed,
-        temperature=_or(options.temperature, 0.8),
-        top_k=_or(options.top_k, 40),
-        top_p=_or(options.top_p, 0.9),
-        min_p=_or(options.min_p, 0.0),
-        repetition_penalty=_or(options.repeat_penalty, 1.0),
-        presence_penalty=_or(options.presence_penalty, 0.0),
-        frequency_penalty=_or(options.frequency_penalty, 0.0),
+        max_tokens=_within(limit, None, 1, 1 << 30),
+        seed=_within(seed, None, -(1 << 63), (1 << 63) - 1),
+        temperature=_within(options.temperature, 0.8, 0.0, 100.0),
+        top_k=int(_within(options.top_k, 40, 0, 1 << 30)),
+        top_p=_within(options.top_p, 0.9, 1e-6, 1.0),
+        min_p=_within(options.min_p, 0.0, 0.0, 1.0),
+        repetition_penalty=_within(options.repeat_penalty, 1.0, 1e-3, 100.0),
+        presence_penalty=_within(options.presence_penalty, 0.0, -2.0, 2.0),
+        frequency_penalty=_within(options.frequency_penalty, 0.0, -2.0, 2.0),
         stop=[options.stop] if isinstance(options.stop, str) else options.stop or [],
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=_grammar(body.format),
     )
 
 
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
+def _within(value: Any, default: Any, least: Any, most: Any) -> Any:
+    return default if value is None else min(max(value, least), most)
 
 
 def _grammar(format: Any) -> GrammarSpec | None:
@@ -152,9 +156,10 @@ class Writer:
         return answer
 
     def loaded(self) -> Answer:
-        """Nothing was asked: to Ollama, a wish that the model be loaded."""
+        """Nothing was asked: to Ollama, a wish that the model be loaded, or be let go (`keep_alive` 0)."""
         answer = self.line("", "", [])
-        answer.done, answer.done_reason = True, "load"
+        away = str(self.body.keep_alive) in ("0", "0.0", "0s", "0m")
+        answer.done, answer.done_reason = True, "unload" if away else "load"
         return answer
 
 

@@ -1,24 +1,27 @@
 """What Ollama's API tells of models, and its embeddings: /api/tags, /api/ps, /api/show, /api/version, /api/embed.
 
-Refuses to know: other models than the one that is served; answers (ollama).
+Refuses to know: answers (generate), what is done to model files (model_admin).
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
+from pathlib import Path
 
 import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__
+from quire import __version__, assets
 from quire.serve.core.embedding import embed, prompts_of
 from quire.serve.core.generation import Serving, off_loop
 from quire.serve.http.http_io import decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
 from quire.serve.ollama.generate import check, check_model
+from quire.serve.ollama.model_files import Digests, parameter_size
 from quire.serve.ollama.ollama_bodies import (
     OllamaDetails,
     OllamaEmbedAnswer,
@@ -33,48 +36,95 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaVersion,
 )
 from quire.text import Tokenizer
+from quire.types.messages import WeightsInfo
 
 _EMBED = msgspec.json.Decoder(OllamaEmbedRequest)
 _EMBEDDINGS = msgspec.json.Decoder(OllamaEmbeddingsRequest)
 _SHOW = msgspec.json.Decoder(OllamaShowRequest)
 
 
-def details(serving: Serving) -> OllamaDetails:
-    info = serving.frontend.client.info
-    return OllamaDetails(family=info.model, families=[info.model], quantization_level=info.dtype)
-
-
-def listed(serving: Serving) -> OllamaModel:
-    name = serving.frontend.model_name
-    return OllamaModel(
-        name=name, model=name, modified_at=started(serving), digest=serving.fingerprint, details=details(serving)
+def details(weights: WeightsInfo) -> OllamaDetails:
+    family = weights.architecture
+    return OllamaDetails(
+        format=weights.kind,
+        family=family,
+        families=[family] if family else [],
+        parameter_size=parameter_size(weights.parameters),
+        quantization_level=weights.quantisation,
     )
 
 
-def running(serving: Serving) -> OllamaModel:
-    model = listed(serving)
+def listed(serving: Serving, digest: str) -> OllamaModel:
+    name, weights = serving.frontend.model_name, serving.frontend.client.info.weights
+    return OllamaModel(
+        name=name,
+        model=name,
+        modified_at=modified(serving),
+        size=weights.bytes,
+        digest=digest,
+        details=details(weights),
+    )
+
+
+def cached(serving: Serving) -> list[tuple[str, OllamaModel]]:
+    """Models of the cache that are not served, with their paths."""
+    out = []
+    for found in assets.list_models():
+        weights = WeightsInfo(
+            kind=found.kind,
+            architecture=found.architecture or "",
+            parameters=found.parameters or 0,
+            quantisation=found.quantisation or "",
+        )
+        model = OllamaModel(
+            name=found.name,
+            model=found.name,
+            modified_at=_time(found.path.stat().st_mtime),
+            size=found.size,
+            digest="",
+            details=details(weights),
+        )
+        if found.name != serving.frontend.model_name:
+            out.append((str(found.path), model))
+    return out
+
+
+def running(serving: Serving, digest: str) -> OllamaModel:
+    model, info = listed(serving, digest), serving.frontend.client.info
     model.expires_at = "9999-12-31T23:59:59Z"  # it stays as long as the server does
-    model.size_vram = 0
-    model.context_length = serving.frontend.client.info.max_model_len
+    model.size_vram = model.size if info.device.startswith("cuda") else 0
+    model.context_length = info.max_model_len
     return model
 
 
-def started(serving: Serving) -> str:
-    return datetime.fromtimestamp(serving.created, UTC).isoformat().replace("+00:00", "Z")
+def modified(serving: Serving) -> str:
+    """When the model's file was written; where there is none, when the server started."""
+    path = serving.frontend.client.info.weights.path
+    return _time(Path(path).stat().st_mtime if path and Path(path).exists() else serving.created)
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def shown(serving: Serving) -> OllamaShowAnswer:
     info, text = serving.frontend.client.info, serving.frontend.text
+    weights, family = info.weights, info.weights.architecture or "general"
     return OllamaShowAnswer(
+        modelfile=f'FROM {serving.frontend.model_name}\nTEMPLATE """{text.template}"""\n',
         template=text.template,
-        details=details(serving),
+        details=details(weights),
         model_info={
+            "general.architecture": weights.architecture,
             "general.name": info.model,
+            "general.parameter_count": weights.parameters,
             "general.context_length": info.max_model_len,
             "general.vocabulary_size": info.vocab_size,
+            f"{family}.context_length": weights.context_length or info.max_model_len,
+            f"{family}.vocab_size": info.vocab_size,
         },
         capabilities=["completion", "embedding", "tools", *(["thinking"] if text.reasons else [])],
-        modified_at=started(serving),
+        modified_at=modified(serving),
     )
 
 
@@ -109,17 +159,23 @@ def _beginning(tokenizer: Tokenizer, text: str, count: int) -> list[int]:
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["Ollama"])
+    digests = Digests()
 
     def reply(answer: msgspec.Struct) -> Response:
         return Response(json(answer), media_type="application/json")
 
     @routes.get("/api/tags", summary="List models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def tags() -> Response:
-        return reply(OllamaModels([listed(serving)]))
+        models = [listed(serving, await digests.of(serving.frontend.client.info.weights.path))]
+        if serving.options.model_management:
+            for path, model in await asyncio.to_thread(cached, serving):
+                model.digest = await digests.of(path)
+                models.append(model)
+        return reply(OllamaModels(models))
 
     @routes.get("/api/ps", summary="List loaded models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def ps() -> Response:
-        return reply(OllamaModels([running(serving)]))
+        return reply(OllamaModels([running(serving, await digests.of(serving.frontend.client.info.weights.path))]))
 
     @routes.get(
         "/api/version", summary="This server's version", openapi_extra=answers(OllamaVersion, error=OllamaError)

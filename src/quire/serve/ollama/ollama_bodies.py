@@ -12,12 +12,11 @@ from quire.serve.core.fields import (
     Int,
     JsonSchema,
     Name,
-    Penalty,
     SessionId,
     SessionTtl,
-    Temperature,
     ToolName,
-    TopP,
+    extension,
+    left_out,
     noted,
     refused,
     unused,
@@ -25,35 +24,40 @@ from quire.serve.core.fields import (
 from quire.serve.core.token_logprobs import ChatTokenLogprob
 from quire.serve.core.turns import plain_call
 from quire.text import Tool
+from quire.types.errors import InputError
 from quire.types.sampling_params import MAX_LOGPROBS
 
 LOADED = "the model is loaded already"
 NoList = Annotated[list[Any], Meta(max_length=0)]
-KeepAlive = Annotated[str | float, unused(LOADED)]
+KeepAlive = Annotated[str | float, noted("the model stays; 0 is answered as if it did not")]
 Think = Annotated[bool | Literal["low", "medium", "high"], noted("where the model thinks; levels go to its template")]
 Format = Annotated[Literal["", "json"] | JsonSchema, noted("json, or a JSON schema")]
 
 
-class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`options` of a request."""
+Number = Annotated[float, Meta(ge=-1e300, le=1e300)]  # whole numbers may be written with a point, as Ollama takes them
+GONE = "Ollama ignores it too"
 
-    seed: Int | None = None
-    num_predict: Annotated[int, noted("-1 and -2: to the end of the context", ge=-2, le=1 << 30)] | None = None
-    temperature: Temperature | None = None
-    top_k: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
-    top_p: TopP | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
+
+class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`options` of a request. Values beyond what they can mean are taken for the nearest that does, as Ollama does."""
+
+    seed: Annotated[Number, noted("-1: any")] | None = None
+    num_predict: Annotated[Number, noted("below 0: to the end of the context")] | None = None
+    temperature: Number | None = None
+    top_k: Annotated[Number, noted("0 and below: off")] | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repeat_penalty: Annotated[Number, noted("of the whole context")] | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
     stop: str | list[str] | None = None
 
-    num_ctx: Annotated[Int, unused(LOADED)] | None = None
-    num_batch: Annotated[Int, unused(LOADED)] | None = None
-    num_gpu: Annotated[Int, unused(LOADED)] | None = None
-    main_gpu: Annotated[Int, unused(LOADED)] | None = None
-    num_thread: Annotated[Int, unused(LOADED)] | None = None
-    num_keep: Annotated[Int, unused("contexts are never shifted")] | None = None
+    num_ctx: Annotated[Number, unused(LOADED)] | None = None
+    num_batch: Annotated[Number, unused(LOADED)] | None = None
+    num_gpu: Annotated[Number, unused(LOADED)] | None = None
+    main_gpu: Annotated[Number, unused(LOADED)] | None = None
+    num_thread: Annotated[Number, unused(LOADED)] | None = None
+    num_keep: Annotated[Number, unused("contexts are never shifted")] | None = None
     numa: Annotated[bool, unused(LOADED)] | None = None
     low_vram: Annotated[bool, unused(LOADED)] | None = None
     f16_kv: Annotated[bool, unused(LOADED)] | None = None
@@ -63,13 +67,13 @@ class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     use_mlock: Annotated[bool, unused(LOADED)] | None = None
     embedding_only: Annotated[bool, unused(LOADED)] | None = None
 
-    repeat_last_n: Annotated[Any, refused(-1, why="penalties see the whole context")] = None
-    tfs_z: Annotated[Any, refused(1, 1.0)] = None
-    typical_p: Annotated[Any, refused(1, 1.0)] = None
-    mirostat: Annotated[Any, refused(0)] = None
-    mirostat_tau: Annotated[float, unused("mirostat is off")] | None = None
-    mirostat_eta: Annotated[float, unused("mirostat is off")] | None = None
-    penalize_newline: Annotated[Any, refused(True)] = None
+    repeat_last_n: Annotated[Any, left_out(-1, why="penalties see the whole context")] = None
+    typical_p: Annotated[Any, left_out(1, 1.0)] = None
+    tfs_z: Annotated[Any, unused(GONE)] = None
+    mirostat: Annotated[Any, unused(GONE)] = None
+    mirostat_tau: Annotated[Any, unused(GONE)] = None
+    mirostat_eta: Annotated[Any, unused(GONE)] = None
+    penalize_newline: Annotated[Any, unused(GONE)] = None
 
 
 class OllamaFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -180,6 +184,27 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     verbose: Annotated[bool, unused("there is no more to say")] | None = None
 
 
+class OllamaNamed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/pull and DELETE /api/delete."""
+
+    model: Name | None = None
+    name: Annotated[str, extension("an older name of model")] | None = None
+    stream: Annotated[bool, noted("true by default")] | None = None
+    insecure: Annotated[bool, unused("the hub's address is the server's business")] | None = None
+
+    def named(self) -> str:
+        if not (name := self.model or self.name):
+            raise InputError("required field 'model' is missing", param="model", code="missing_required_parameter")
+        return name
+
+
+class OllamaCopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/copy."""
+
+    source: Name
+    destination: Name
+
+
 # ---- answers ------------------------------------------------------------------------------------------------
 
 
@@ -262,6 +287,13 @@ class OllamaShowAnswer(msgspec.Struct, kw_only=True):
     model_info: dict[str, Any]
     capabilities: list[str]
     modified_at: str
+
+
+class OllamaProgress(msgspec.Struct, kw_only=True):
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
 
 
 class OllamaVersion(msgspec.Struct):
