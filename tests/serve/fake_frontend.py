@@ -55,9 +55,6 @@ class FakeTokenizer:
     def token_id(self, token: str) -> int | None:
         return self.names.get(token)
 
-    def token_text(self, token: int) -> str:
-        return "<eos>" if token == EOS else f"<0x{token:02X}>"
-
     def covered(self, ids: list[int], text: str) -> tuple[int, int]:
         """Tokens are bytes here, so characters that survived decoding are covered by theirs."""
         count = min(len(ids), len(text.encode()))
