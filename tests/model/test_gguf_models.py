@@ -114,7 +114,7 @@ def test_yarn_keys(tmp_path):
         "llama.rope.freq_base": 1000.0,
     }
     source.metadata = lambda: meta
-    rope = load_model(source, **CPU).spec.rope
+    rope = load_model(source, **CPU).spec.layers[0].mixer.rope
     assert rope.kind == "yarn"
     ours, sharpness = inverse_frequencies(rope, 128, 128)
     theirs = tiny("yarn").model.rotary_emb

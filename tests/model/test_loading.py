@@ -123,7 +123,7 @@ def test_unsupported_type():
         ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"num_key_value_heads": 4}, "6 attention heads cannot share 4"),
         ({"hidden_act": "mish"}, "mish.*known: silu"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope.*known: default, linear"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "spiral.*known: default, linear"),
         ({"rope_parameters": {"rope_type": "linear"}}, "'factor', got None"),
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "'factor', got nan"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 1.0, "partial_rotary_factor": 2.0}}, "rotate 16"),

@@ -5,15 +5,25 @@ from __future__ import annotations
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 SIZES = {
@@ -89,6 +99,75 @@ CONFIGS = {
         attention_multiplier=0.2,
         residual_multiplier=0.7,
         logits_scaling=0.4,
+    ),
+    "ministral": lambda: MinistralConfig(
+        **SIZES, head_dim=8, sliding_window=9, layer_types=["full_attention", "sliding_attention"] * 2
+    ),
+    "ministral3": lambda: Ministral3Config(
+        **SIZES, head_dim=8, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
+    ),
+    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
+    "olmo3": lambda: Olmo3Config(
+        **SIZES,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": dict(YARN),
+        },
+    ),
+    "gemma3": lambda: Gemma3TextConfig(
+        **SIZES,
+        head_dim=12,
+        query_pre_attn_scalar=20,
+        sliding_window=9,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+        },
+    ),
+    "phi3": lambda: Phi3Config(**SIZES, pad_token_id=0, sliding_window=11),
+    "phi3-partial": lambda: Phi3Config(
+        **SIZES,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 99.0},
+    ),
+    "phi3-longrope": lambda: Phi3Config(
+        **SIZES,
+        pad_token_id=0,
+        original_max_position_embeddings=16,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 2.0, 3.0, 4.0],
+            "original_max_position_embeddings": 16,
+        },
+    ),
+    "cohere2": lambda: Cohere2Config(
+        **SIZES, sliding_window=9, logit_scale=0.5, layer_types=["sliding_attention", "full_attention"] * 2
+    ),
+    "glm4": lambda: Glm4Config(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
+    "glm": lambda: GlmConfig(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
+    "falcon-7b": lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=6),
+    "falcon-40b": lambda: FalconConfig(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+        bias=True,
+    ),
+    "falcon-serial": lambda: FalconConfig(
+        vocab_size=97,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        parallel_attn=False,
+        multi_query=False,
+        bias=True,
     ),
     "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: GPT2Config(

@@ -28,7 +28,9 @@ class Ops(Protocol):
         """residual += x in place; returns rms_norm(residual)."""
         ...
 
-    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor: ...
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor: ...
 
     def rope_tables(
         self, positions: torch.Tensor, inverse_frequencies: torch.Tensor, scale: float, dtype: torch.dtype

@@ -57,15 +57,21 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
 def unknown_to_program(spec: DecoderSpec) -> str | None:
     """The first thing of a spec that the program has no code for."""
     first = spec.layers[0]
+    if spec.learned_positions:
+        return "learned positions"
+    if len(set(spec.rope_kinds)) > 1 or first.mixer.rope is None:
+        return "layers that are rotated differently, or not at all"
     if spec.embedding_scale != 1.0 or spec.residual_scale != 1.0 or spec.logit_scale != 1.0:
         return "scaled embeddings, residuals or logits"
     if spec.logit_softcap is not None:
         return "a soft cap on logits"
+    if any(layer.parallel is not None for layer in spec.layers):
+        return "attention and MLP beside each other"
     for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
         if norms.kind != "rms" or not norms.before or norms.after:
             return "other norms than RMS norms before attention and MLP"
-        if mixer.rope is None:
-            return "learned positions"
+        if mixer.query_scaling is not None:
+            return "queries scaled by position"
         if mixer.softcap is not None:
             return "a soft cap on attention scores"
         if mixer.qk_norm == "all":
@@ -101,7 +107,7 @@ class CompiledModel:
         self.length = length or spec.max_position
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
-        self.inverse_frequencies = weights.inverse_frequencies
+        self.inverse_frequencies = [weights.inverse_frequencies] * len(spec.layers)
         self.draw = self._program.drawer()
 
     def describe(self) -> list[str]:
@@ -170,8 +176,9 @@ class _Packer:
 
     def decoder(self, length: int) -> DecoderWeights:
         spec = self._spec
-        assert spec.rope is not None
-        frequencies, rope_scale = inverse_frequencies(spec.rope, spec.max_position, length)
+        rope = spec.layers[0].mixer.rope
+        assert rope is not None
+        frequencies, rope_scale = inverse_frequencies(rope, spec.max_position, length)
         if (divisors := self._vector("rope_divisors")) is not None:
             frequencies = frequencies / divisors
         embed = self._matrix("embed", 0)

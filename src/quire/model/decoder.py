@@ -18,7 +18,7 @@ from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.fused import choose_stages
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
-from quire.model.blocks.rope_scaling import inverse_frequencies
+from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
 from quire.model.blocks.stages import Step
 from quire.model.decoder_spec import DecoderSpec, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
@@ -32,6 +32,7 @@ class Layer:
     index: int
     mixer: AttentionBlock
     feed: DenseBlock
+    parallel: bool
 
 
 class Model:
@@ -55,7 +56,7 @@ class Model:
         self.device = device
         self.dtype = dtype
         self.length = length or spec.max_position
-        if spec.rope is None and self.length > spec.max_position:
+        if spec.learned_positions and self.length > spec.max_position:
             raise ConfigError(
                 f"a context of {self.length} tokens was asked for, but the model has only {spec.max_position} learned "
                 f"positions; ask for at most {spec.max_position}"
@@ -67,13 +68,13 @@ class Model:
         self.stages = choose_stages(spec, device, invariant=invariant)
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         self.embed = self._plain(spec.vocab_size, spec.hidden)
-        self.positions = None if spec.rope else self._plain(spec.max_position, spec.hidden)
+        self.positions = self._plain(spec.max_position, spec.hidden) if spec.learned_positions else None
         self.layers = [self._layer(index) for index in range(len(spec.layers))]
         self.final_norm = self._norm(spec.hidden, spec.layers[-1].norms)
         tied = self.embed.weight if spec.tie_embeddings else None
         self.head = self._linear(spec.hidden, (spec.vocab_size,), False, self._dense, tied)
-        divided = spec.rope is not None and spec.rope.kind == "divisors"
-        self.rope_divisors = self._plain(spec.rope.dim // 2) if divided and spec.rope else None
+        divided = [rope for layer in spec.layers if (rope := layer.mixer.rope) and rope.kind == "divisors"]
+        self.rope_divisors = self._plain(divided[0].dim // 2) if divided else None
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()  # rounded as a tensor's would be
 
     def _plain(self, *shape: int) -> Plain:
@@ -96,10 +97,14 @@ class Model:
 
     def _layer(self, index: int) -> Layer:
         mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm)
-        return Layer(index, mixer, DenseBlock.build(self.spec, index, self._linear, self._norm))
+        feed = DenseBlock.build(self.spec, index, self._linear, self._norm)
+        parallel = self.spec.layers[index].parallel
+        if parallel == "one_norm":
+            feed.norm = mixer.norm
+        return Layer(index, mixer, feed, parallel is not None)
 
     def modules(self) -> dict[str, Module]:
-        """Everything that holds weights, by the names that `Target` uses."""
+        """Everything that holds weights, by the names that `Target` uses; what two blocks share, once."""
         named: dict[str, Module | None] = {
             "embed": self.embed,
             "positions": self.positions,
@@ -110,7 +115,8 @@ class Model:
         for layer in self.layers:
             inner = layer.mixer.modules() | layer.feed.modules()
             named |= {f"layers.{layer.index}.{name}": module for name, module in inner.items()}
-        return {name: module for name, module in named.items() if module is not None}
+        owners = {id(module): name for name, module in reversed(named.items())}
+        return {name: module for name, module in named.items() if module is not None and owners[id(module)] == name}
 
     threads = None  # it computes on torch's
     draw = None
@@ -131,9 +137,11 @@ class Model:
             layer.mixer.rescale_keys(factor)
 
     @property
-    def inverse_frequencies(self) -> torch.Tensor | None:
-        """By which keys are rotated, [rotary / 2]; None: positions are learned."""
-        return self._frequencies if self.spec.rope is not None else None
+    def inverse_frequencies(self) -> list[torch.Tensor] | None:
+        """By which keys are rotated, [rotary / 2] each, by layer; None: positions are learned."""
+        if self.spec.learned_positions:
+            return None
+        return [self._ropes[kind][0] for kind in self.spec.rope_kinds]
 
     def describe(self) -> list[str]:
         """What was chosen to run it and why, for people."""
@@ -147,11 +155,16 @@ class Model:
 
     def finish(self) -> None:
         """Compute what depends on weights or lives beside them, once they are in place."""
-        if self.spec.rope is not None:
-            frequencies, self._rope_scale = inverse_frequencies(self.spec.rope, self.spec.max_position, self.length)
-            self._frequencies = frequencies.to(self.device)
-            if self.rope_divisors is not None:
-                self._frequencies /= self.rope_divisors.weight.float()
+        self._ropes: dict[int, Scaled] = {}  # inverse frequencies and scale, by kind
+        for kind in set(self.spec.rope_kinds):
+            rope = self.spec.layers[kind].mixer.rope
+            frequencies, scale = inverse_frequencies(rope or NO_ROTATION, self.spec.max_position, self.length)
+            frequencies = frequencies.to(self.device)
+            if rope is not None and rope.kind == "divisors" and self.rope_divisors is not None:
+                frequencies /= self.rope_divisors.weight.float()
+            self._ropes[kind] = frequencies, scale
+        rotating = (layer.mixer for layer in self.layers if layer.mixer.rotates or self.stages.rotates_all)
+        self._rotated = sorted({mixer.rope for mixer in rotating})
 
     def forward(
         self,
@@ -171,9 +184,8 @@ class Model:
         for layer in self.layers:
             q = stages.qkv(layer.mixer, x, residual, step)
             if last and layer is self.layers[-1] and batch.tokens > batch.rows:
-                q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, None)
-            x = stages.attend(layer.mixer, q, residual, step)
-            x = stages.feed(layer.feed, x, residual)
+                q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, {})
+            x = self._attend_and_feed(layer, q, residual, step)
             if tap is not None and layer.index in tap.layers:
                 here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
                 shown.append(here if len(here) == batch.rows else here[batch.ends])
@@ -181,27 +193,35 @@ class Model:
             tap.states = shown
         return stages.norm(self.final_norm, x, residual)
 
+    def _attend_and_feed(
+        self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> torch.Tensor | None:
+        stages = self.stages
+        if not layer.parallel:
+            return stages.feed(layer.feed, stages.attend(layer.mixer, q, residual, step), residual)
+        fed = stages.feed(layer.feed, None, residual)
+        mixed = stages.attend(layer.mixer, q, residual, step)
+        return mixed if fed is None else fed if mixed is None else fed + mixed
+
     def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
         """Only K and V of the first layers, up to those of `layer`, go to their pages."""
         stages = self.stages
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         for whole in self.layers[:layer]:
-            x = stages.attend(whole.mixer, stages.qkv(whole.mixer, x, residual, step), residual, step)
-            x = stages.feed(whole.feed, x, residual)
+            x = self._attend_and_feed(whole, stages.qkv(whole.mixer, x, residual, step), residual, step)
         stages.qkv(self.layers[layer].mixer, x, residual, step)
 
     def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
         """Embeddings [tokens, hidden], and what the layers share."""
-        ops, rope = self.stages.ops, None
+        ops = self.stages.ops
         residual = ops.take(self.embed.weight, input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         if self.positions is not None:
             residual += ops.take(self.positions.weight, batch.positions)
-        else:
-            rope = ops.rope_tables(batch.positions, self._frequencies, self._rope_scale, self.dtype)
-        return residual, Step(batch, kv, rope)
+        tables = {kind: ops.rope_tables(batch.positions, *self._ropes[kind], self.dtype) for kind in self._rotated}
+        return residual, Step(batch, kv, tables)
 
     def sketch(self) -> Model:
         """With one layer of each kind, and the last: launches all that the whole does, and computes nothing of use."""
@@ -218,7 +238,7 @@ class Model:
 
     def attention(self, batch: Batch, kv: KVViews) -> None:
         """Only attention, by queries of zeros: it takes longest to compile, and waits for nothing before it here."""
-        step = Step(batch, kv, None)
+        step = Step(batch, kv, {})
         for layer in self.layers:
             shape = (batch.tokens, layer.mixer.attention.heads, layer.mixer.attention.head_dim)
             self.stages.attention(layer.mixer, torch.zeros(shape, device=self.device, dtype=self.dtype), step)

@@ -29,6 +29,15 @@ class RopeSpec:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Queries grow with their position, in steps: times 1 + weight * log(1 + (position + offset) // period)."""
+
+    weight: float
+    period: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Attention:
     """Softmax attention over paged keys and values."""
 
@@ -39,7 +48,8 @@ class Attention:
     window: int | None = None  # tokens a query sees, itself included; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Literal["head", "all"] | None = None  # RMS norms of queries and keys: of each head, over all heads at once
-    rope: RopeSpec | None = None  # None: positions are learned, and added to the embeddings
+    rope: RopeSpec | None = None  # None: queries and keys are not rotated
+    query_scaling: QueryScaling | None = None
     qkv_bias: bool = False
     o_bias: bool = False
 
@@ -70,6 +80,7 @@ class Norms:
     eps: float = 1e-6
     before: bool = True
     after: bool = False
+    bias: bool = False  # of LayerNorms
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,7 @@ class LayerSpec:
     mixer: Attention
     feed: Dense
     norms: Norms = Norms()
+    parallel: Literal["own_norms", "one_norm"] | None = None  # mixer and feed read the same residual; None: in turn
 
 
 @dataclass(frozen=True)
@@ -89,24 +101,24 @@ class DecoderSpec:
     max_position: int  # what it was trained for
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
+    learned_positions: bool = False  # one vector a position, added to the embeddings
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     residual_scale: float = 1.0  # what mixers and feeds add to the residual stream is
     logit_scale: float = 1.0  # logits are
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
 
     def __post_init__(self) -> None:
-        """Keys are moved by one rotation and pages hold heads of one shape, whatever the layer."""
+        """Pages hold heads of one shape, whatever the layer."""
         first = self.layers[0].mixer
         for layer in self.layers:
             mixer = layer.mixer
-            if mixer.rope != first.rope:
-                raise ModelFileError(f"{self.architecture}: layers with different rotary positions are not supported")
             if (mixer.kv_heads, mixer.head_dim) != (first.kv_heads, first.head_dim):
                 raise ModelFileError(f"{self.architecture}: layers with different KV heads are not supported")
 
-    @property
-    def rope(self) -> RopeSpec | None:
-        return self.layers[0].mixer.rope
+    @cached_property
+    def rope_kinds(self) -> list[int]:
+        """By layer: the first layer whose queries and keys are rotated alike, or not at all like its own."""
+        return _first_alike([layer.mixer.rope for layer in self.layers])
 
     @property
     def kv_heads(self) -> int:
@@ -118,8 +130,9 @@ class DecoderSpec:
 
     @cached_property
     def mixer_kinds(self) -> list[int]:
-        """By layer: the first layer whose attention is the same but for its scale. One plan of a step serves a kind."""
-        return _first_alike([replace(layer.mixer, scale=0.0) for layer in self.layers])
+        """By layer: the first layer whose attention, once there are queries and keys, is the same but for its scale.
+        One plan of a step serves a kind."""
+        return _first_alike([replace(layer.mixer, scale=0.0, rope=None, query_scaling=None) for layer in self.layers])
 
     @cached_property
     def layer_kinds(self) -> list[int]:

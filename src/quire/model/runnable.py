@@ -61,8 +61,8 @@ class Runnable(Protocol):
         ...
 
     @property
-    def inverse_frequencies(self) -> torch.Tensor | None:
-        """By which keys are rotated, [rotary / 2]; None: positions are learned."""
+    def inverse_frequencies(self) -> list[torch.Tensor] | None:
+        """By which keys are rotated, [rotary / 2] each, by layer; None: positions are learned."""
         ...
 
     def describe(self) -> list[str]:

@@ -84,8 +84,8 @@ def capacity_for(
         working += working_memory(options, resolved, drafter.model.spec, drafter.layout, hardware.memory)
     pages, why = kv_capacity(options, hardware, layout, slots=resolved.max_seqs, working=working, beside=beside)
     asked = options.model.max_model_len or model.spec.max_position
-    rope = model.spec.rope
-    stretched = rope is not None and rope.kind == "dynamic"  # made to fit whatever length is asked for
+    ropes = [layer.mixer.rope for layer in model.spec.layers]
+    stretched = any(rope is not None and rope.kind == "dynamic" for rope in ropes)  # made to fit whatever is asked for
     longest = asked if stretched else min(asked, model.spec.max_position)
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
@@ -115,7 +115,7 @@ def capacity_for(
         slots=resolved.max_seqs,
         max_model_len=asked if options.model.max_model_len else longest,
         context=longest,
-        rope_shifts=rope is not None,
+        rope_shifts=not model.spec.learned_positions,
         max_batch_tokens=resolved.max_batch_tokens,
         step_target=resolved.step_target,
         depth=resolved.depth,

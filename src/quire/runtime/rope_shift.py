@@ -21,7 +21,9 @@ Moved = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]  # group, where to,
 SLICE_ELEMENTS = 1 << 24  # K and V read at a time, as float32, where that is safe
 
 
-def begin_rope_shifts(plan: StepPlan, views: KVViews, inverse_frequencies: torch.Tensor | None) -> Callable[[], None]:
+def begin_rope_shifts(
+    plan: StepPlan, views: KVViews, inverse_frequencies: list[torch.Tensor] | None
+) -> Callable[[], None]:
     """Read what the plan's page copies or other shifts write over; what is returned ends them after the copies."""
     rope_shifts = plan.rope_shifts
     if inverse_frequencies is None:
@@ -56,10 +58,13 @@ def _parts(shift: RopeShift, views: KVViews) -> list[RopeShift]:
     return [RopeShift(shift.group, shift.sources[i : i + step], shift.targets[i : i + step], shift.by) for i in pieces]
 
 
-def _shifted(shift: RopeShift, views: KVViews, inverse_frequencies: torch.Tensor) -> Moved:
+def _shifted(shift: RopeShift, views: KVViews, inverse_frequencies: list[torch.Tensor]) -> Moved:
     device = views.pool.device
     k, v = read_tokens(views, shift.group, torch.tensor(shift.sources, device=device))
     if shift.by:
         where = torch.tensor([shift.by], device=device)
-        k = rope(k, *rope_tables(where, inverse_frequencies, 1.0, k.dtype))
+        layers = views.layout.groups[shift.group].layers
+        for frequencies in {id(each): each for each in map(inverse_frequencies.__getitem__, layers)}.values():
+            alike = [place for place, layer in enumerate(layers) if inverse_frequencies[layer] is frequencies]
+            k[:, alike] = rope(k[:, alike], *rope_tables(where, frequencies, 1.0, k.dtype))
     return shift.group, torch.tensor(shift.targets, device=device), k, v

@@ -123,7 +123,7 @@ class ForwardWorker:
         """The largest step there may be, a short prompt, several of them, drafts in every slot."""
         budget, slots, drafts = self.capacity.max_batch_tokens, self.capacity.slots, self.capacity.drafts
         longest = min(budget, self.capacity.longest)
-        if self.model.spec.rope is None:
+        if self.model.spec.learned_positions:
             longest = min(longest, self.model.spec.max_position)  # learned, and no more of them
         whole, rest = divmod(budget, longest)
         prompts = ([longest] * whole + [rest] * (rest > 0))[:slots]

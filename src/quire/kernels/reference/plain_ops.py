@@ -25,11 +25,12 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return rms_norm(residual, weight, eps)
 
 
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
     wide = x.float()
     centred = wide - wide.mean(dim=-1, keepdim=True)
     normed = centred / torch.sqrt((centred * centred).mean(dim=-1, keepdim=True) + eps)
-    return (normed * weight.float() + bias.float()).to(x.dtype)
+    normed = normed * weight.float()
+    return (normed if bias is None else normed + bias.float()).to(x.dtype)
 
 
 def rope_tables(

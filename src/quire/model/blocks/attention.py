@@ -14,7 +14,7 @@ import torch
 from quire.kernels.attention_backend import AttentionSpec
 from quire.model.blocks.linear import Linear, Module
 from quire.model.blocks.norms import Norm
-from quire.model.decoder_spec import DecoderSpec, Norms
+from quire.model.decoder_spec import DecoderSpec, Norms, QueryScaling
 
 LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
 NormMaker = Callable[[int, Norms], Norm]
@@ -24,6 +24,9 @@ NormMaker = Callable[[int, Norms], Norm]
 class AttentionBlock:
     index: int  # of the layer
     kind: int  # of DecoderSpec.mixer_kinds
+    rope: int  # of DecoderSpec.rope_kinds
+    rotates: bool
+    query_scaling: QueryScaling | None
     attention: AttentionSpec
     norm: Norm | None
     qkv: Linear
@@ -41,10 +44,13 @@ class AttentionBlock:
         mixer, norms = layer.mixer, layer.norms
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
-        rms = replace(norms, kind="rms")
+        rms = replace(norms, kind="rms", bias=False)
         return cls(
             index=index,
             kind=spec.mixer_kinds[index],
+            rope=spec.rope_kinds[index],
+            rotates=mixer.rope is not None,
+            query_scaling=mixer.query_scaling,
             attention=attention_spec(spec, index, itemsize),
             norm=norm(spec.hidden, norms) if norms.before else None,
             qkv=linear(spec.hidden, (queries, keys, keys), mixer.qkv_bias),

@@ -26,12 +26,13 @@ class DenseBlock:
 
     @classmethod
     def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> DenseBlock:
-        feed, norms = spec.layers[index].feed, spec.layers[index].norms
+        layer = spec.layers[index]
+        feed, norms = layer.feed, layer.norms
         return cls(
             activation=feed.activation,
             gated=feed.gated,
             swiglu=feed.swiglu,
-            norm=norm(spec.hidden, norms) if norms.before else None,
+            norm=norm(spec.hidden, norms) if norms.before and layer.parallel != "one_norm" else None,
             up=linear(spec.hidden, (feed.intermediate,) * (2 if feed.gated else 1), feed.bias),
             down=linear(feed.intermediate, (spec.hidden,), feed.bias),
             post_norm=norm(spec.hidden, norms) if norms.after else None,

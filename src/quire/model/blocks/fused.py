@@ -29,8 +29,6 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
     """Fused stages where they can run, plain ones elsewhere; `reasons` says which. `invariant`: a row's bits may not
     depend on what runs beside it."""
     refusal = why_not(device)
-    if refusal is None and spec.rope is None:
-        refusal = f"{spec.architecture} has no rotary positions"
     if refusal is None:
         return InvariantStages(spec, device) if invariant else FusedStages(spec, device)
     if invariant:
@@ -49,12 +47,17 @@ def composed_parts(layer: LayerSpec) -> list[str]:
         parts.append("norms after mixer and feed, between product and residual")
     if layer.mixer.qk_norm == "all":
         parts.append("norms of queries and keys over all heads")
+    if layer.parallel is not None:
+        parts.append("attention and MLP beside each other")
+    if layer.mixer.query_scaling is not None:
+        parts.append("queries scaled by position")
     if not layer.feed.swiglu:
         parts.append(f"{layer.feed.activation} {'of the gate' if layer.feed.gated else 'without a gate'}")
     return parts
 
 
 class FusedStages(Stages):
+    rotates_all = True
     kv_kinds = ("float8_e4m3fn", "int8", "fp8")
 
     def __init__(self, spec: DecoderSpec, device: torch.device):
@@ -73,9 +76,8 @@ class FusedStages(Stages):
         return f"Triton kernels between products of cuBLAS, by kernels {choice}"
 
     def qkv(self, block: AttentionBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        assert step.rope is not None
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
-        if norm is not None and norm.bias is None:
+        if norm is not None and not norm.centred:
             qkv = block.qkv.scheme.product(block.qkv, x, residual, norm=norm)
         else:
             qkv = block.qkv.scheme.product(block.qkv, self.norm(norm, x, residual))
@@ -84,16 +86,17 @@ class FusedStages(Stages):
             self.norm_all_heads(block, qkv)
             q_norm = k_norm = None
         kv = step.kv.layers[block.index]
-        return self._rope_and_write(
+        q = self._rope_and_write(
             qkv,
             block.attention.heads,
-            *step.rope,
+            *step.rope[block.rope],
             kv,
             step.batch.groups[kv.group].kv_slots,
             q_norm=None if q_norm is None else q_norm.weight,
             k_norm=None if k_norm is None else k_norm.weight,
             eps=0.0 if q_norm is None else q_norm.eps,
         )
+        return self.scale_queries(block, q, step)
 
     def attend(self, block: AttentionBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         mixed = self.attention(block, q, step).flatten(1)
@@ -105,7 +108,7 @@ class FusedStages(Stages):
 
     def feed(self, block: DenseBlock, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
         norm, swiglu = block.norm, block.swiglu
-        if norm is not None and norm.bias is None:
+        if norm is not None and not norm.centred:
             up = block.up.scheme.product(block.up, x, residual, norm=norm, gate=swiglu)
         else:
             up = block.up.scheme.product(block.up, self.norm(norm, x, residual))

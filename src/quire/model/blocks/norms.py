@@ -9,8 +9,9 @@ from quire.model.decoder_spec import Norms
 
 
 class Norm(Plain):
-    """An RMS norm, or a LayerNorm, which has a bias. Where a file has its weight less one, loading adds that."""
+    """An RMS norm, or a LayerNorm. Where a file has its weight less one, loading adds that."""
 
     def __init__(self, size: int, norms: Norms, *, device: torch.device, dtype: torch.dtype):
-        super().__init__((size,), bias=norms.kind == "layer", device=device, dtype=dtype)
+        super().__init__((size,), bias=norms.bias, device=device, dtype=dtype)
         self.eps = norms.eps
+        self.centred = norms.kind == "layer"  # a LayerNorm: the mean is taken off

@@ -36,7 +36,7 @@ def check_rope(rope: RopeSpec, max_position: int) -> None:
     try:
         frequencies, scale = inverse_frequencies(rope, max_position, max_position)
         sound = bool(frequencies.isfinite().all()) and math.isfinite(scale)
-    except (ArithmeticError, TypeError, ValueError):
+    except (ArithmeticError, KeyError, TypeError, ValueError):
         sound = False
     if not sound:
         raise ModelFileError(
@@ -105,12 +105,32 @@ def _yarn_sharpness(params: Mapping[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
+def _none(rope: RopeSpec, max_position: int, length: int) -> Scaled:
+    return torch.zeros(rope.dim // 2), 1.0
+
+
+def _longrope(rope: RopeSpec, max_position: int, length: int) -> Scaled:
+    """A divisor a frequency: one set for contexts as trained at first, one for longer ones."""
+    params = rope.params
+    original = params["original_max_position_embeddings"]
+    divisors = torch.tensor(params["long_factor" if length > original else "short_factor"], dtype=torch.float32)
+    if divisors.shape != (rope.dim // 2,):
+        raise ValueError(f"{rope.dim // 2} factors are needed")
+    factor = max_position / original
+    sharpness = params.get("attention_factor")
+    if sharpness is None:
+        sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return _plain(rope.theta, rope.dim) / divisors, float(sharpness)
+
+
 KINDS: dict[str, Callable[[RopeSpec, int, int], Scaled]] = {
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
+    "none": _none,
     "divisors": _default,  # GGUF stores what each frequency is divided by as a tensor; the model applies it
 }
 _NEEDED = {
@@ -118,4 +138,6 @@ _NEEDED = {
     "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
 }
+NO_ROTATION = RopeSpec(theta=1.0, dim=2, kind="none")  # of layers that know no positions

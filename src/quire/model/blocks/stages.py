@@ -35,12 +35,13 @@ class Step:
 
     batch: Batch
     kv: KVViews
-    rope: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
+    rope: dict[int, tuple[torch.Tensor, torch.Tensor]]  # cos and sin, by kind of rotation
     plans: dict[int, Any] = field(default_factory=dict)  # by kind of attention
 
 
 class Stages:
     invariant = False  # whether a row's bits are the same in any batch
+    rotates_all = False  # whether queries and keys of layers that know no positions are rotated too, by nothing
     kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")  # of pages, beside the model's own type
 
     def __init__(
@@ -68,7 +69,7 @@ class Stages:
         """residual += x (if there is an x yet), then its norm; without a norm, itself."""
         if norm is None:
             return residual if x is None else residual.add_(x)
-        if norm.bias is not None:
+        if norm.centred:
             return self.ops.layer_norm(residual if x is None else residual.add_(x), norm.weight, norm.bias, norm.eps)
         if x is None:
             return self.ops.rms_norm(residual, norm.weight, norm.eps)
@@ -86,11 +87,17 @@ class Stages:
             q = self.ops.rms_norm(qk[:, :heads], block.q_norm.weight, block.q_norm.eps)
             k = self.ops.rms_norm(qk[:, heads:], block.k_norm.weight, block.k_norm.eps)
             qk = torch.cat((q, k), dim=1)
-        if step.rope is not None:
-            qk = self.ops.rope(qk, *step.rope)
+        if block.rotates:
+            qk = self.ops.rope(qk, *step.rope[block.rope])
         kv = step.kv.layers[block.index]
         self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
-        return qk[:, :heads]
+        return self.scale_queries(block, qk[:, :heads], step)
+
+    def scale_queries(self, block: AttentionBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
+        if (scaling := block.query_scaling) is None:
+            return q
+        steps = (step.batch.positions + scaling.offset).div(scaling.period, rounding_mode="floor")
+        return q * (1 + scaling.weight * torch.log1p(steps))[:, None, None].to(q.dtype)
 
     def norm_all_heads(self, block: AttentionBlock, qkv: torch.Tensor) -> None:
         """Queries and keys [tokens, heads * dim] normed as wholes, in place."""

@@ -14,11 +14,12 @@ import numpy as np
 
 from quire.model.blocks.rope_scaling import check_rope
 from quire.model.decoder_spec import DecoderSpec, RopeSpec
-from quire.model.loading.stored_tensor import StoredTensor
+from quire.model.loading.stored_tensor import RowOrder, StoredTensor
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
 IGNORED = "ignored"  # module of a Target whose tensor the model does not need
+OTHER_MODALITY = "other modality"  # of one that only pictures or sound would need
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Target:
     kind: str = "weight"
     part: int = 0
     transposed: bool = False
-    paired_heads: int = 0  # as `StoredTensor` says
+    order: RowOrder | None = None
     offset: float = 0.0  # added to what is stored
 
     def stored(self, info: TensorInfo, raw: np.ndarray) -> StoredTensor:
         """The tensor as the model wants it."""
-        return StoredTensor(info, raw, transposed=self.transposed, paired_heads=self.paired_heads, offset=self.offset)
+        return StoredTensor(info, raw, transposed=self.transposed, order=self.order, offset=self.offset)
 
 
 class Architecture(Protocol):
@@ -61,14 +62,14 @@ class Fields:
     """Checked access to a config: a wrong or missing value is named, never guessed around."""
 
     def __init__(self, config: Mapping[str, Any]):
-        self._config = config
+        self.config = config
 
     def raw(self, name: str) -> Any:
-        return self._config.get(name)
+        return self.config.get(name)
 
     def integer(self, name: str, default: int | None = None, *, least: int = 1, most: int = 1 << 16) -> int:
         """Bounded, so that a config alone cannot make us build without end."""
-        value = self._config.get(name)
+        value = self.config.get(name)
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -76,7 +77,7 @@ class Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self._config.get(name)
+        value = self.config.get(name)
         if value is None:
             value = default
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -84,37 +85,30 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._config.get(name)
+        value = self.config.get(name)
         return default if value is None else bool(value)
 
     def choice(self, name: str, default: str, known: Mapping[str, Any]) -> Any:
-        value = self._config.get(name) or default
+        value = self.config.get(name) or default
         if not isinstance(value, str) or value not in known:
             raise ModelFileError(f"model config: {name} {value!r} is not supported; known: {', '.join(known)}")
         return known[value]
 
-    def windows(self, window: int | None, types: Any, layers: int) -> tuple[int | None, ...]:
-        """By layer, from `layer_types`."""
-        known = {"full_attention": None, "sliding_attention": window}
-        if not isinstance(types, list) or len(types) != layers or any(str(t) not in known for t in types):
-            raise ModelFileError(f"model config: layer_types should be {layers} of {', '.join(known)}, got {types!r}")
-        return tuple(known[t] for t in types)
 
-    def heads(self, hidden: int, heads: int, kv_heads: int) -> tuple[int, int]:
-        """(kv_heads, head_dim), checked against each other."""
-        head_dim = self.integer("head_dim", hidden // heads)
-        if heads % kv_heads:
-            raise ModelFileError(f"model config: {heads} attention heads cannot share {kv_heads} KV heads evenly")
-        return kv_heads, head_dim
-
-
-def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int) -> RopeSpec:
-    """From `rope_parameters` (newer configs) or `rope_theta` and `rope_scaling` (older ones)."""
+def rope_spec(
+    config: Mapping[str, Any], head_dim: int, max_position: int, layer_type: str | None = None
+) -> RopeSpec:
+    """From `rope_parameters` (newer configs; where they differ, those of a type of layers) or `rope_theta` and
+    `rope_scaling` (older ones)."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if isinstance(said, Mapping) and layer_type is not None and isinstance(said.get(layer_type), Mapping):
+        said = said[layer_type]
     if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
         raise ModelFileError(f"model config: RoPE parameters should be one set of values, got {said!r}")
     params = dict(said)
-    kind = params.pop("rope_type", None) or params.pop("type", None) or "default"
+    kinds = [params.pop(name, None) for name in ("rope_type", "type")]
+    kind = next((kind for kind in kinds if kind), "default")
+    kind = {"su": "longrope", "none": "default"}.get(kind, kind)
     for name in [name for name, value in params.items() if value is None]:
         del params[name]
     theta = Fields(params).number("rope_theta", Fields(config).number("rope_theta", 10000.0))

@@ -57,11 +57,11 @@ class Gpt2Family:
         fields = Fields(config)
         hidden, layers = fields.integer("n_embd", most=1 << 20), fields.integer("n_layer", most=4096)
         heads = fields.integer("n_head")
-        kv_heads, head_dim = fields.heads(hidden, heads, heads)
+        head_dim = hidden // heads
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_depth = fields.flag("scale_attn_by_inverse_layer_idx")
         attention = Attention(
-            heads=heads, kv_heads=kv_heads, head_dim=head_dim, scale=scale, qkv_bias=True, o_bias=True
+            heads=heads, kv_heads=heads, head_dim=head_dim, scale=scale, qkv_bias=True, o_bias=True
         )
         feed = Dense(
             intermediate=fields.integer("n_inner", 4 * hidden, most=1 << 24),
@@ -69,7 +69,7 @@ class Gpt2Family:
             gated=False,
             bias=True,
         )
-        norms = Norms("layer", fields.number("layer_norm_epsilon", 1e-5))
+        norms = Norms("layer", fields.number("layer_norm_epsilon", 1e-5), bias=True)
         scales = [scale / (i + 1) if by_depth else scale for i in range(layers)]
         return DecoderSpec(
             architecture="gpt2",
@@ -78,6 +78,7 @@ class Gpt2Family:
             max_position=fields.integer("n_positions", most=1 << 30),
             layers=tuple(LayerSpec(replace(attention, scale=each), feed, norms) for each in scales),
             tie_embeddings=fields.flag("tie_word_embeddings", True),
+            learned_positions=True,
         )
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:

@@ -7,31 +7,44 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec
-from quire.model.families.architecture import Fields, Target
-from quire.model.families.llama import LlamaFamily
+from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms
+from quire.model.families.architecture import Target
+from quire.model.families.decoder_config import DecoderConfig
+from quire.model.families.tensor_names import GGUF_KEYS, LLAMA_NAMES, target_of
+from quire.model.loading.stored_tensor import UnpairedHeads
 
 
 class GraniteFamily:
     names: tuple[str, ...] = ("GraniteForCausalLM", "granite")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("granite",)
+    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
+        "embedding_multiplier": "embedding_scale",
+        "attention_multiplier": "attention.scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        fields = Fields(config)
-        llama = LlamaFamily().spec({**config, "architectures": ["LlamaForCausalLM"]})
-        scale = fields.number("attention_multiplier", 1.0)
-        return replace(
-            llama,
-            architecture="granite",
-            layers=tuple(replace(layer, mixer=replace(layer.mixer, scale=scale)) for layer in llama.layers),
+        fields = DecoderConfig(config)
+        layer = LayerSpec(
+            fields.attention(scale=fields.number("attention_multiplier", 1.0)),
+            fields.dense(),
+            Norms(eps=fields.number("rms_norm_eps", 1e-6)),
+        )
+        return fields.decoder(
+            "granite",
+            (layer,) * fields.layers,
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=fields.number("residual_multiplier", 1.0),
             logit_scale=1 / fields.number("logits_scaling", 1.0),
         )
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        return LlamaFamily().target(name, spec)
+        target = target_of(name, spec, LLAMA_NAMES)
+        if target is None or not name.startswith("blk.") or not target.module.endswith(".qkv") or target.part > 1:
+            return target
+        mixer = spec.layers[0].mixer
+        return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part]))
 
 
 FAMILY = GraniteFamily()

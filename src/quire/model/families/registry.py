@@ -12,6 +12,7 @@ from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import Architecture, named_in
+from quire.model.families.text_part import TextPart, text_config
 from quire.model.loading.gguf_config import config_from_gguf, is_gguf
 from quire.types.errors import ModelFileError
 from quire.types.seams import WeightSource
@@ -19,9 +20,13 @@ from quire.types.seams import WeightSource
 FAMILY_MODULES = (
     "llama",
     "gpt2",
-    "olmo2",
-    "gemma2",
+    "olmo",
+    "gemma",
     "granite",
+    "phi3",
+    "cohere2",
+    "glm4",
+    "falcon",
 )
 
 
@@ -45,7 +50,11 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
         how = metadata["quantization_config"]
         method = how.get("quant_method") if isinstance(how, dict) else how
         raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
-    family = _find(named_in(metadata), {name: f for f in families() for name in f.names})
+    known = {name: f for f in families() for name in f.names}
+    if isinstance(metadata.get("text_config"), dict) and named_in(metadata) not in known:
+        family = TextPart(_find(named_in(text_config(metadata)), known))
+    else:
+        family = _find(named_in(metadata), known)
     return family, family.spec(metadata)
 
 

@@ -35,6 +35,20 @@ QK_NORMS: Names = {
     "self_attn.k_norm": ("k_norm", 0),
     "attn_k_norm": ("k_norm", 0),
 }
+POST_NORMS: Names = {
+    "post_attention_layernorm": ("mixer_post_norm", 0),
+    "post_attention_norm": ("mixer_post_norm", 0),
+    "post_feedforward_layernorm": ("feed_post_norm", 0),
+    "post_ffw_norm": ("feed_post_norm", 0),
+}
+LLAMA_NAMES: Names = {
+    **PROJECTIONS,
+    **QK_NORMS,
+    "input_layernorm": ("mixer_norm", 0),
+    "attn_norm": ("mixer_norm", 0),
+    "post_attention_layernorm": ("feed_norm", 0),
+    "ffn_norm": ("feed_norm", 0),
+}
 _OUTSIDE = {
     "embed_tokens": "embed",
     "token_embd": "embed",
@@ -44,8 +58,8 @@ _OUTSIDE = {
     "output": "head",
     "rope_freqs": "rope_divisors",
 }
-_LAYER = re.compile(r"(?:(?:model\.)?layers|(blk))\.(\d{1,5})\.([a-z_.]+)\.(weight|bias)")
-_OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.weight")
+_LAYER = re.compile(r"(?:(?:model\.)?layers|(blk))\.(\d{1,5})\.([a-z0-9_.]+)\.(weight|bias)")
+_OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.(weight|bias)")
 
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
@@ -77,4 +91,4 @@ def target_of(name: str, spec: DecoderSpec, in_layer: Names, *, norm_offset: flo
     module = _OUTSIDE[match[1]]
     if module == "head" and spec.tie_embeddings:
         return Target(IGNORED)
-    return Target(module, offset=norm_offset if match[1] == "norm" else 0.0)
+    return Target(module, match[2], offset=norm_offset if match[1] == "norm" else 0.0)

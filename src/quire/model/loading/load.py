@@ -17,7 +17,7 @@ from quire.model.blocks.linear import Linear
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec
-from quire.model.families.architecture import IGNORED, Architecture, Target
+from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architecture, Target
 from quire.model.families.registry import read_family
 from quire.model.loading.stored_tensor import SLICE
 from quire.model.quantization.scheme import QuantScheme
@@ -68,6 +68,7 @@ def load_model(
     else:
         _fill(model, targets, source, progress)
     model.finish()
+    model.notes += _other_modalities(family, spec, source)
     if why_not is not None:
         if why_not == cpu.available():  # it could run, were it built
             log.warning("%s; until then steps take several times as long, on plain torch", why_not)
@@ -90,7 +91,15 @@ def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> d
     unknown = [name for name, target in found.items() if target is None]
     if unknown:
         raise ModelFileError(f"weights of {spec.architecture} have unexpected tensors: {_some(unknown)}")
-    return {name: target for name, target in found.items() if target is not None and target.module != IGNORED}
+    left_out = (IGNORED, OTHER_MODALITY)
+    return {name: target for name, target in found.items() if target is not None and target.module not in left_out}
+
+
+def _other_modalities(family: Architecture, spec: DecoderSpec, source: WeightSource) -> list[str]:
+    """Notes on what was left out of a multimodal checkpoint."""
+    found = (family.target(name, spec) for name in source.tensors())
+    count = sum(target is not None and target.module == OTHER_MODALITY for target in found)
+    return [f"text only: {count} tensors of other modalities are left out"] if count else []
 
 
 def _check(targets: dict[str, Target], model: Model, source: WeightSource) -> None:

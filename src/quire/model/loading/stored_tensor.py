@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,12 +21,45 @@ from quire.types.seams import TensorInfo
 SLICE = 1 << 24  # elements unpacked at a time
 
 
+class RowOrder(Protocol):
+    def index(self, rows: int) -> torch.Tensor:
+        """[rows]: which stored row each wanted one is."""
+        ...
+
+
+@dataclass(frozen=True)
+class UnpairedHeads:
+    """Each head's rows are in interleaved-pair order (x0 y0 x1 y1 ...) and are wanted in half order (x0 x1 ... y0 y1
+    ...), as half-rotation RoPE needs; with `rotary`, so many of them, and those behind stay."""
+
+    heads: int
+    rotary: int | None = None
+
+    def index(self, rows: int) -> torch.Tensor:
+        heads = torch.arange(rows).view(self.heads, -1)
+        rotary = heads.shape[1] if self.rotary is None else self.rotary
+        halves = heads[:, :rotary].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return torch.cat((halves, heads[:, rotary:]), dim=1).flatten()
+
+
+@dataclass(frozen=True)
+class UngroupedQKV:
+    """Rows are those of each KV head in turn, its queries, its key, its value; wanted are all queries, all keys, all
+    values."""
+
+    kv_heads: int
+    head_dim: int
+
+    def index(self, rows: int) -> torch.Tensor:
+        groups = torch.arange(rows).view(self.kv_heads, -1, self.head_dim)
+        return torch.cat((groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()))
+
+
 class StoredTensor:
     """A tensor's raw bytes, seen in the orientation the model wants.
 
-    `transposed`: the file holds [in, out]. `paired_heads`: rows of this many heads are in interleaved-pair order
-    (x0 y0 x1 y1 ...) and are wanted in half order (x0 x1 ... y0 y1 ...), as half-rotation RoPE needs.
-    `offset` is added to every number. A vector counts as one row, unless it has heads.
+    `transposed`: the file holds [in, out]. `order`: in which its rows are wanted. `offset` is added to every number. A
+    vector counts as one row, unless it has an order.
     """
 
     def __init__(
@@ -33,7 +68,7 @@ class StoredTensor:
         raw: np.ndarray,
         *,
         transposed: bool = False,
-        paired_heads: int = 0,
+        order: RowOrder | None = None,
         offset: float = 0.0,
     ):
         if info.kind not in FLOATS and info.kind not in FORMATS:
@@ -45,22 +80,19 @@ class StoredTensor:
         self.info = info
         self.shape = info.shape[::-1] if transposed else info.shape
         self._transposed = transposed
-        self._paired_heads = paired_heads
+        self._order = order
         self._offset = offset
         self._raw = raw
 
     def rows(self) -> torch.Tensor:
-        """Raw bytes by row, [rows, bytes per row] uint8, heads unpaired: rows are whole blocks, so reordering
-        them never needs unpacking."""
+        """Raw bytes by row, [rows, bytes per row] uint8, in order: rows are whole blocks, so that reordering them never
+        needs unpacking."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # mapped files are read-only, and nothing here writes to them
             raw = torch.from_numpy(self._raw)
-        vector = len(self.info.shape) == 1 and not self._paired_heads
+        vector = len(self.info.shape) == 1 and self._order is None
         rows = raw.view(1 if vector else self.info.shape[0], -1)
-        if self._paired_heads:
-            pairs = rows.shape[0] // self._paired_heads // 2
-            rows = rows.view(self._paired_heads, pairs, 2, -1).transpose(1, 2).reshape(rows.shape)
-        return rows
+        return rows if self._order is None else rows[self._order.index(len(rows))]
 
     def copy_into(self, out: torch.Tensor) -> None:
         """Unpack into `out`, converting to its dtype, on its device."""

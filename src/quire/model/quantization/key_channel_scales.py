@@ -33,10 +33,11 @@ def key_factors(model: Runnable) -> torch.Tensor:
     for index, group in enumerate(kv.layout.groups):
         keys, _ = read_tokens(kv, index, batch.groups[index].kv_slots)
         sizes[list(group.layers)] = keys.abs().amax(0).cpu()
-    if spec.rope is not None:
-        half = spec.rope.dim // 2
-        pairs = torch.maximum(sizes[..., :half], sizes[..., half : 2 * half])
-        sizes = torch.cat((pairs, pairs, sizes[..., 2 * half :]), dim=-1)
+    for layer, size in zip(spec.layers, sizes, strict=True):
+        if (rope := layer.mixer.rope) is not None:
+            half = rope.dim // 2
+            pairs = torch.maximum(size[..., :half], size[..., half : 2 * half])
+            size[..., : 2 * half] = torch.cat((pairs, pairs), dim=-1)
     shared = [layer.mixer.qk_norm == "head" for layer in spec.layers]  # all heads share the norm's weights
     if any(shared):
         sizes[shared] = sizes[shared].amax(1, keepdim=True).expand_as(sizes[shared])
