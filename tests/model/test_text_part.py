@@ -24,7 +24,9 @@ VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "n
 
 def gemma3():
     vision = {**VISION, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(CONFIGS["gemma3"]().to_dict(), vision, mm_tokens_per_image=4, image_token_index=96)
+    config = Gemma3Config(
+        text_config=CONFIGS["gemma3"]().to_dict(), vision_config=vision, mm_tokens_per_image=4, image_token_index=96
+    )
     return Gemma3ForConditionalGeneration(config)
 
 

@@ -52,7 +52,8 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
         raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
     known = {name: f for f in families() for name in f.names}
     if isinstance(metadata.get("text_config"), dict) and named_in(metadata) not in known:
-        family = TextPart(_find(named_in(text_config(metadata)), known))
+        inner = text_config(metadata, source.tensors())
+        family: Architecture = TextPart(_find(named_in(inner), known), inner)
     else:
         family = _find(named_in(metadata), known)
     return family, family.spec(metadata)
