@@ -14,7 +14,20 @@ from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite", "gemma3", "smollm3", "cohere2"]
-MORE = ["ministral", "ministral3", "olmo3", "phi3", "glm4", "falcon-7b", "falcon-40b"]
+FAMILIES += ["qwen3-moe"]
+MORE = [
+    "ministral",
+    "ministral3",
+    "olmo3",
+    "phi3",
+    "glm4",
+    "falcon-7b",
+    "falcon-40b",
+    "mixtral",
+    "qwen2-moe",
+    "granite-moe",
+    "glm4-moe",
+]
 TOKENS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 NEAR_TIE = 1e-3  # of the two best logits: which of them is drawn is not promised

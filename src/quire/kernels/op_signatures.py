@@ -13,6 +13,8 @@ import torch
 from quire.kernels.kv_views import LayerKV
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+GatedActivation = Activation | Literal["swiglu_oai"]
+SWIGLU_LIMIT = 7.0  # gate and up of swiglu_oai are clamped to it
 
 
 class Ops(Protocol):
@@ -45,8 +47,9 @@ class Ops(Protocol):
 
     def act(self, x: torch.Tensor, kind: Activation) -> torch.Tensor: ...
 
-    def act_and_mul(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
-        """x [tokens, 2 n] holds gate then up: act(gate) * up, [tokens, n]."""
+    def act_and_mul(self, x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:
+        """x [tokens, 2 n] holds gate then up: act(gate) * up, [tokens, n]; with "swiglu_oai" (gpt-oss), both clamped,
+        gate * sigmoid(1.702 gate) * (up + 1)."""
         ...
 
     def write_kv(

@@ -17,7 +17,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import FORMATS
 from quire.model.blocks.rope_scaling import inverse_frequencies
-from quire.model.decoder_spec import DecoderSpec
+from quire.model.decoder_spec import DecoderSpec, Dense, Experts
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.types.errors import ConfigError
@@ -76,6 +76,8 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
             return "a soft cap on attention scores"
         if mixer.qk_norm == "all":
             return "norms of queries and keys over all heads"
+        if isinstance(feed, Experts) or isinstance(first.feed, Experts):
+            return "experts"
         if not feed.swiglu or feed.bias:
             return "another MLP than SwiGLU without biases"
         if mixer.heads != first.mixer.heads or feed.intermediate != first.feed.intermediate:
@@ -183,6 +185,7 @@ class _Packer:
             frequencies = frequencies / divisors
         embed = self._matrix("embed", 0)
         first = spec.layers[0]
+        assert isinstance(first.feed, Dense)
         return DecoderWeights(
             hidden=spec.hidden,
             heads=first.mixer.heads,

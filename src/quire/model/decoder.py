@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,12 +16,13 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
 from quire.model.blocks.stages import Step
-from quire.model.decoder_spec import DecoderSpec, Norms
+from quire.model.decoder_spec import DecoderSpec, Experts, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
@@ -31,7 +33,7 @@ from quire.types.kv import KVLayout
 class Layer:
     index: int
     mixer: AttentionBlock
-    feed: DenseBlock
+    feed: DenseBlock | ExpertsBlock
     parallel: bool
 
 
@@ -91,13 +93,18 @@ class Model:
         scheme: QuantScheme | None = None,
         tied: torch.Tensor | None = None,
     ) -> Linear:
-        """`scheme`, of the head: it decides between near-equals, and stays as it is."""
+        """`scheme`, of the head, which decides between near-equals, and of experts: those stay as they are."""
         scheme = scheme or self.scheme
         return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
     def _layer(self, index: int) -> Layer:
         mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm)
-        feed = DenseBlock.build(self.spec, index, self._linear, self._norm)
+        feed: DenseBlock | ExpertsBlock
+        if isinstance(self.spec.layers[index].feed, Experts):
+            dense = partial(self._linear, scheme=self._dense)
+            feed = ExpertsBlock.build(self.spec, index, dense, self._norm)
+        else:
+            feed = DenseBlock.build(self.spec, index, self._linear, self._norm)
         parallel = self.spec.layers[index].parallel
         if parallel == "one_norm":
             feed.norm = mixer.norm

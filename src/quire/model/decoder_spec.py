@@ -16,6 +16,7 @@ from quire.types.errors import ModelFileError
 from quire.types.kv import KVLayout, layout_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,45 @@ class Dense:
         return self.gated and self.activation == "silu"
 
 
+    @property
+    def width(self) -> int:
+        """Numbers that a token takes between the products."""
+        return self.intermediate
+
+
+@dataclass(frozen=True)
+class Router:
+    """How the experts of a token are chosen, and how much each counts."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"  # of the logits, over all experts
+    normalised: bool = True  # weights of those chosen add up to one
+    scale: float = 1.0  # what weights are multiplied with
+    bias: bool = False  # of the logits
+    correction: bool = False  # a bias of scores by which experts are chosen, not weighed
+    groups: int = 1  # experts are chosen from `top_groups` of so many groups alone
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"  # of its experts' scores: the best, or the sum of the best two
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Several MLPs, of which a router chooses some for each token (mixture of experts); `shared` ones see every
+    token."""
+
+    count: int
+    top_k: int
+    intermediate: int  # of one
+    activation: GatedActivation = "silu"
+    bias: bool = False
+    router: Router = Router()
+    shared: int = 0  # intermediate size of the shared expert; 0: none
+    shared_gate: bool = False  # its output is multiplied with the sigmoid of a product
+
+    @property
+    def width(self) -> int:
+        return self.top_k * self.intermediate + self.shared
+
+
 @dataclass(frozen=True)
 class Norms:
     """Where mixer and feed have norms: before them (pre-norm), after them (post-norm), or both (sandwich)."""
@@ -86,7 +126,7 @@ class Norms:
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: Attention
-    feed: Dense
+    feed: Dense | Experts
     norms: Norms = Norms()
     parallel: Literal["own_norms", "one_norm"] | None = None  # mixer and feed read the same residual; None: in turn
 
@@ -143,7 +183,7 @@ class DecoderSpec:
     def token_width(self) -> int:
         """Numbers that a token of a step takes at most while its widest layer runs, roughly."""
         qkv = max(layer.mixer.qkv_width for layer in self.layers)
-        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.intermediate for layer in self.layers)
+        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.width for layer in self.layers)
 
     def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.kv_views import LayerKV, put_tokens
-from quire.kernels.op_signatures import Activation
+from quire.kernels.op_signatures import SWIGLU_LIMIT, Activation, GatedActivation
 
 
 def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,10 @@ def act(x: torch.Tensor, kind: Activation) -> torch.Tensor:
             return F.relu(x)
 
 
-def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
+    if kind == "swiglu_oai":
+        return act(gate.clamp(max=SWIGLU_LIMIT), "quick_gelu").mul_(up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1))
     return act(gate, kind).mul_(up)
 
 

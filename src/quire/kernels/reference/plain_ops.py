@@ -7,7 +7,7 @@ import math
 import torch
 
 from quire.kernels.kv_views import LayerKV, encode
-from quire.kernels.op_signatures import Activation
+from quire.kernels.op_signatures import SWIGLU_LIMIT, Activation, GatedActivation
 
 
 def take(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -65,9 +65,12 @@ def act(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return wide.to(x.dtype)
 
 
-def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return (act(gate.float(), kind) * up.float()).to(x.dtype)
+def act_and_mul(x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:
+    gate, up = x.float().chunk(2, dim=-1)
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1
+        kind = "quick_gelu"
+    return (act(gate, kind) * up).to(x.dtype)
 
 
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, kv_slots: torch.Tensor) -> None:

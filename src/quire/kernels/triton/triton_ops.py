@@ -6,7 +6,7 @@ import torch
 
 from quire.kernels.eager import torch_ops as eager
 from quire.kernels.eager.torch_ops import act, layer_norm, rope, write_kv
-from quire.kernels.op_signatures import Activation
+from quire.kernels.op_signatures import GatedActivation
 from quire.kernels.triton.activation import silu_and_mul
 from quire.kernels.triton.embedding_gather import gather_rows as take
 from quire.kernels.triton.norm import add_rms_norm, rms_norm
@@ -17,5 +17,5 @@ __all__ = [
 ]  # fmt: skip
 
 
-def act_and_mul(x: torch.Tensor, kind: Activation) -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:
     return silu_and_mul(x) if kind == "silu" else eager.act_and_mul(x, kind)

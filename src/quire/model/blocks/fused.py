@@ -18,9 +18,10 @@ from quire.kernels.library import cublas
 from quire.kernels.triton import why_not
 from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.stages import Stages, Step
-from quire.model.decoder_spec import DecoderSpec, LayerSpec
+from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
 
@@ -51,7 +52,9 @@ def composed_parts(layer: LayerSpec) -> list[str]:
         parts.append("attention and MLP beside each other")
     if layer.mixer.query_scaling is not None:
         parts.append("queries scaled by position")
-    if not layer.feed.swiglu:
+    if isinstance(layer.feed, Experts):
+        parts.append(f"{layer.feed.count} experts, {layer.feed.top_k} for a token")
+    elif not layer.feed.swiglu:
         parts.append(f"{layer.feed.activation} {'of the gate' if layer.feed.gated else 'without a gate'}")
     return parts
 
@@ -106,7 +109,11 @@ class FusedStages(Stages):
         assert out is not None
         return self.leave(block.post_norm, out)
 
-    def feed(self, block: DenseBlock, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
+    def feed(
+        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        if isinstance(block, ExpertsBlock):
+            return super().feed(block, x, residual)
         norm, swiglu = block.norm, block.swiglu
         if norm is not None and not norm.centred:
             up = block.up.scheme.product(block.up, x, residual, norm=norm, gate=swiglu)

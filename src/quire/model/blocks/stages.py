@@ -23,6 +23,7 @@ from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
 from quire.model.blocks.dense import DenseBlock
+from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec
@@ -123,10 +124,15 @@ class Stages:
             step.plans[block.kind] = backend.plan(step.batch, group, stored)
         return backend.forward(block.attention, q, kv, step.batch, group, step.plans[block.kind])
 
-    def feed(self, block: DenseBlock, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor | None:
-        up = block.up(self.norm(block.norm, x, residual))
-        act = self.ops.act_and_mul if block.gated else self.ops.act
-        out = block.down(act(up, block.activation))
+    def feed(
+        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> torch.Tensor | None:
+        normed = self.norm(block.norm, x, residual)
+        if isinstance(block, ExpertsBlock):
+            out = block.forward(normed, self.ops)
+        else:
+            act = self.ops.act_and_mul if block.gated else self.ops.act
+            out = block.down(act(block.up(normed), block.activation))
         return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
 
     def leave(self, post_norm: Norm | None, out: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec
 from quire.model.families.architecture import ACTIVATIONS, Fields, rope_spec
 from quire.types.errors import ModelFileError
 
@@ -41,6 +41,19 @@ class DecoderConfig(Fields):
         if "intermediate" not in facts:
             facts["intermediate"] = self.integer("intermediate_size", most=1 << 24)
         return Dense(**facts)
+
+    def experts(self, intermediate: str, **facts: Any) -> Experts:
+        """`intermediate`: the name of the field that says how wide an expert is."""
+        counts = ("num_experts", "num_local_experts", "n_routed_experts")
+        count = self.integer(next((name for name in counts if self.raw(name) is not None), counts[0]), most=1 << 12)
+        if "activation" not in facts:
+            facts["activation"] = self.choice("hidden_act", "silu", ACTIVATIONS)
+        return Experts(
+            count=count,
+            top_k=self.integer("num_experts_per_tok", 2, most=count),
+            intermediate=self.integer(intermediate, most=1 << 24),
+            **facts,
+        )
 
     def decoder(self, architecture: str, layers: Iterable[LayerSpec], **facts: Any) -> DecoderSpec:
         facts = {"tie_embeddings": self.flag("tie_word_embeddings")} | facts

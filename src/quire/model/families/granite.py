@@ -1,5 +1,5 @@
-"""Granite: Llama's layers with multipliers of embeddings, of attention scores and of what is added to the residual
-stream, and a divisor of logits."""
+"""Granite: Llama's layers, with experts in some models, with multipliers of embeddings, of attention scores and of what
+is added to the residual stream, and a divisor of logits."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from typing import Any
 from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms
 from quire.model.families.architecture import Target
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import GGUF_KEYS, LLAMA_NAMES, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, target_of
 from quire.model.loading.stored_tensor import UnpairedHeads
 
 
 class GraniteFamily:
-    names: tuple[str, ...] = ("GraniteForCausalLM", "granite")
-    gguf_names: tuple[str, ...] = ("granite",)
+    names: tuple[str, ...] = ("GraniteForCausalLM", "granite", "GraniteMoeForCausalLM", "granitemoe")
+    gguf_names: tuple[str, ...] = ("granite", "granitemoe")
     gguf_keys: Mapping[str, str] = GGUF_KEYS | {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
     }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        fields = DecoderConfig(config)
+        fields, moe = DecoderConfig(config), bool(config.get("num_local_experts"))
         layer = LayerSpec(
             fields.attention(scale=fields.number("attention_multiplier", 1.0)),
-            fields.dense(),
+            fields.experts("intermediate_size") if moe else fields.dense(),
             Norms(eps=fields.number("rms_norm_eps", 1e-6)),
         )
         return fields.decoder(
-            "granite",
+            "granitemoe" if moe else "granite",
             (layer,) * fields.layers,
             embedding_scale=fields.number("embedding_multiplier", 1.0),
             residual_scale=fields.number("residual_multiplier", 1.0),
@@ -40,7 +42,7 @@ class GraniteFamily:
         )
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        target = target_of(name, spec, LLAMA_NAMES)
+        target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS})
         if target is None or not name.startswith("blk.") or not target.module.endswith(".qkv") or target.part > 1:
             return target
         mixer = spec.layers[0].mixer

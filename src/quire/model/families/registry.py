@@ -27,6 +27,9 @@ FAMILY_MODULES = (
     "cohere2",
     "glm4",
     "falcon",
+    "mixtral",
+    "qwen_moe",
+    "glm4_moe",
 )
 
 

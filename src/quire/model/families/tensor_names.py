@@ -49,6 +49,43 @@ LLAMA_NAMES: Names = {
     "post_attention_layernorm": ("feed_norm", 0),
     "ffn_norm": ("feed_norm", 0),
 }
+EXPERTS: Names = {  # of experts one by one, as `ExpertTensors` shows them
+    "mlp.gate": ("router", 0),
+    "mlp.router": ("router", 0),
+    "block_sparse_moe.gate": ("router", 0),
+    "block_sparse_moe.router.layer": ("router", 0),
+    "ffn_gate_inp": ("router", 0),
+    "mlp.gate.e_score_correction": ("router_correction", 0),
+    "exp_probs_b": ("router_correction", 0),
+    "mlp.experts.gate_up_proj": ("experts_up", 0),
+    "mlp.experts.gate_proj": ("experts_up", 0),
+    "mlp.experts.up_proj": ("experts_up", 1),
+    "mlp.experts.down_proj": ("experts_down", 0),
+    "block_sparse_moe.experts.w1": ("experts_up", 0),
+    "block_sparse_moe.experts.w3": ("experts_up", 1),
+    "block_sparse_moe.experts.w2": ("experts_down", 0),
+    "block_sparse_moe.input_linear": ("experts_up", 0),
+    "block_sparse_moe.output_linear": ("experts_down", 0),
+    "ffn_gate_exps": ("experts_up", 0),
+    "ffn_up_exps": ("experts_up", 1),
+    "ffn_down_exps": ("experts_down", 0),
+    "mlp.shared_expert_gate": ("shared_gate", 0),
+    "ffn_gate_inp_shexp": ("shared_gate", 0),
+    "ffn_gate_shexp": ("shared_up", 0),
+    "ffn_up_shexp": ("shared_up", 1),
+    "ffn_down_shexp": ("shared_down", 0),
+    **{
+        f"mlp.{shared}.{name}": place
+        for shared in ("shared_expert", "shared_experts")
+        for name, place in {
+            "gate_proj": ("shared_up", 0),
+            "up_proj": ("shared_up", 1),
+            "down_proj": ("shared_down", 0),
+        }.items()
+    },
+}
+_SUFFIXES = {".e_score_correction_bias": ".e_score_correction.weight", ".exp_probs_b.bias": ".exp_probs_b.weight"}
+_EXPERT = re.compile(r"\.(\d+)(?=\.|$)")
 _OUTSIDE = {
     "embed_tokens": "embed",
     "token_embd": "embed",
@@ -73,16 +110,28 @@ GGUF_KEYS = {
 }
 
 
+def layer_of(name: str) -> int:
+    """The layer that a tensor is of; -1: none."""
+    match = re.match(r"(?:(?:model\.)?layers|blk)\.(\d{1,5})\.", name)
+    return int(match[1]) if match else -1
+
+
 def target_of(name: str, spec: DecoderSpec, in_layer: Names, *, norm_offset: float = 0.0) -> Target | None:
     """Where a tensor goes, by the names within a layer; None: no such name. `norm_offset` is added to norms of
     safetensors: conversion to GGUF has done so."""
     if name.endswith("rotary_emb.inv_freq"):  # old files store what we compute
         return Target(IGNORED)
+    for ours, theirs in _SUFFIXES.items():
+        name = name.removesuffix(ours) + theirs if name.endswith(ours) else name
     if match := _LAYER.fullmatch(name):
         gguf, layer, inner, kind = match.groups()
+        expert = _EXPERT.search(inner)
+        inner = _EXPERT.sub("", inner)
         if inner not in in_layer:
             return None
         module, part = in_layer[inner]
+        if expert is not None:
+            part += int(expert[1]) * (2 if module == "experts_up" else 1)
         offset = norm_offset if module.endswith("norm") and not gguf else 0.0
         return Target(f"layers.{int(layer)}.{module}", kind, part, offset=offset)
     match = _OTHER.fullmatch(name)

@@ -17,8 +17,8 @@ _TEXT = re.compile(r"(?:model\.language_model\.|language_model\.)")
 
 
 def text_config(config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """The config of the text part, as if it were a model's own. Whether embeddings are tied is a fact of the whole; where
-    it does not say, its tensors do."""
+    """The config of the text part, as if it were a model's own. Whether embeddings are tied is a fact of the whole;
+    where it does not say, its tensors do."""
     inner = {key: value for key, value in config["text_config"].items() if key != "architectures"}
     headless = not any(name.endswith("lm_head.weight") for name in tensors)
     return inner | {"tie_word_embeddings": config.get("tie_word_embeddings", headless)}

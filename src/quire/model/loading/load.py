@@ -19,6 +19,7 @@ from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architecture, Target
 from quire.model.families.registry import read_family
+from quire.model.loading.expert_tensors import ExpertTensors
 from quire.model.loading.stored_tensor import SLICE
 from quire.model.quantization.scheme import QuantScheme
 from quire.model.runnable import Runnable
@@ -52,6 +53,7 @@ def load_model(
     compiled decoder's never do).
     """
     family, spec = read_family(source)
+    source = ExpertTensors(source)
     why_not = None
     if compiled is not None:
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights)
@@ -81,6 +83,7 @@ def compiled_refusal(source: WeightSource, device: torch.device, *, random_weigh
     if random_weights:
         return "random weights are not quantised"
     family, spec = read_family(source)
+    source = ExpertTensors(source)
     return refusal(spec, _targets(family, spec, source), source, device)
 
 

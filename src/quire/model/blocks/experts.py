@@ -1,0 +1,121 @@
+"""A mixture of experts as a layer's feed: a router, the experts' matrices stacked, and one that sees every token.
+
+norm ─► router ─► top k ─► rows sorted by expert ─► up ─► activation ─► down ─► weighed, added up ─► post_norm
+   └──► shared up ─► activation ─► down (times its gate) ────────────────────────────┘
+
+Products are grouped: one call multiplies each run of rows with its expert's matrix, and none waits for the CPU to know
+how long the runs are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.op_signatures import Ops
+from quire.model.blocks.attention import LinearMaker, NormMaker
+from quire.model.blocks.linear import Linear, Module, Plain
+from quire.model.blocks.norms import Norm
+from quire.model.decoder_spec import DecoderSpec, Experts, Router
+
+
+@dataclass
+class ExpertsBlock:
+    spec: Experts
+    norm: Norm | None
+    router: Linear
+    correction: Plain | None
+    up: Linear  # gate and up of the first expert, of the second ...
+    down: Linear
+    shared_up: Linear | None
+    shared_down: Linear | None
+    shared_gate: Linear | None
+    post_norm: Norm | None
+
+    @classmethod
+    def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> ExpertsBlock:
+        layer, hidden = spec.layers[index], spec.hidden
+        feed, norms = layer.feed, layer.norms
+        assert isinstance(feed, Experts)
+        router = linear(hidden, (feed.count,), feed.router.bias)
+        weight = router.state["weight"]
+        correction = Plain((feed.count,), device=weight.device, dtype=torch.float32)
+        return cls(
+            spec=feed,
+            norm=norm(hidden, norms) if norms.before and layer.parallel != "one_norm" else None,
+            router=router,
+            correction=correction if feed.router.correction else None,
+            up=linear(hidden, (feed.intermediate, feed.intermediate) * feed.count, feed.bias),
+            down=linear(feed.intermediate, (hidden,) * feed.count, feed.bias),
+            shared_up=linear(hidden, (feed.shared, feed.shared), False) if feed.shared else None,
+            shared_down=linear(feed.shared, (hidden,), False) if feed.shared else None,
+            shared_gate=linear(hidden, (1,), False) if feed.shared_gate else None,
+            post_norm=norm(hidden, norms) if norms.after else None,
+        )
+
+    def modules(self) -> dict[str, Module | None]:
+        """By the names that `Target` uses within a layer."""
+        return {
+            "feed_norm": self.norm,
+            "router": self.router,
+            "router_correction": self.correction,
+            "experts_up": self.up,
+            "experts_down": self.down,
+            "shared_up": self.shared_up,
+            "shared_down": self.shared_down,
+            "shared_gate": self.shared_gate,
+            "feed_post_norm": self.post_norm,
+        }
+
+    def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """[tokens, hidden] → the same."""
+        chosen, weights = choose_experts(
+            self.router(x), self.spec, None if self.correction is None else self.correction.weight
+        )
+        sorted_experts, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(sorted_experts, torch.arange(self.spec.count, device=x.device), right=True)
+        rows = x[order.div(self.spec.top_k, rounding_mode="floor")]
+        up = _grouped(self.up, rows, sorted_experts, ends, self.spec.count)
+        down = _grouped(self.down, ops.act_and_mul(up, self.spec.activation), sorted_experts, ends, self.spec.count)
+        back = torch.empty_like(down)
+        back[order] = down
+        mixed = (back.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+
+    def _shared(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        assert self.shared_up is not None and self.shared_down is not None
+        out = self.shared_down(ops.act_and_mul(self.shared_up(x), self.spec.activation))
+        return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
+
+
+def choose_experts(
+    logits: torch.Tensor, spec: Experts, correction: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [tokens, experts] → which experts, and how much each counts, [tokens, top_k]."""
+    router = spec.router
+    scores = logits.float().softmax(-1) if router.score == "softmax" else logits.float().sigmoid()
+    choice = scores if correction is None else scores + correction
+    if router.groups > 1:
+        choice = _best_groups(choice, router)
+    chosen = choice.topk(spec.top_k, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if router.normalised:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return chosen, weights * router.scale if router.scale != 1.0 else weights
+
+
+def _best_groups(choice: torch.Tensor, router: Router) -> torch.Tensor:
+    """With all groups but the best hidden."""
+    grouped = choice.unflatten(1, (router.groups, -1))
+    best = grouped.amax(-1) if router.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(router.top_groups, dim=-1).indices, True)
+    return grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+def _grouped(linear: Linear, x: torch.Tensor, experts: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
+    """Each row of x, sorted by expert, times its expert's matrix; the rows of expert e end before ends[e]."""
+    weight = linear.state["weight"].unflatten(0, (count, -1))
+    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends.to(torch.int32))
+    return out if linear.bias is None else out + linear.bias.unflatten(0, (count, -1))[experts]
