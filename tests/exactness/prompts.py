@@ -19,7 +19,7 @@ BEGINNINGS = [
     "Once upon a time, in a village by the river,",
     "def fibonacci(n):\n    ",
     "import numpy as np\n\nx = np.",
-    "{\"name\": \"Ada\", \"born\": ",
+    '{"name": "Ada", "born": ',
     "1, 1, 2, 3, 5, 8,",
     "It was the best of times,",
     "The mitochondria is",

@@ -27,6 +27,7 @@ MORE = [
     "qwen2-moe",
     "granite-moe",
     "glm4-moe",
+    "gpt-oss",
 ]
 TOKENS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

@@ -214,5 +214,3 @@ def test_who_has_no_budget_is_not_touched(pair):
         assert [t for e in other for t in e.tokens] == [t for e in alone for t in e.tokens]
         ours, theirs_ = ([p.logprob for e in events for p in e.logprobs] for events in (other, alone))
         assert ours == pytest.approx(theirs_, abs=1e-4)
-
-

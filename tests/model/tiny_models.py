@@ -13,6 +13,7 @@ from transformers import (
     Glm4MoeConfig,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
@@ -201,6 +202,15 @@ CONFIGS = {
         use_qk_norm=True,
         attention_bias=True,
         pad_token_id=0,
+    ),
+    "gpt-oss": lambda: GptOssConfig(
+        **SIZES,
+        head_dim=8,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=YARN | {"truncate": False},
     ),
     "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: GPT2Config(

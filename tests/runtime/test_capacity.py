@@ -111,9 +111,7 @@ class Watched:
 def test_the_largest_step_is_warmed_up(context, largest):
     """All of the budget in as few rows as may be, and a token for every other slot. Then prompts."""
     worker, cpu = object.__new__(ForwardWorker), torch.device("cpu")
-    capacity = Capacity(
-        pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1, drafts=1
-    )
+    capacity = Capacity(pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1, drafts=1)
     worker.capacity, worker.slots = capacity, SlotState(LAYOUT, capacity, cpu, Staging(cpu, 1))
     worker.slots.tokens[:3] = -1
     worker.device, worker._kv, worker.model = cpu, None, Watched()

@@ -20,7 +20,12 @@ from quire.types.timeline import PrefixOutcome
 
 def world(*groups, pages=100, depth=1, tokens=32, length=400, context=80, rope_shifts=True, **options):
     capacity = Capacity(
-        pages=pages, slots=8, max_model_len=length, max_batch_tokens=tokens, depth=depth, context=context,
+        pages=pages,
+        slots=8,
+        max_model_len=length,
+        max_batch_tokens=tokens,
+        depth=depth,
+        context=context,
         rope_shifts=rope_shifts,
     )
     spec = layout(*(groups or (FULL,)))

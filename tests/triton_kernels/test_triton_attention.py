@@ -423,7 +423,12 @@ def test_pieces_begin_behind_a_shared_prefix_and_inside_a_window():
 def test_captured_steps_attend_a_row_that_has_all_tokens(heads, kv_heads, max_rows):
     """As a prompt on its own has, beside rows of nobody that have none."""
     steps = CapturedSteps(
-        lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=512, null_slot=0, device=torch.device("cpu"),
+        lambda *_: None,
+        max_rows=max_rows,
+        max_kv=64,
+        max_tokens=512,
+        null_slot=0,
+        device=torch.device("cpu"),
         warmups=[],
     )
     spec = AttentionSpec(heads, kv_heads, 64, 0.1)

@@ -34,6 +34,7 @@ class AttentionSpec:
     itemsize: int = 2  # bytes of a query element
     kv_itemsize: int = 0  # bytes of a number in the pages; 0: as of queries
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: torch.Tensor | None = field(default=None, compare=False)  # [heads]: a score of nothing, for each head
 
     @property
     def stored(self) -> int:
@@ -44,6 +45,13 @@ class AttentionSpec:
         if self.softcap is None:
             return scores
         return scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def softmax(self, scores: torch.Tensor, *heads: int) -> torch.Tensor:
+        """Of scores [..., *heads, queries, keys], beside the sinks."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.float().view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
 
 
 @dataclass

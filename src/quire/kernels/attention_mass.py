@@ -81,5 +81,5 @@ def _attend(
     seen = places <= positions[:, None]
     if spec.window is not None:
         seen &= places > positions[:, None] - spec.window
-    p = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+    p = spec.softmax(scores.masked_fill_(~seen, float("-inf")), *scores.shape[:2])
     return torch.einsum("gstn,ngd->tgsd", p, v).flatten(1, 2), p.sum((0, 1, 2))

@@ -70,6 +70,8 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
     for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
         if norms.kind != "rms" or not norms.before or norms.after:
             return "other norms than RMS norms before attention and MLP"
+        if mixer.sinks:
+            return "attention sinks"
         if mixer.query_scaling is not None:
             return "queries scaled by position"
         if mixer.softcap is not None:

@@ -98,7 +98,7 @@ class Model:
         return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
     def _layer(self, index: int) -> Layer:
-        mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm)
+        mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm, self._plain)
         feed: DenseBlock | ExpertsBlock
         if isinstance(self.spec.layers[index].feed, Experts):
             dense = partial(self._linear, scheme=self._dense)

@@ -48,6 +48,7 @@ class Attention:
     scale: float  # what scores are multiplied with
     window: int | None = None  # tokens a query sees, itself included; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: bool = False  # each head has a learned score that stands for no token
     qk_norm: Literal["head", "all"] | None = None  # RMS norms of queries and keys: of each head, over all heads at once
     rope: RopeSpec | None = None  # None: queries and keys are not rotated
     query_scaling: QueryScaling | None = None
@@ -71,7 +72,6 @@ class Dense:
     @property
     def swiglu(self) -> bool:
         return self.gated and self.activation == "silu"
-
 
     @property
     def width(self) -> int:

@@ -196,8 +196,8 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
     elif bucket.mask.dtype != q.dtype:
         bucket.mask = bucket.mask.to(q.dtype)
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [rows, kv_heads, keys, dim]
-    if spec.softcap is not None:
-        return _attend_capped(spec, q, k, v, bucket)
+    if spec.softcap is not None or spec.sinks is not None:
+        return _attend_plainly(spec, q, k, v, bucket)
     if bucket.count == 1:
         share = spec.heads // spec.kv_heads
         grouped = q.view(bucket.rows, spec.kv_heads, share, spec.head_dim)
@@ -215,10 +215,10 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
     return out.transpose(1, 2).reshape(q.shape)
 
 
-def _attend_capped(
+def _attend_plainly(
     spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bucket: Bucket
 ) -> torch.Tensor:
-    """The same in plain products: torch's attention has no soft cap. Some queries of each row at a time."""
+    """The same in plain products: torch's attention has no soft cap, no sinks. Some queries of each row at a time."""
     share, keys = spec.heads // spec.kv_heads, k.shape[2]
     grouped = q.view(bucket.rows, bucket.count, spec.kv_heads, share, spec.head_dim).permute(0, 2, 3, 1, 4)
     out = torch.empty_like(grouped)
@@ -234,6 +234,6 @@ def _attend_capped(
             scores.masked_fill_(hidden, float("-inf"))
         else:
             scores += bucket.mask[:, :, None, first : first + step]
-        mixed = scores.softmax(-1).flatten(2, 3) @ v
+        mixed = spec.softmax(scores, spec.kv_heads, share).flatten(2, 3) @ v
         out[:, :, :, first : first + step] = mixed.unflatten(2, (share, queries)).to(q.dtype)
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape)

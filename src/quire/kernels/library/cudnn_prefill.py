@@ -44,6 +44,8 @@ class CudnnPrefill:
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if spec.softcap is not None:
             return "cuDNN's attention has no soft cap"
+        if spec.sinks is not None:
+            return "cuDNN's attention has no sinks"
         return self.paged.supports(spec, device)
 
     def plan(self, batch: Batch, group: GroupBatch, spec: AttentionSpec) -> Plan:

@@ -53,5 +53,5 @@ def attend(
         hidden |= key_positions[None, :] <= positions[:, None] - spec.window
         # a window that has moved on leaves null pages behind; what they hold must not matter
         v = v.masked_fill(hidden.all(dim=0)[:, None, None], 0)
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    weights = spec.softmax(scores.masked_fill(hidden, float("-inf")), spec.heads)
     return torch.einsum("hqk,khd->qhd", weights, v)

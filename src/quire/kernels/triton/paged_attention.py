@@ -118,6 +118,8 @@ class TritonAttention:
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         shared = None
+        if spec.sinks is not None and lse is None:
+            lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if plan.ahead is not None:
             shared = (out.new_empty(q.shape), out.new_empty(q.shape[:2], dtype=torch.float32))
             _run(plan.ahead, spec, q, kv, batch, group, *shared, prefix=plan.prefix)
@@ -125,6 +127,8 @@ class TritonAttention:
             if plan.wide is not None and launch.longest == EVERY:
                 kv, group = widen_pages(kv, plan.wide.pages, q.dtype), plan.wide.group  # this launch is the last
             _run(launch, spec, q, kv, batch, group, out, lse, prefix=plan.prefix, shared=shared)
+        if spec.sinks is not None and lse is not None:  # they take their share of what the keys were given
+            out.mul_((lse - spec.sinks).sigmoid_().unsqueeze(-1))
         return out
 
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels.attention_backend import AttentionSpec
-from quire.model.blocks.linear import Linear, Module
+from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec, Norms, QueryScaling
 
 LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
+PlainMaker = Callable[[int], Plain]
 NormMaker = Callable[[int, Norms], Norm]
 
 
@@ -33,17 +34,19 @@ class AttentionBlock:
     q_norm: Norm | None
     k_norm: Norm | None
     norms_all_heads: bool  # q_norm and k_norm go over all heads at once, not over each
+    sinks: Plain | None
     o: Linear
     post_norm: Norm | None
 
     @classmethod
     def build(
-        cls, spec: DecoderSpec, index: int, itemsize: int, linear: LinearMaker, norm: NormMaker
+        cls, spec: DecoderSpec, index: int, itemsize: int, linear: LinearMaker, norm: NormMaker, plain: PlainMaker
     ) -> AttentionBlock:
         layer = spec.layers[index]
         mixer, norms = layer.mixer, layer.norms
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
+        sinks = plain(mixer.heads) if mixer.sinks else None
         rms = replace(norms, kind="rms", bias=False)
         return cls(
             index=index,
@@ -51,12 +54,13 @@ class AttentionBlock:
             rope=spec.rope_kinds[index],
             rotates=mixer.rope is not None,
             query_scaling=mixer.query_scaling,
-            attention=attention_spec(spec, index, itemsize),
+            attention=attention_spec(spec, index, itemsize, None if sinks is None else sinks.weight),
             norm=norm(spec.hidden, norms) if norms.before else None,
             qkv=linear(spec.hidden, (queries, keys, keys), mixer.qkv_bias),
             q_norm=norm(q_size, rms) if mixer.qk_norm else None,
             k_norm=norm(k_size, rms) if mixer.qk_norm else None,
             norms_all_heads=mixer.qk_norm == "all",
+            sinks=sinks,
             o=linear(queries, (spec.hidden,), mixer.o_bias),
             post_norm=norm(spec.hidden, norms) if norms.after else None,
         )
@@ -68,6 +72,7 @@ class AttentionBlock:
             "qkv": self.qkv,
             "q_norm": self.q_norm,
             "k_norm": self.k_norm,
+            "sinks": self.sinks,
             "o": self.o,
             "mixer_post_norm": self.post_norm,
         }
@@ -85,9 +90,14 @@ class AttentionBlock:
             self.qkv.scale(torch.cat((queries, keys, torch.ones_like(keys))).flatten())
 
 
-def attention_spec(spec: DecoderSpec, index: int, itemsize: int = 2) -> AttentionSpec:
+def attention_spec(
+    spec: DecoderSpec, index: int, itemsize: int = 2, sinks: torch.Tensor | None = None
+) -> AttentionSpec:
     """What a backend must know of a layer's attention."""
     mixer = spec.layers[index].mixer
+    if mixer.sinks and sinks is None:
+        sinks = torch.empty(mixer.heads, device="meta")
     return AttentionSpec(
-        mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize, softcap=mixer.softcap
-    )
+        mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize,
+        softcap=mixer.softcap, sinks=sinks,
+    )  # fmt: skip

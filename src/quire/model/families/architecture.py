@@ -95,9 +95,7 @@ class Fields:
         return known[value]
 
 
-def rope_spec(
-    config: Mapping[str, Any], head_dim: int, max_position: int, layer_type: str | None = None
-) -> RopeSpec:
+def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int, layer_type: str | None = None) -> RopeSpec:
     """From `rope_parameters` (newer configs; where they differ, those of a type of layers) or `rope_theta` and
     `rope_scaling` (older ones)."""
     said = config.get("rope_parameters") or config.get("rope_scaling") or {}

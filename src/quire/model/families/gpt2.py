@@ -60,9 +60,7 @@ class Gpt2Family:
         head_dim = hidden // heads
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_depth = fields.flag("scale_attn_by_inverse_layer_idx")
-        attention = Attention(
-            heads=heads, kv_heads=heads, head_dim=head_dim, scale=scale, qkv_bias=True, o_bias=True
-        )
+        attention = Attention(heads=heads, kv_heads=heads, head_dim=head_dim, scale=scale, qkv_bias=True, o_bias=True)
         feed = Dense(
             intermediate=fields.integer("n_inner", 4 * hidden, most=1 << 24),
             activation=fields.choice("activation_function", "gelu_new", ACTIVATIONS),

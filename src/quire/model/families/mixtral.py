@@ -17,9 +17,7 @@ class MixtralFamily:
     gguf_keys: Mapping[str, str] = {}
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        fields = DecoderConfig(
-            config, {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6}
-        )
+        fields = DecoderConfig(config, {"num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 1e6})
         layer = LayerSpec(
             fields.attention(window=fields.window("sliding_attention")),
             fields.experts("intermediate_size"),

@@ -30,6 +30,7 @@ FAMILY_MODULES = (
     "mixtral",
     "qwen_moe",
     "glm4_moe",
+    "gpt_oss",
 )
 
 

@@ -84,7 +84,12 @@ EXPERTS: Names = {  # of experts one by one, as `ExpertTensors` shows them
         }.items()
     },
 }
-_SUFFIXES = {".e_score_correction_bias": ".e_score_correction.weight", ".exp_probs_b.bias": ".exp_probs_b.weight"}
+SINKS: Names = {"self_attn.sinks": ("sinks", 0), "attn_sinks": ("sinks", 0)}
+_SUFFIXES = {
+    ".self_attn.sinks": ".self_attn.sinks.weight",
+    ".e_score_correction_bias": ".e_score_correction.weight",
+    ".exp_probs_b.bias": ".exp_probs_b.weight",
+}
 _EXPERT = re.compile(r"\.(\d+)(?=\.|$)")
 _OUTSIDE = {
     "embed_tokens": "embed",

@@ -92,11 +92,12 @@ class StoredTensor:
             raw = torch.from_numpy(self._raw)
         vector = len(self.info.shape) == 1 and self._order is None
         rows = raw.view(1 if vector else self.info.shape[0], -1)
-        return rows if self._order is None else rows[self._order.index(len(rows))]
+        return rows if self._order is None or self._transposed else rows[self._order.index(len(rows))]
 
     def copy_into(self, out: torch.Tensor) -> None:
         """Unpack into `out`, converting to its dtype, on its device."""
         rows = self.rows()
+        columns = None if self._order is None or not self._transposed else self._order.index(self.shape[0])
         if self._transposed:
             out = out.t()
         elif len(self.shape) == 1:
@@ -105,4 +106,5 @@ class StoredTensor:
         for first in range(0, out.shape[0], step):
             piece = rows[first : first + step].to(out.device)
             numbers = dequantize(piece, self.info.kind)
+            numbers = numbers if columns is None else numbers[:, columns.to(numbers.device)]
             out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)
