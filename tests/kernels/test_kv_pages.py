@@ -10,7 +10,7 @@ from quire.kernels.eager.sdpa_attention import TorchSdpa
 from quire.kernels.kv_views import KVViews, allocate_kv, decode, encode, read_tokens, write_tokens
 from quire.kernels.reference import plain_ops as reference_ops
 from quire.kernels.reference.plain_attention import ReferenceAttention
-from quire.types.kv import KINDS, layout_for
+from quire.types.kv import KINDS, TokenShape, layout_for
 
 CPU = torch.device("cpu")
 SCALED = [name for name, kind in KINDS.items() if kind.scaled]
@@ -19,7 +19,7 @@ SCALED = [name for name, kind in KINDS.items() if kind.scaled]
 @pytest.mark.parametrize("dtype", KINDS)
 def test_tokens_are_read_back_as_they_were_written(dtype):
     torch.manual_seed(0)
-    layout = layout_for([None, 8, None], kv_heads=2, head_dim=64, page_size=4, dtype=dtype)
+    layout = layout_for([TokenShape(2, 64, window) for window in [None, 8, None]], page_size=4, dtype=dtype)
     kv = KVViews(allocate_kv(layout, 6, "cpu"), layout)
     slots = torch.tensor([21, 4, 7])
     k, v = torch.randn(2, 3, 2, 2, 64)
@@ -37,7 +37,9 @@ def test_tokens_are_read_back_as_they_were_written(dtype):
 
 def test_pages_have_room_for_numbers_and_scales_and_nothing_else():
     def token_bytes(dtype, head_dim=64):
-        return layout_for([None] * 30, kv_heads=3, head_dim=head_dim, page_size=16, dtype=dtype).token_bytes
+        return layout_for(
+            [TokenShape(3, head_dim, window) for window in [None] * 30], page_size=16, dtype=dtype
+        ).token_bytes
 
     heads = 30 * 2 * 3
     assert token_bytes("float16") == heads * 128
@@ -50,7 +52,7 @@ def test_pages_have_room_for_numbers_and_scales_and_nothing_else():
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("windows", [[None, None], [None, 8, None, 8, None]])
 def test_no_two_views_share_a_byte(dtype, windows):
-    layout = layout_for(windows, kv_heads=2, head_dim=12, page_size=4, dtype=dtype)
+    layout = layout_for([TokenShape(2, 12, window) for window in windows], page_size=4, dtype=dtype)
     for index, group in enumerate(layout.groups):
         kv = KVViews(allocate_kv(layout, 3, "cpu"), layout)
         size = 0
@@ -96,7 +98,7 @@ def test_attention_over_scaled_pages(dtype, window):
     """The fast operations write the same pages as the reference, and read them the same."""
     torch.manual_seed(0)
     spec = AttentionSpec(4, 2, 32, 32**-0.5, window)
-    layout = layout_for([window] * 2, kv_heads=2, head_dim=32, page_size=4, dtype=dtype)
+    layout = layout_for([TokenShape(2, 32, window) for window in [window] * 2], page_size=4, dtype=dtype)
     q, k, v = torch.randn(21, 4, 32), torch.randn(21, 2, 32), torch.randn(21, 2, 32)
     found = []
     for ops, backend in ((eager_ops, TorchSdpa()), (reference_ops, ReferenceAttention())):

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from quire.kernels.eager import torch_ops as eager
 from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.kernels.reference import plain_ops as reference
-from quire.types.kv import layout_for
+from quire.types.kv import TokenShape, layout_for
 
 modules = pytest.mark.parametrize("ops", [reference, eager], ids=["reference", "eager"])
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -77,7 +77,7 @@ def test_activations(ops, dtype, kind, theirs):
 @modules
 def test_write_kv_touches_only_its_slots(ops):
     torch.manual_seed(0)
-    layout = layout_for([None, None, 8], kv_heads=2, head_dim=4, page_size=4, dtype="float32")
+    layout = layout_for([TokenShape(2, 4, window) for window in [None, None, 8]], page_size=4, dtype="float32")
     pool = allocate_kv(layout, 6, "cpu")
     kv = KVViews(pool, layout)
     k_pages, v_pages, group = kv.layers[1][:3]
@@ -93,7 +93,7 @@ def test_write_kv_touches_only_its_slots(ops):
 
 
 def test_views_cover_the_pool_without_overlap():
-    layout = layout_for([None, 8, None, 8, None], kv_heads=2, head_dim=4, page_size=4, dtype="float32")
+    layout = layout_for([TokenShape(2, 4, window) for window in [None, 8, None, 8, None]], page_size=4, dtype="float32")
     kv = KVViews(allocate_kv(layout, 3, "cpu"), layout)
     assert [layer.group for layer in kv.layers] == [0, 1, 0, 1, 0]
     for layer in kv.layers:

@@ -9,7 +9,7 @@ import pytest
 import quire
 from quire.memory import ContiguousPool, KVManager, PagePool, PageTable, PrefixIndex
 from quire.types.hashing import RUN_PAGES, PageHasher
-from quire.types.kv import NULL_PAGE, KVGroup, KVLayout, layout_for
+from quire.types.kv import NULL_PAGE, KVGroup, KVLayout, TokenShape, layout_for
 
 
 def manager(*windows, pages=32, size=4, **options):
@@ -202,7 +202,9 @@ def test_contiguous_pool_hands_out_unbroken_runs():
 
 
 def test_layout_groups_layers_by_window_in_equal_bytes():
-    layout = layout_for([None, 8, None, 8, None, None], kv_heads=2, head_dim=4, page_size=16, dtype="float16")
+    layout = layout_for(
+        [TokenShape(2, 4, window) for window in [None, 8, None, 8, None, None]], page_size=16, dtype="float16"
+    )
     full, window = layout.groups
     assert full.layers == (0, 2, 4, 5) and window.layers == (1, 3)
     assert (full.tokens_per_page, window.tokens_per_page) == (16, 32)

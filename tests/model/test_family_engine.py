@@ -28,6 +28,8 @@ MORE = [
     "granite-moe",
     "glm4-moe",
     "gpt-oss",
+    "deepseek-v2",
+    "deepseek-v3",
 ]
 TOKENS = 24
 PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

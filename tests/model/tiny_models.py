@@ -6,6 +6,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -50,6 +52,15 @@ LLAMA3 = {
     "rope_theta": 500.0,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1000.0}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
 
 CONFIGS = {
     "llama2": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
@@ -211,6 +222,27 @@ CONFIGS = {
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters=YARN | {"truncate": False},
+    ),
+    "deepseek-v2": lambda: DeepseekV2Config(
+        **SIZES | LATENT,
+        q_lora_rank=None,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        topk_method="group_limited_greedy",
+        routed_scaling_factor=1.3,
+        first_k_dense_replace=1,
+    ),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **SIZES | LATENT,
+        q_lora_rank=20,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     ),
     "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: GPT2Config(

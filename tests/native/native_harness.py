@@ -8,7 +8,7 @@ from quire.kernels.cpu import PackedMatrix, Store
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights
 from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.kernels.reference.dequant import FLOATS, FORMATS
-from quire.types.kv import layout_for
+from quire.types.kv import TokenShape, layout_for
 
 # Where each format keeps fp16 factors: random bytes there would be infinities.
 HALVES = {
@@ -74,10 +74,8 @@ def random_decoder(
 
 
 def kv_for(weights: DecoderWeights, pages: int, dtype: str, page_size: int) -> KVViews:
-    layout = layout_for(
-        [layer.window for layer in weights.layers], kv_heads=weights.kv_heads, head_dim=weights.head_dim,
-        page_size=page_size, dtype=dtype,
-    )  # fmt: skip
+    shapes = [TokenShape(weights.kv_heads, weights.head_dim, layer.window) for layer in weights.layers]
+    layout = layout_for(shapes, page_size=page_size, dtype=dtype)
     pool = allocate_kv(layout, pages, "cpu")
     pool[1:] = 255  # what nobody wrote must not be read: no number, in any float
     return KVViews(pool, layout)

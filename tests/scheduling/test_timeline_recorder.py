@@ -8,7 +8,7 @@ from quire.observe.metrics import Metrics, RequestMeter
 from quire.scheduling import Scheduler
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor
-from quire.types.kv import layout_for
+from quire.types.kv import TokenShape, layout_for
 from quire.types.plan import Capacity, StepResult
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ class Engine:
         prefix_cache: bool = True,
         padding: int = 0,
     ):
-        layout = layout_for([None], kv_heads=1, head_dim=1, page_size=PAGE, dtype="float32")
+        layout = layout_for([TokenShape(1, 1, window) for window in [None]], page_size=PAGE, dtype="float32")
         capacity = Capacity(pages=pages + 1, slots=8, max_model_len=256, max_batch_tokens=batch, depth=depth)
         self.executor = FakeExecutor(layout, capacity)
         self.scheduler = Scheduler(SchedulerOptions(prefill_chunk=chunk), layout, capacity, prefix_cache=prefix_cache)

@@ -12,7 +12,7 @@ from quire.kernels.triton.batch_gather import assemble
 from quire.kernels.triton.embedding_gather import gather_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
 from quire.kernels.triton.rope_kernel import rope_and_write, rope_tables
-from quire.types.kv import layout_for
+from quire.types.kv import TokenShape, layout_for
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (5, 64), (3, 300), (17, 16)])
@@ -104,7 +104,7 @@ def test_eight_bit_page_writes():
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 @pytest.mark.parametrize(("kv_heads", "dim", "rotary"), [(2, 16, 16), (3, 12, 8)])
 def test_scaled_page_writes(kind, kv_heads, dim, rotary):
-    layout = layout_for([None, None], kv_heads=kv_heads, head_dim=dim, page_size=4, dtype=kind)
+    layout = layout_for([TokenShape(kv_heads, dim, window) for window in [None, None]], page_size=4, dtype=kind)
     qkv = torch.randn(3, (4 + 2 * kv_heads) * dim)
     qkv[1, 4 * dim : 6 * dim] = 0  # heads of nothing
     cos, sin = plain.rope_tables(torch.arange(3), torch.ones(rotary // 2), 1.0, torch.float32)

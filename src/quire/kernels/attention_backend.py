@@ -36,6 +36,12 @@ class AttentionSpec:
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: torch.Tensor | None = field(default=None, compare=False)  # [heads]: a score of nothing, for each head
 
+    values_from: int | None = None  # values are the keys from this dimension on (latent attention); None: their own
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim - (self.values_from or 0)
+
     @property
     def stored(self) -> int:
         return self.kv_itemsize or self.itemsize

@@ -53,7 +53,7 @@ class AttentionMassRows:
         plan: Plan,
     ) -> torch.Tensor:
         assert batch.mass is not None
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], spec.value_dim)
         if rest := plan.rest:
             out[rest.tokens] = self.other.forward(spec, q[rest.tokens], kv, rest.batch, rest.group, plan.other)
         starts = list(accumulate(batch.counts, initial=0))

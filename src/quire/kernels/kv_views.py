@@ -28,13 +28,14 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scaled head'
 
 
 class LayerKV(NamedTuple):
-    """Where one layer keeps its K and V."""
+    """Where one layer keeps its K and V. Values that are a part of the keys lie in them."""
 
     k_pages: torch.Tensor  # [pages, tokens_per_page, kv_heads, head_dim], strided; of 4-bit numbers half as many bytes
     v_pages: torch.Tensor
     group: int = 0
     k_scales: torch.Tensor | None = None  # [pages, tokens_per_page, kv_heads, scales] float16, if pages are scaled
     v_scales: torch.Tensor | None = None
+    shared: bool = False  # V is a part of K
 
     @property
     def sides(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
@@ -59,8 +60,9 @@ class KVViews:
         for index, group in enumerate(layout.groups):
             numbers, scales = _numbers(pool, layout, group), _scales(pool, layout, group)
             for place, layer in enumerate(group.layers):
-                beside = (None, None) if scales is None else (scales[:, place, 0], scales[:, place, 1])
-                views[layer] = LayerKV(numbers[:, place, 0], numbers[:, place, 1], index, *beside)
+                k, v = numbers[:, place, 0], numbers[:, place, -1, ..., group.values_from or 0 :]
+                k_scales, v_scales = (None, None) if scales is None else (scales[:, place, 0], scales[:, place, -1])
+                views[layer] = LayerKV(k, v, index, k_scales, v_scales, shared=group.values_from is not None)
         self.layers = tuple(views[layer] for layer in range(len(views)))
 
     def move(self, group: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -143,7 +145,7 @@ def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Te
     """K and V [tokens, kv_heads, head_dim] of one layer into their places; what `Ops.write_kv` does, in plain torch."""
     size = kv.k_pages.shape[1]
     where = (kv_slots // size, kv_slots % size)
-    for (numbers, scales), x in zip(kv.sides, (k, v), strict=True):
+    for (numbers, scales), x in zip(kv.sides[: 1 if kv.shared else 2], (k, v), strict=False):
         stored, beside = encode(x, numbers.dtype, scaled=scales is not None)
         if numbers.element_size() == 1:
             numbers, stored = numbers.view(torch.uint8), stored.view(torch.uint8)

@@ -17,7 +17,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import FORMATS
 from quire.model.blocks.rope_scaling import inverse_frequencies
-from quire.model.decoder_spec import DecoderSpec, Dense, Experts
+from quire.model.decoder_spec import DecoderSpec, Dense, Experts, Latent
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.types.errors import ConfigError
@@ -70,6 +70,8 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
     for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
         if norms.kind != "rms" or not norms.before or norms.after:
             return "other norms than RMS norms before attention and MLP"
+        if isinstance(mixer, Latent):
+            return "latent attention"
         if mixer.sinks:
             return "attention sinks"
         if mixer.query_scaling is not None:

@@ -18,11 +18,12 @@ from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
+from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
-from quire.model.blocks.stages import Step
-from quire.model.decoder_spec import DecoderSpec, Experts, Norms
+from quire.model.blocks.stages import MixerBlock, Step
+from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
@@ -32,7 +33,7 @@ from quire.types.kv import KVLayout
 @dataclass
 class Layer:
     index: int
-    mixer: AttentionBlock
+    mixer: MixerBlock
     feed: DenseBlock | ExpertsBlock
     parallel: bool
 
@@ -98,10 +99,14 @@ class Model:
         return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
     def _layer(self, index: int) -> Layer:
-        mixer = AttentionBlock.build(self.spec, index, self.dtype.itemsize, self._linear, self._norm, self._plain)
+        mixer: MixerBlock
         feed: DenseBlock | ExpertsBlock
+        dense, size = partial(self._linear, scheme=self._dense), self.dtype.itemsize
+        if isinstance(self.spec.layers[index].mixer, Latent):
+            mixer = LatentBlock.build(self.spec, index, size, self._linear, dense, self._norm)
+        else:
+            mixer = AttentionBlock.build(self.spec, index, size, self._linear, self._norm, self._plain)
         if isinstance(self.spec.layers[index].feed, Experts):
-            dense = partial(self._linear, scheme=self._dense)
             feed = ExpertsBlock.build(self.spec, index, dense, self._norm)
         else:
             feed = DenseBlock.build(self.spec, index, self._linear, self._norm)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from quire.types.errors import ModelFileError
-from quire.types.kv import KVLayout, layout_for
+from quire.types.kv import KVLayout, TokenShape, layout_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
 GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
@@ -58,6 +57,50 @@ class Attention:
     @property
     def qkv_width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def token_shape(self) -> TokenShape:
+        """What it keeps of a token."""
+        return TokenShape(self.kv_heads, self.head_dim, self.window)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: pages hold one compressed vector a token and its rotated key, which all heads share;
+    queries are taken into that space, and what was attended out of it."""
+
+    heads: int
+    q_rank: int | None  # queries are compressed too; None: they are not
+    kv_rank: int
+    nope_dim: int  # of a query that is not rotated
+    rope_dim: int
+    value_dim: int
+    scale: float
+    rope: RopeSpec
+    bias: bool = False  # of the products that compress, and of the last
+
+    window = None
+    softcap = None
+    sinks = False
+    qk_norm = None
+    query_scaling = None
+    kv_heads = 1
+
+    @property
+    def head_dim(self) -> int:
+        """Of a key: rotated, then compressed."""
+        return self.rope_dim + self.kv_rank
+
+    @property
+    def qkv_width(self) -> int:
+        return self.heads * (self.head_dim + self.nope_dim) + self.head_dim
+
+    @property
+    def token_shape(self) -> TokenShape:
+        return TokenShape(1, self.head_dim, values_from=self.rope_dim)
+
+
+Mixer = Attention | Latent
 
 
 @dataclass(frozen=True)
@@ -125,7 +168,7 @@ class Norms:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    mixer: Attention
+    mixer: Mixer
     feed: Dense | Experts
     norms: Norms = Norms()
     parallel: Literal["own_norms", "one_norm"] | None = None  # mixer and feed read the same residual; None: in turn
@@ -147,14 +190,6 @@ class DecoderSpec:
     logit_scale: float = 1.0  # logits are
     logit_softcap: float | None = None  # logits become softcap * tanh(logit / softcap)
 
-    def __post_init__(self) -> None:
-        """Pages hold heads of one shape, whatever the layer."""
-        first = self.layers[0].mixer
-        for layer in self.layers:
-            mixer = layer.mixer
-            if (mixer.kv_heads, mixer.head_dim) != (first.kv_heads, first.head_dim):
-                raise ModelFileError(f"{self.architecture}: layers with different KV heads are not supported")
-
     @cached_property
     def rope_kinds(self) -> list[int]:
         """By layer: the first layer whose queries and keys are rotated alike, or not at all like its own."""
@@ -172,12 +207,12 @@ class DecoderSpec:
     def mixer_kinds(self) -> list[int]:
         """By layer: the first layer whose attention, once there are queries and keys, is the same but for its scale.
         One plan of a step serves a kind."""
-        return _first_alike([replace(layer.mixer, scale=0.0, rope=None, query_scaling=None) for layer in self.layers])
+        return _first_alike([_attended(layer.mixer) for layer in self.layers])
 
     @cached_property
     def layer_kinds(self) -> list[int]:
         """By layer: the first layer that launches the same kernels."""
-        return _first_alike([replace(layer, mixer=replace(layer.mixer, scale=0.0)) for layer in self.layers])
+        return _first_alike([replace(layer, mixer=_unscaled(layer.mixer)) for layer in self.layers])
 
     @property
     def token_width(self) -> int:
@@ -194,13 +229,18 @@ class DecoderSpec:
         return None
 
     def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
-        return layout_for(
-            [layer.mixer.window for layer in self.layers],
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            page_size=page_size,
-            dtype=dtype,
-        )
+        return layout_for([layer.mixer.token_shape for layer in self.layers], page_size=page_size, dtype=dtype)
+
+
+def _unscaled(mixer: Mixer) -> Mixer:
+    return replace(mixer, scale=0.0)
+
+
+def _attended(mixer: Mixer) -> Mixer:
+    """Without what is done before there are queries and keys."""
+    return (
+        replace(mixer, scale=0.0, rope=None, query_scaling=None) if isinstance(mixer, Attention) else _unscaled(mixer)
+    )
 
 
 def _first_alike(items: Sequence[object]) -> list[int]:

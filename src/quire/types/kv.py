@@ -58,7 +58,12 @@ class KVGroup(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     window: int | None = None  # tokens a query sees, itself included; None: all of them
-    parts: int = 2  # K and V
+    values_from: int | None = None  # values are the keys from this dimension on (latent attention); None: their own
+
+    @property
+    def parts(self) -> int:
+        """K and V, or keys that hold both."""
+        return 2 if self.values_from is None else 1
 
     @property
     def token_heads(self) -> int:
@@ -120,21 +125,34 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(-(-tokens // g.tokens_per_page) for g in self.groups)
 
 
-def layout_for(windows: list[int | None], *, kv_heads: int, head_dim: int, page_size: int, dtype: str) -> KVLayout:
-    """Group layers by window; the group with most layers gets `page_size` tokens a page, the others as many
-    as fit the same bytes."""
-    by_window: dict[int | None, list[int]] = {}
-    for layer, window in enumerate(windows):
-        by_window.setdefault(window, []).append(layer)
-    most = max(len(layers) for layers in by_window.values())
+class TokenShape(msgspec.Struct, frozen=True):
+    """What a layer keeps of a token, and for how long."""
+
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+    values_from: int | None = None
+
+    def bytes(self, dtype: str) -> int:
+        return (2 if self.values_from is None else 1) * self.kv_heads * KINDS[dtype].head_bytes(self.head_dim)
+
+
+def layout_for(shapes: list[TokenShape], *, page_size: int, dtype: str) -> KVLayout:
+    """Group layers by what they keep; the group whose tokens take most gets `page_size` tokens a page, the others as
+    many times that as fit the same bytes."""
+    by_shape: dict[TokenShape, list[int]] = {}
+    for layer, shape in enumerate(shapes):
+        by_shape.setdefault(shape, []).append(layer)
+    sizes = {shape: len(layers) * shape.bytes(dtype) for shape, layers in by_shape.items()}
     groups = tuple(
         KVGroup(
             layers=tuple(layers),
-            tokens_per_page=page_size * (most // len(layers)),
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            window=window,
+            tokens_per_page=page_size * (max(sizes.values()) // sizes[shape]),
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            window=shape.window,
+            values_from=shape.values_from,
         )
-        for window, layers in by_window.items()
+        for shape, layers in by_shape.items()
     )
     return KVLayout(groups=groups, dtype=dtype)

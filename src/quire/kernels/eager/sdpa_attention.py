@@ -66,7 +66,7 @@ class Plan:
             self.buffer = q.new_empty(2 * most * width)
         count = bucket.gathered
         both = self.buffer[: 2 * (count + 1) * width].view(2, count + 1, width)
-        for (numbers, scales), flat in zip(kv.sides, both, strict=True):
+        for (numbers, scales), flat in zip(kv.sides[: 1 if kv.shared else 2], both, strict=False):
             into = flat[:count].view(count // page, page, heads, dim)
             if numbers.dtype == q.dtype:
                 torch.index_select(numbers, 0, bucket.pages, out=into)
@@ -78,7 +78,7 @@ class Plan:
         if bucket.stale is not None:
             both.index_fill_(1, bucket.stale, 0)
         k, v = both[:, :count].view(2, bucket.rows, bucket.keys, heads, dim)
-        return k, v
+        return k, k[..., dim - kv.v_pages.shape[-1] :] if kv.shared else v
 
 
 class TorchSdpa:
@@ -103,7 +103,7 @@ class TorchSdpa:
     ) -> torch.Tensor:
         if len(plan.buckets) == 1:
             return _attend(spec, q, plan, plan.buckets[0], kv)
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], spec.value_dim)
         for bucket in plan.buckets:
             out[bucket.tokens] = _attend(spec, q[bucket.tokens], plan, bucket, kv)
         return out
@@ -202,7 +202,7 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
         share = spec.heads // spec.kv_heads
         grouped = q.view(bucket.rows, spec.kv_heads, share, spec.head_dim)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bucket.mask, scale=spec.scale)
-        return out.reshape(q.shape)
+        return out.reshape(len(q), spec.heads, -1)
     out = F.scaled_dot_product_attention(
         q.view(bucket.rows, bucket.count, spec.heads, spec.head_dim).transpose(1, 2),
         k,
@@ -212,7 +212,7 @@ def _attend(spec: AttentionSpec, q: torch.Tensor, plan: Plan, bucket: Bucket, kv
         scale=spec.scale,
         enable_gqa=spec.heads != spec.kv_heads,
     )
-    return out.transpose(1, 2).reshape(q.shape)
+    return out.transpose(1, 2).reshape(len(q), spec.heads, -1)
 
 
 def _attend_plainly(
@@ -221,7 +221,7 @@ def _attend_plainly(
     """The same in plain products: torch's attention has no soft cap, no sinks. Some queries of each row at a time."""
     share, keys = spec.heads // spec.kv_heads, k.shape[2]
     grouped = q.view(bucket.rows, bucket.count, spec.kv_heads, share, spec.head_dim).permute(0, 2, 3, 1, 4)
-    out = torch.empty_like(grouped)
+    out = grouped.new_empty(*grouped.shape[:-1], spec.value_dim)
     step = max(1, SCORES // (bucket.rows * spec.heads * keys))
     k, v = k.float(), v.float()
     for first in range(0, bucket.count, step):
@@ -236,4 +236,4 @@ def _attend_plainly(
             scores += bucket.mask[:, :, None, first : first + step]
         mixed = spec.softmax(scores, spec.kv_heads, share).flatten(2, 3) @ v
         out[:, :, :, first : first + step] = mixed.unflatten(2, (share, queries)).to(q.dtype)
-    return out.permute(0, 3, 1, 2, 4).reshape(q.shape)
+    return out.permute(0, 3, 1, 2, 4).reshape(len(q), spec.heads, -1)

@@ -27,7 +27,7 @@ class ReferenceAttention:
         group: GroupBatch,
         plan: None,
     ) -> torch.Tensor:
-        out = torch.empty_like(q)
+        out = q.new_empty(*q.shape[:2], spec.value_dim)
         bounds = batch.query_start.tolist()
         for row, kv_len in enumerate(batch.kv_len.tolist()):
             tokens = slice(bounds[row], bounds[row + 1])

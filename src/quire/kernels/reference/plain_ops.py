@@ -76,7 +76,7 @@ def act_and_mul(x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:
 def write_kv(k: torch.Tensor, v: torch.Tensor, kv: LayerKV, kv_slots: torch.Tensor) -> None:
     size = kv.k_pages.shape[1]
     for token, slot in enumerate(kv_slots.tolist()):
-        for (numbers, scales), x in zip(kv.sides, (k, v), strict=True):
+        for (numbers, scales), x in zip(kv.sides[: 1 if kv.shared else 2], (k, v), strict=False):
             stored, beside = encode(x[token], numbers.dtype, scaled=scales is not None)
             numbers[slot // size, slot % size] = stored
             if scales is not None and beside is not None:

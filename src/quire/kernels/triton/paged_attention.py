@@ -90,6 +90,8 @@ class TritonAttention:
         self.shares = not invariant  # attending together sums in another order
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
+        if spec.values_from is not None:
+            return "its kernels read values apart from keys"
         if spec.head_dim > MAX_HEAD_DIM:
             return f"head_dim {spec.head_dim} is more than {MAX_HEAD_DIM}"
         if spec.heads // spec.kv_heads > 64:

@@ -14,7 +14,7 @@ import torch
 from quire.kernels.attention_backend import AttentionSpec
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
-from quire.model.decoder_spec import DecoderSpec, Norms, QueryScaling
+from quire.model.decoder_spec import Attention, DecoderSpec, Norms, QueryScaling
 
 LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
 PlainMaker = Callable[[int], Plain]
@@ -44,6 +44,7 @@ class AttentionBlock:
     ) -> AttentionBlock:
         layer = spec.layers[index]
         mixer, norms = layer.mixer, layer.norms
+        assert isinstance(mixer, Attention)
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
         sinks = plain(mixer.heads) if mixer.sinks else None
@@ -99,5 +100,5 @@ def attention_spec(
         sinks = torch.empty(mixer.heads, device="meta")
     return AttentionSpec(
         mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize,
-        softcap=mixer.softcap, sinks=sinks,
+        softcap=mixer.softcap, sinks=sinks, values_from=mixer.token_shape.values_from,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from quire.kernels.op_signatures import Activation
 from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module
 from quire.model.blocks.norms import Norm
-from quire.model.decoder_spec import DecoderSpec
+from quire.model.decoder_spec import DecoderSpec, Dense
 
 
 @dataclass
@@ -28,6 +28,7 @@ class DenseBlock:
     def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> DenseBlock:
         layer = spec.layers[index]
         feed, norms = layer.feed, layer.norms
+        assert isinstance(feed, Dense)
         return cls(
             activation=feed.activation,
             gated=feed.gated,

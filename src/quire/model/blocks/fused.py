@@ -16,12 +16,12 @@ import torch
 
 from quire.kernels.library import cublas
 from quire.kernels.triton import why_not
-from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
+from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear
-from quire.model.blocks.stages import Stages, Step
-from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec
+from quire.model.blocks.stages import MixerBlock, Stages, Step
+from quire.model.decoder_spec import DecoderSpec, Experts, Latent, LayerSpec
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
 
@@ -46,6 +46,8 @@ def composed_parts(layer: LayerSpec) -> list[str]:
         parts.append("LayerNorms")
     if layer.norms.after:
         parts.append("norms after mixer and feed, between product and residual")
+    if isinstance(layer.mixer, Latent):
+        parts.append("latent attention")
     if layer.mixer.qk_norm == "all":
         parts.append("norms of queries and keys over all heads")
     if layer.parallel is not None:
@@ -78,7 +80,9 @@ class FusedStages(Stages):
         choice = "measured for their shape" if cublas.measured(device) else "that the library prefers"
         return f"Triton kernels between products of cuBLAS, by kernels {choice}"
 
-    def qkv(self, block: AttentionBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
+        if isinstance(block, LatentBlock):
+            return super().qkv(block, x, residual, step)
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
         if norm is not None and not norm.centred:
             qkv = block.qkv.scheme.product(block.qkv, x, residual, norm=norm)
@@ -101,7 +105,9 @@ class FusedStages(Stages):
         )
         return self.scale_queries(block, q, step)
 
-    def attend(self, block: AttentionBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+    def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+        if isinstance(block, LatentBlock):
+            return super().attend(block, q, residual, step)
         mixed = self.attention(block, q, step).flatten(1)
         if block.post_norm is None and self._plain_exit:
             return block.o.scheme.product(block.o, mixed, residual)

@@ -24,10 +24,13 @@ from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
+from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.quantization.scheme import QuantScheme
+
+MixerBlock = AttentionBlock | LatentBlock
 
 
 @dataclass
@@ -76,8 +79,12 @@ class Stages:
             return self.ops.rms_norm(residual, norm.weight, norm.eps)
         return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
-    def qkv(self, block: AttentionBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
+    def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """Rotated queries [tokens, heads, dim]; keys and values go to their pages."""
+        if isinstance(block, LatentBlock):
+            kv = step.kv.layers[block.index]
+            slots = step.batch.groups[kv.group].kv_slots
+            return block.queries(self.norm(block.norm, x, residual), step.rope[block.rope], kv, slots, self.ops)
         heads, kv_heads, dim = block.attention.heads, block.attention.kv_heads, block.attention.head_dim
         flat = block.qkv(self.norm(block.norm, x, residual))
         if block.norms_all_heads:
@@ -107,12 +114,13 @@ class Stages:
             assert norm is not None
             side.copy_(self.ops.rms_norm(side, norm.weight, norm.eps))
 
-    def attend(self, block: AttentionBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
+    def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Attention over pages and the output projection, [tokens, hidden]."""
-        out = block.o(self.attention(block, q, step).flatten(1))
+        mixed = self.attention(block, q, step)
+        out = block.o(block.values(mixed) if isinstance(block, LatentBlock) else mixed.flatten(1))
         return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
 
-    def attention(self, block: AttentionBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
+    def attention(self, block: MixerBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[tokens, heads, dim]; the backend plans once a step for all layers with such attention."""
         kv = step.kv.layers[block.index]
         group = step.batch.groups[kv.group]

@@ -31,6 +31,7 @@ FAMILY_MODULES = (
     "qwen_moe",
     "glm4_moe",
     "gpt_oss",
+    "deepseek",
 )
 
 
@@ -57,9 +58,9 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
     known = {name: f for f in families() for name in f.names}
     if isinstance(metadata.get("text_config"), dict) and named_in(metadata) not in known:
         inner = text_config(metadata, source.tensors())
-        family: Architecture = TextPart(_find(named_in(inner), known), inner)
-    else:
-        family = _find(named_in(metadata), known)
+        text = TextPart(_find(named_in(inner), known), inner)
+        return text, text.spec(metadata)
+    family = _find(named_in(metadata), known)
     return family, family.spec(metadata)
 
 

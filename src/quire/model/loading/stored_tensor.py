@@ -34,12 +34,29 @@ class UnpairedHeads:
 
     heads: int
     rotary: int | None = None
+    skip: int = 0  # rows of each head before those
 
     def index(self, rows: int) -> torch.Tensor:
         heads = torch.arange(rows).view(self.heads, -1)
-        rotary = heads.shape[1] if self.rotary is None else self.rotary
-        halves = heads[:, :rotary].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
-        return torch.cat((halves, heads[:, rotary:]), dim=1).flatten()
+        end = heads.shape[1] if self.rotary is None else self.skip + self.rotary
+        halves = heads[:, self.skip : end].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return torch.cat((heads[:, : self.skip], halves, heads[:, end:]), dim=1).flatten()
+
+
+@dataclass(frozen=True)
+class RotaryFirst:
+    """Each head's last `rotary` rows come first, out of interleaved pairs if they are in such."""
+
+    heads: int
+    rotary: int
+    paired: bool
+
+    def index(self, rows: int) -> torch.Tensor:
+        heads = torch.arange(rows).view(self.heads, -1)
+        rotated = heads[:, -self.rotary :]
+        if self.paired:
+            rotated = rotated.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return torch.cat((rotated, heads[:, : -self.rotary]), dim=1).flatten()
 
 
 @dataclass(frozen=True)
