@@ -24,7 +24,10 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-4) -> 
 @pytest.fixture(scope="module")
 def pair(request, tmp_path_factory):
     """(transformers model, the same loaded by us from its safetensors files)"""
-    theirs = tiny(request.param)
+    try:
+        theirs = tiny(request.param)
+    except AttributeError as error:
+        pytest.skip(f"this transformers has none: {error}")
     path = tmp_path_factory.mktemp(request.param)
     theirs.save_pretrained(path)
     return theirs, load_model(resolve(str(path)).open(), **CPU)
@@ -129,7 +132,7 @@ def test_computed_in_bfloat16(pair, tmp_path):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2"], indirect=True)
+@pytest.mark.parametrize("pair", CONFIGS, indirect=True)
 def test_on_a_gpu(pair, tmp_path):
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)

@@ -3,36 +3,8 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Cohere2Config,
-    DeepseekV2Config,
-    DeepseekV3Config,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4MoeConfig,
-    GlmConfig,
-    GPT2Config,
-    GptOssConfig,
-    GraniteConfig,
-    GraniteMoeConfig,
-    LlamaConfig,
-    Ministral3Config,
-    MinistralConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+import transformers as hf
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 SIZES = {
     "vocab_size": 97,
@@ -63,34 +35,36 @@ LATENT = {
 }
 
 CONFIGS = {
-    "llama2": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
-    "llama-biased-tied": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
-    "llama3": lambda: LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3)),
-    "llama-linear": lambda: LlamaConfig(
+    "llama2": lambda: hf.LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
+    "llama-biased-tied": lambda: hf.LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama3": lambda: hf.LlamaConfig(**SIZES, rope_parameters=dict(LLAMA3)),
+    "llama-linear": lambda: hf.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
     ),
-    "llama-dynamic": lambda: LlamaConfig(
+    "llama-dynamic": lambda: hf.LlamaConfig(
         **SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     ),
-    "yarn": lambda: LlamaConfig(**SIZES, rope_parameters=dict(YARN)),
-    "yarn-mscale": lambda: LlamaConfig(
+    "yarn": lambda: hf.LlamaConfig(**SIZES, rope_parameters=dict(YARN)),
+    "yarn-mscale": lambda: hf.LlamaConfig(
         **SIZES, rope_parameters=YARN | {"mscale": 1.3, "mscale_all_dim": 0.7, "beta_fast": 8.0, "truncate": False}
     ),
-    "block-sized": lambda: LlamaConfig(
+    "block-sized": lambda: hf.LlamaConfig(
         **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
     ),  # all rows are whole GGUF blocks
-    "one-kv-head": lambda: LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16),
-    "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=9),
-    "mistral-full": lambda: MistralConfig(**SIZES, sliding_window=None),
-    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
-    "qwen2-mixed-windows": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=3),
-    "qwen2-layer-types": lambda: Qwen2Config(
+    "one-kv-head": lambda: hf.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16),
+    "mistral-window": lambda: hf.MistralConfig(**SIZES, sliding_window=9),
+    "mistral-full": lambda: hf.MistralConfig(**SIZES, sliding_window=None),
+    "qwen2": lambda: hf.Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-mixed-windows": lambda: hf.Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=7, max_window_layers=3
+    ),
+    "qwen2-layer-types": lambda: hf.Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=12),
-    "olmo2": lambda: Olmo2Config(**SIZES),
-    "olmo2-biased-tied": lambda: Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True),
-    "gemma2": lambda: Gemma2Config(
+    "qwen3": lambda: hf.Qwen3Config(**SIZES, head_dim=12),
+    "olmo2": lambda: hf.Olmo2Config(**SIZES),
+    "olmo2-biased-tied": lambda: hf.Olmo2Config(**SIZES, attention_bias=True, tie_word_embeddings=True),
+    "gemma2": lambda: hf.Gemma2Config(
         **SIZES,
         head_dim=12,
         query_pre_attn_scalar=12,
@@ -98,7 +72,7 @@ CONFIGS = {
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
     ),  # small caps, so that they show
-    "gemma2-variations": lambda: Gemma2Config(
+    "gemma2-variations": lambda: hf.Gemma2Config(
         **SIZES,
         head_dim=8,
         query_pre_attn_scalar=20,
@@ -110,21 +84,21 @@ CONFIGS = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
-    "granite": lambda: GraniteConfig(
+    "granite": lambda: hf.GraniteConfig(
         **SIZES,
         embedding_multiplier=3.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
         logits_scaling=0.4,
     ),
-    "ministral": lambda: MinistralConfig(
+    "ministral": lambda: hf.MinistralConfig(
         **SIZES, head_dim=8, sliding_window=9, layer_types=["full_attention", "sliding_attention"] * 2
     ),
-    "ministral3": lambda: Ministral3Config(
+    "ministral3": lambda: hf.Ministral3Config(
         **SIZES, head_dim=8, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
     ),
-    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
-    "olmo3": lambda: Olmo3Config(
+    "smollm3": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
+    "olmo3": lambda: hf.Olmo3Config(
         **SIZES,
         sliding_window=9,
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -133,7 +107,7 @@ CONFIGS = {
             "full_attention": dict(YARN),
         },
     ),
-    "gemma3": lambda: Gemma3TextConfig(
+    "gemma3": lambda: hf.Gemma3TextConfig(
         **SIZES,
         head_dim=12,
         query_pre_attn_scalar=20,
@@ -144,13 +118,13 @@ CONFIGS = {
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
         },
     ),
-    "phi3": lambda: Phi3Config(**SIZES, pad_token_id=0, sliding_window=11),
-    "phi3-partial": lambda: Phi3Config(
+    "phi3": lambda: hf.Phi3Config(**SIZES, pad_token_id=0, sliding_window=11),
+    "phi3-partial": lambda: hf.Phi3Config(
         **SIZES,
         pad_token_id=0,
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 99.0},
     ),
-    "phi3-longrope": lambda: Phi3Config(
+    "phi3-longrope": lambda: hf.Phi3Config(
         **SIZES,
         pad_token_id=0,
         original_max_position_embeddings=16,
@@ -162,13 +136,13 @@ CONFIGS = {
             "original_max_position_embeddings": 16,
         },
     ),
-    "cohere2": lambda: Cohere2Config(
+    "cohere2": lambda: hf.Cohere2Config(
         **SIZES, sliding_window=9, logit_scale=0.5, layer_types=["sliding_attention", "full_attention"] * 2
     ),
-    "glm4": lambda: Glm4Config(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
-    "glm": lambda: GlmConfig(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
-    "falcon-7b": lambda: FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=6),
-    "falcon-40b": lambda: FalconConfig(
+    "glm4": lambda: hf.Glm4Config(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
+    "glm": lambda: hf.GlmConfig(**SIZES, head_dim=8, attention_bias=True, pad_token_id=0),
+    "falcon-7b": lambda: hf.FalconConfig(vocab_size=97, hidden_size=48, num_hidden_layers=3, num_attention_heads=6),
+    "falcon-40b": lambda: hf.FalconConfig(
         vocab_size=97,
         hidden_size=48,
         num_hidden_layers=3,
@@ -177,7 +151,7 @@ CONFIGS = {
         num_kv_heads=2,
         bias=True,
     ),
-    "falcon-serial": lambda: FalconConfig(
+    "falcon-serial": lambda: hf.FalconConfig(
         vocab_size=97,
         hidden_size=48,
         num_hidden_layers=3,
@@ -186,8 +160,8 @@ CONFIGS = {
         multi_query=False,
         bias=True,
     ),
-    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
-    "qwen2-moe": lambda: Qwen2MoeConfig(
+    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=None),
+    "qwen2-moe": lambda: hf.Qwen2MoeConfig(
         **SIZES,
         num_experts=6,
         num_experts_per_tok=3,
@@ -195,13 +169,13 @@ CONFIGS = {
         shared_expert_intermediate_size=40,
         mlp_only_layers=[1],
     ),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
+    "qwen3-moe": lambda: hf.Qwen3MoeConfig(
         **SIZES, head_dim=12, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True
     ),
-    "granite-moe": lambda: GraniteMoeConfig(
+    "granite-moe": lambda: hf.GraniteMoeConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, residual_multiplier=0.7, logits_scaling=0.4
     ),
-    "glm4-moe": lambda: Glm4MoeConfig(
+    "glm4-moe": lambda: hf.Glm4MoeConfig(
         **SIZES,
         head_dim=12,
         n_routed_experts=8,
@@ -214,7 +188,7 @@ CONFIGS = {
         attention_bias=True,
         pad_token_id=0,
     ),
-    "gpt-oss": lambda: GptOssConfig(
+    "gpt-oss": lambda: hf.GptOssConfig(
         **SIZES,
         head_dim=8,
         num_local_experts=6,
@@ -223,7 +197,7 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         rope_parameters=YARN | {"truncate": False},
     ),
-    "deepseek-v2": lambda: DeepseekV2Config(
+    "deepseek-v2": lambda: hf.DeepseekV2Config(
         **SIZES | LATENT,
         q_lora_rank=None,
         n_routed_experts=8,
@@ -234,7 +208,7 @@ CONFIGS = {
         routed_scaling_factor=1.3,
         first_k_dense_replace=1,
     ),
-    "deepseek-v3": lambda: DeepseekV3Config(
+    "deepseek-v3": lambda: hf.DeepseekV3Config(
         **SIZES | LATENT,
         q_lora_rank=20,
         n_routed_experts=8,
@@ -244,8 +218,8 @@ CONFIGS = {
         first_k_dense_replace=1,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     ),
-    "gpt2": lambda: GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
-    "gpt2-variations": lambda: GPT2Config(
+    "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
+    "gpt2-variations": lambda: hf.GPT2Config(
         vocab_size=97,
         n_positions=128,
         n_embd=48,
