@@ -51,10 +51,6 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
         named = metadata["general.architecture"]
         family = _find(named, {name: f for f in families() for name in f.gguf_names})
         return family, family.spec(config_from_gguf(metadata, source.tensors(), family.gguf_keys))
-    if metadata.get("quantization_config"):
-        how = metadata["quantization_config"]
-        method = how.get("quant_method") if isinstance(how, dict) else how
-        raise ModelFileError(f"model is quantised with {method!r}, which is not supported; use float weights or GGUF")
     known = {name: f for f in families() for name in f.names}
     if isinstance(metadata.get("text_config"), dict) and named_in(metadata) not in known:
         inner = text_config(metadata, source.tensors())

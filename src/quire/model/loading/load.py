@@ -20,6 +20,7 @@ from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architecture, Target
 from quire.model.families.registry import read_family
 from quire.model.loading.expert_tensors import ExpertTensors
+from quire.model.loading.formats.published_source import unquantised
 from quire.model.loading.stored_tensor import SLICE
 from quire.model.quantization.scheme import QuantScheme
 from quire.model.runnable import Runnable
@@ -53,14 +54,15 @@ def load_model(
     compiled decoder's never do).
     """
     family, spec = read_family(source)
-    source = ExpertTensors(source)
     why_not = None
     if compiled is not None:
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights)
         if why_not is None:
+            source = ExpertTensors(unquantised(source, blocks=True))
             targets = _targets(family, spec, source)
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
+    source = ExpertTensors(unquantised(source, blocks=False))
     if not random_weights:
         targets = _targets(family, spec, source)
         _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
@@ -83,7 +85,7 @@ def compiled_refusal(source: WeightSource, device: torch.device, *, random_weigh
     if random_weights:
         return "random weights are not quantised"
     family, spec = read_family(source)
-    source = ExpertTensors(source)
+    source = ExpertTensors(unquantised(source, blocks=True))
     return refusal(spec, _targets(family, spec, source), source, device)
 
 

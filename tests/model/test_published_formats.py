@@ -1,0 +1,159 @@
+"""Checkpoints in published formats: logits of what their numbers mean, by transformers; packed by their own libraries
+where these are installed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from model_harness import run_model
+from published_writer import awq, fp8, gptq, write
+from safetensors.torch import save_file
+from tiny_models import CONFIGS, prompts, their_logits, tiny
+from transformers import AutoModelForCausalLM
+
+from quire.assets import resolve
+from quire.model import load_model
+from quire.types.errors import ModelFileError
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+FORMATS = {
+    "gptq": (GPTQ, gptq(4, 32)),
+    "gptq-act-order": (GPTQ | {"desc_act": True}, gptq(4, 32, act_order=True)),
+    "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq(4, 32, second=True)),
+    "gptq-8": (GPTQ | {"bits": 8}, gptq(8, 32)),
+    "gptq-3": (GPTQ | {"bits": 3}, gptq(3, 32)),
+    "gptq-2": (GPTQ | {"bits": 2}, gptq(2, 32)),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq(32)),
+    "fp8-block": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8("block")),
+    "fp8-tensor": ({"quant_method": "fp8"}, fp8("tensor")),
+    "fp8-channel": ({"quant_method": "fp8"}, fp8("channel")),
+}
+
+
+def compressed(name: str, **weights):
+    library = pytest.importorskip("compressed_tensors", reason="the library that writes this format")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=name)
+    compressor = BaseCompressor.get_value_from_registry(name)
+
+    def pack(weight):
+        runs = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+        extra = {}
+        if name == "nvfp4-pack-quantized":
+            extra["weight_global_scale"] = (448 * 6 / weight.abs().max()).reshape(1)
+        scale, zero = calculate_qparams(
+            runs.amin(-1), runs.amax(-1), args, global_scale=extra.get("weight_global_scale")
+        )
+        state = {"weight": weight, "weight_scale": scale.float(), "weight_zero_point": zero, **extra}
+        stored = compressor.compress(state, scheme)
+        if name == "nvfp4-pack-quantized":  # the library's own result has 16 bits
+            numbers = unpack_fp4_from_uint8(stored["weight_packed"], *weight.shape, dtype=torch.float32)
+            wide = (stored["weight_scale"].float() / stored["weight_global_scale"]).repeat_interleave(16, 1)
+            back = numbers * wide
+        else:
+            back = compressor.decompress(stored, scheme)["weight"].float()
+        return {k: v for k, v in stored.items() if torch.is_tensor(v)}, back
+
+    assert library.__version__
+    group = {"targets": ["Linear"], "weights": {"num_bits": args.num_bits, "type": str(args.type)}, "format": name}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}, pack
+
+
+COMPRESSED = {
+    "w4a16": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": True}),
+    "w4a16-shifted": ("pack-quantized", {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}),
+    "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    "w8a8": ("int-quantized", {"num_bits": 8, "strategy": "channel", "symmetric": True}),
+    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}),
+    "nvfp4": (
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+    ),
+}
+
+
+def check(tmp_path, config, pack, tolerance=1e-4):
+    theirs = tiny("block-sized")
+    write(theirs, tmp_path, config, pack)
+    ours = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
+    (prompt,) = prompts(33)
+    want = their_logits(theirs, prompt)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_numbers_meant(tmp_path, name):
+    check(tmp_path, *FORMATS[name])
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_compressed_tensors_as_their_library_packs_them(tmp_path, name):
+    form, weights = COMPRESSED[name]
+    check(tmp_path, *compressed(form, **weights))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4-nested"])
+def test_bitsandbytes_as_its_library_packs_them(tmp_path, kind):
+    functional = pytest.importorskip("bitsandbytes.functional", reason="the library that writes this format")
+
+    def pack(weight):
+        nested = kind == "nf4-nested"
+        packed, state = functional.quantize_4bit(weight, quant_type=kind[:3], blocksize=64, compress_statistics=nested)
+        parts = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
+        return {"weight": packed, **parts}, functional.dequantize_4bit(packed, state)
+
+    check(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True}, pack)
+
+
+def test_mxfp4_experts_as_transformers_reads_them(tmp_path):
+    convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    config = CONFIGS["gpt-oss"]()
+    config.hidden_size, config.intermediate_size = 64, 32
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tensors = {}
+    with torch.no_grad():
+        for name, tensor in theirs.state_dict().items():
+            if not name.endswith(("gate_up_proj", "down_proj")):
+                tensors[name] = tensor.normal_(0, 0.15).contiguous()
+                continue
+            experts, columns, rows = tensor.shape
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            tensor.copy_(convert(blocks, scales, dtype=torch.float32))
+    save_file(tensors, tmp_path / "model.safetensors")
+    told = json.loads(config.to_json_string()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    ours = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
+    (prompt,) = prompts(33)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], their_logits(theirs, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_4_bit_integers_stay_blocks_on_a_cpu(tmp_path):
+    """The compiled decoder takes them as they are."""
+    write(tiny("block-sized"), tmp_path, *FORMATS["gptq"])
+    model = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32, compiled=1)
+    assert any("compiled" in line and "stay quantised" in line for line in model.describe())
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quant_method": "martian"}, "'martian', which is not supported; gptq, awq"),
+        (GPTQ | {"bits": 5}, "5 bits is not supported"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv', is not supported"),
+        ("nonsense", "'nonsense', which is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path, config, match):
+    write(tiny("block-sized"), tmp_path, config, FORMATS["gptq"][1])
+    with pytest.raises(ModelFileError, match=match):
+        load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
