@@ -20,10 +20,11 @@ def run_model(
     page_size: int = 4,
     tap: HiddenStateTap | None = None,
     last: bool = False,
+    kv_dtype: str | None = None,
 ) -> list[torch.Tensor]:
     """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance
     together, at most `chunk` tokens a step each; their pages lie scattered over the pool."""
-    layout = model.spec.kv_layout(page_size=page_size, dtype=str(model.dtype).removeprefix("torch."))
+    layout = model.spec.kv_layout(page_size=page_size, dtype=kv_dtype or model.kv_dtype)
     pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
     pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)

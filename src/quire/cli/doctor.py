@@ -30,7 +30,7 @@ def doctor(
 
     from quire.assets import resolve
     from quire.kernels import cpu
-    from quire.model import CompiledModel, compiled_refusal, parameter_count, read_spec, weight_bytes
+    from quire.model import CompiledModel, compiled_refusal, packed_bytes, parameter_count, read_spec, weight_bytes
     from quire.model.blocks.fused import choose_stages
     from quire.model.quantization.dense_scheme import DenseScheme
     from quire.model.quantization.fp8 import Fp8Scheme
@@ -44,11 +44,15 @@ def doctor(
     spec = read_spec(local.open())
     dtype = DTYPES[decisions.dtype]
     source, device = local.open(), torch.device(decisions.device)
-    refused = "dtype was chosen" if engine.model.dtype != "auto" else compiled_refusal(source, device)
+    refused = (
+        "dtype was chosen"
+        if engine.model.dtype != "auto"
+        else compiled_refusal(source, device, quantize=decisions.quantize)
+    )
     if refused is None:
-        weights, kinds = sum(t.nbytes for t in source.tensors().values()), CompiledModel.kv_kinds
+        weights, kinds = packed_bytes(source, decisions.quantize), CompiledModel.kv_kinds
         own = CompiledModel.kv_dtype
-        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights stay quantised"]
+        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
     else:
         stages, own = choose_stages(spec, device), decisions.dtype
         weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)

@@ -36,8 +36,11 @@ _MATRICES = {
 }
 
 
-def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSource, device: torch.device) -> str | None:
-    """None if the compiled decoder can run this model here, else the reason it cannot."""
+def refusal(
+    spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSource, device: torch.device, *, floats: bool
+) -> str | None:
+    """None if the compiled decoder can run this model here, else the reason it cannot. `floats`: whether plain matrices
+    may be packed to 8 bits."""
     if device.type != "cpu":
         return f"it runs on a CPU, not on {device.type}"
     if reason := cpu.available():
@@ -48,8 +51,9 @@ def refusal(spec: DecoderSpec, targets: Mapping[str, Target], source: WeightSour
         return f"head dimension {spec.head_dim} is no multiple of 32"
     tensors = source.tensors()
     matrices = [name for name in targets if len(tensors[name].shape) == 2]
-    if not any(tensors[name].kind in FORMATS for name in matrices):
-        return "weights are not quantised"
+    plain = not any(tensors[name].kind in FORMATS for name in matrices)
+    if plain and not floats:
+        return "weights are not quantised, and are not to be"
     odd = [name for name in matrices if tensors[name].shape[1] % 32 or targets[name].transposed]
     return f"rows of {odd[0]!r} are no whole blocks of 32" if odd else None
 
@@ -111,6 +115,8 @@ class CompiledModel:
         self.device = torch.device("cpu")
         self.threads = threads
         self.length = length or spec.max_position
+        kinds = {info.kind for name, info in source.tensors().items() if name in targets and len(info.shape) == 2}
+        self._kept = "weights stay quantised" if kinds & set(FORMATS) else "weights quantised to 8 bits"
         weights = _Packer(spec, targets, source, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
         self.inverse_frequencies = [weights.inverse_frequencies] * len(spec.layers)
@@ -118,7 +124,7 @@ class CompiledModel:
 
     def describe(self) -> list[str]:
         """What was chosen to run it and why, for people."""
-        return [f"decoder: compiled ({self._program.isa}), weights stay quantised, {self.threads} threads"]
+        return [f"decoder: compiled ({self._program.isa}), {self._kept}, {self.threads} threads"]
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """As `Model.rescale_keys`."""

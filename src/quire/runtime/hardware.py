@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.model.loading.load import Quantize
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
@@ -37,6 +38,7 @@ class Resolved:
 
     device: str
     dtype: str  # of activations, and of weights unless they are quantised
+    quantize: Quantize  # what becomes of plain weights on load
     fp8: bool  # whether the layers' matrices are kept and multiplied in 8-bit floats
     kv_dtype: str | None  # what KV pages keep, a name in types.kv.KINDS; None: what the model prefers
     kivi: bool  # whether keys are scaled by channel as well as by token
@@ -78,7 +80,8 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
             raise ConfigError("dtype fp8 needs a GPU with 8-bit matrix units; on a CPU use auto or float32")
         dtype = "bfloat16"
         reasons.append("dtype fp8: 8-bit matrices with a scale per output, activations quantised per token, rest bf16")
-    fp8 = options.model.dtype == "fp8"
+    fp8 = "fp8" in (options.model.dtype, options.model.quantize)
+    quantize = _quantize(options, gpu)
     kv_dtype, kivi = _kv_dtype(options, gpu)
     if kv_dtype is not None:
         why = "as the matrices are" if options.cache.kv_dtype == "auto" else "as asked"
@@ -97,8 +100,9 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     most = max(tokens, seqs)
     idle = _without_effect(options, gpu, tokens, most)
     return Resolved(
-        hardware.device, dtype, fp8, kv_dtype, kivi, threads, depth, seqs, most, target, tuple(reasons), tuple(idle)
-    )
+        hardware.device, dtype, quantize, fp8, kv_dtype, kivi, threads, depth, seqs, most, target, tuple(reasons),
+        tuple(idle),
+    )  # fmt: skip
 
 
 def _without_effect(options: EngineOptions, gpu: bool, tokens: int, most: int) -> list[str]:
@@ -115,11 +119,23 @@ def _without_effect(options: EngineOptions, gpu: bool, tokens: int, most: int) -
     return found
 
 
+def _quantize(options: EngineOptions, gpu: bool) -> Quantize:
+    """What the loader is told; fp8 is a scheme of the layers, not of the loader."""
+    asked, dtype = options.model.quantize, options.model.dtype
+    if asked in ("int8", "int4") and (gpu or dtype not in ("auto", "float32")):
+        raise ConfigError(f"quantize {asked} is for a CPU with dtype auto; on a GPU use quantize fp8")
+    if asked == "fp8" and not gpu:
+        raise ConfigError("quantize fp8 needs a GPU with 8-bit matrix units; on a CPU use int8 or int4")
+    if asked == "fp8" and dtype not in ("auto", "bfloat16", "fp8"):
+        raise ConfigError(f"quantize fp8 computes the rest in bfloat16, not in dtype {dtype}")
+    return "none" if asked == "fp8" else asked  # type: ignore[return-value]
+
+
 def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
     """The kind of KV pages asked for, None where the model may choose; and whether keys are scaled by channel too."""
     asked = options.cache.kv_dtype
     if asked == "auto":
-        return ("float8_e4m3fn" if options.model.dtype == "fp8" else None), False
+        return ("float8_e4m3fn" if "fp8" in (options.model.dtype, options.model.quantize) else None), False
     if gpu and asked == "fp8":
         return "float8_e4m3fn", False  # without scales, which cost reads of their own
     return asked.removesuffix("-kivi"), asked.endswith("-kivi")

@@ -25,6 +25,12 @@ class ModelOptions(Checked):
         "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)",
         forms=("auto", "float32", "float16", "bfloat16", "fp8"),
     )
+    quantize: str = option(
+        "auto",
+        "plain weights on load: auto (int8 where the compiled CPU decoder runs them, else none), none, int8 or int4 "
+        "(CPU), fp8 (GPU)",
+        forms=("auto", "none", "int8", "int4", "fp8"),
+    )
     max_model_len: int | None = option(
         None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)", low=2
     )

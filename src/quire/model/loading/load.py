@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
@@ -21,14 +22,16 @@ from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architect
 from quire.model.families.registry import read_family
 from quire.model.loading.expert_tensors import ExpertTensors
 from quire.model.loading.formats.published_source import unquantised
+from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE
 from quire.model.quantization.scheme import QuantScheme
 from quire.model.runnable import Runnable
-from quire.types.errors import ModelFileError
+from quire.types.errors import ConfigError, ModelFileError
 from quire.types.seams import WeightSource
 
 log = logging.getLogger("quire.model")
 
+Quantize = Literal["auto", "none", "int8", "int4"]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = tuple[str, str, int]  # module, kind, part
 
@@ -42,6 +45,7 @@ def load_model(
     seed: int = 0,
     length: int | None = None,
     compiled: int | None = None,
+    quantize: Quantize = "auto",
     scheme: QuantScheme | None = None,
     invariant: bool = False,
     progress: Progress | None = None,
@@ -49,19 +53,23 @@ def load_model(
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
 
     `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
-    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `scheme`: how the
+    for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `quantize`: to how
+    many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch. `scheme`: how the
     layers' matrices are kept; dense in `dtype` if not said. `invariant`: a row's bits may not depend on its batch (the
     compiled decoder's never do).
     """
     family, spec = read_family(source)
     why_not = None
     if compiled is not None:
-        why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights)
+        why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)
         if why_not is None:
-            source = ExpertTensors(unquantised(source, blocks=True))
+            source = _packable(source, quantize)
             targets = _targets(family, spec, source)
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
+    if quantize in ("int8", "int4"):
+        why = why_not or "it runs on a CPU, with --dtype auto"
+        raise ConfigError(f"--quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
     source = ExpertTensors(unquantised(source, blocks=False))
     if not random_weights:
         targets = _targets(family, spec, source)
@@ -80,13 +88,27 @@ def load_model(
     return model
 
 
-def compiled_refusal(source: WeightSource, device: torch.device, *, random_weights: bool = False) -> str | None:
+def compiled_refusal(
+    source: WeightSource, device: torch.device, *, random_weights: bool = False, quantize: Quantize = "auto"
+) -> str | None:
     """None if the compiled decoder can run what `source` holds, else the reason it cannot."""
     if random_weights:
         return "random weights are not quantised"
     family, spec = read_family(source)
-    source = ExpertTensors(unquantised(source, blocks=True))
-    return refusal(spec, _targets(family, spec, source), source, device)
+    source = _packable(source, quantize)
+    return refusal(spec, _targets(family, spec, source), source, device, floats=quantize != "none")
+
+
+def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
+    """What the weights take in the compiled decoder."""
+    tensors = _packable(source, quantize).tensors().values()
+    return sum(cpu.Store.needs(*t.shape, t.kind) if len(t.shape) == 2 else t.nbytes for t in tensors)
+
+
+def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:
+    """As the compiled decoder reads it."""
+    source = unquantised(source, blocks=True)
+    return ExpertTensors(FourBitSource(source) if quantize == "int4" else source)
 
 
 def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:

@@ -70,6 +70,7 @@ class LocalExecutor:
                 random_weights=options.model.random_weights,
                 length=options.model.max_model_len,
                 compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
+                quantize=resolved.quantize,
                 scheme=Fp8Scheme() if resolved.fp8 else None,
                 invariant=options.device.invariant,
                 progress=report,
@@ -95,6 +96,8 @@ class LocalExecutor:
         self._transfers: Transfers | None = None
         model, device = options.model, options.device
         how = (self._device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
+        if resolved.quantize == "int4":
+            how = (*how, resolved.quantize)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)

@@ -1,0 +1,74 @@
+"""Plain safetensors on a CPU: quantised as they are loaded, and run by the compiled decoder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_harness import run_model
+from tiny_models import prompts, their_logits, tiny
+
+from quire.assets import resolve
+from quire.model import CompiledModel, load_model
+from quire.runtime.hardware import Hardware
+from quire.runtime.hardware import resolve as decide
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
+
+CPU = {"device": "cpu", "dtype": torch.float32, "compiled": 1}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    theirs = tiny("block-sized")
+    path = tmp_path_factory.mktemp("plain")
+    theirs.save_pretrained(path)
+    return theirs, path
+
+
+@pytest.mark.parametrize(("quantize", "error"), [("auto", 0.08), ("int8", 0.08), ("int4", 0.35)])
+def test_logits_are_nearly_those_of_the_plain_model(saved, quantize, error):
+    theirs, path = saved
+    ours = load_model(resolve(str(path)).open(), **CPU, quantize=quantize)
+    assert isinstance(ours, CompiledModel)
+    (prompt,) = prompts(33)
+    want = their_logits(theirs, prompt)
+    got = run_model(ours, [prompt], kv_dtype="float16")[0]
+    assert (got - want).abs().mean() < error * want.abs().mean()
+    bits = {"int4": "stay quantised"}.get(quantize, "quantised to 8 bits")
+    assert any(bits in line for line in ours.describe())
+
+
+def test_none_leaves_them_to_torch(saved):
+    theirs, path = saved
+    ours = load_model(resolve(str(path)).open(), **CPU, quantize="none")
+    assert not isinstance(ours, CompiledModel)
+    (prompt,) = prompts(33)
+    torch.testing.assert_close(run_model(ours, [prompt])[0], their_logits(theirs, prompt), atol=1e-4, rtol=1e-4)
+
+
+def test_what_cannot_be_quantised_says_why(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="--quantize int8 .* cannot run this: gpt2 has learned positions"):
+        load_model(resolve(str(tmp_path)).open(), **CPU, quantize="int8")
+    load_model(resolve(str(tmp_path)).open(), **CPU)
+
+
+@pytest.mark.parametrize(
+    ("device", "quantize", "dtype", "match"),
+    [
+        ("cuda:0", "int8", "auto", "on a GPU use quantize fp8"),
+        ("cpu", "fp8", "auto", "on a CPU use int8 or int4"),
+        ("cpu", "int4", "bfloat16", "with dtype auto"),
+        ("cpu", "int3", "auto", "quantize.*int3"),
+        ("cuda:0", "fp8", "float16", "computes the rest in bfloat16"),
+    ],
+)
+def test_options_that_do_not_go_together(device, quantize, dtype, match):
+    with pytest.raises(ConfigError, match=match):
+        decide(EngineOptions.of(quantize=quantize, dtype=dtype), Hardware(device, "test", 1 << 34, 2))
+
+
+def test_fp8_on_a_gpu_is_what_the_dtype_says():
+    gpu = Hardware("cuda:0", "test", 1 << 34, 2)
+    by_dtype, by_quantize = (decide(EngineOptions.of(**{name: "fp8"}), gpu) for name in ("dtype", "quantize"))
+    assert by_quantize.fp8 and by_quantize.kv_dtype == by_dtype.kv_dtype == "float8_e4m3fn"
