@@ -1,7 +1,7 @@
 """Does the default model on a GPU follow the fp32 CPU path? Greedy answers to 20 prompts, and perplexity.
 
-    python scripts/gpu_default_model.py reference FILE.json MODEL     on any machine: fp32 on the CPU
-    python scripts/gpu_default_model.py compare FILE.json MODEL       on a GPU: float32 and bfloat16
+python scripts/gpu_default_model.py reference FILE.json MODEL     on any machine: fp32 on the CPU
+python scripts/gpu_default_model.py compare FILE.json MODEL       on a GPU: float32 and bfloat16
 """
 
 from __future__ import annotations

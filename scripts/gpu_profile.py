@@ -1,6 +1,6 @@
 """Where the time goes on a GPU: kernels of a prefill step and of decode steps, host functions of a chat run.
 
-    python scripts/gpu_profile.py [fp8] [prefill] [decode] [prefix] [chat] [host]
+python scripts/gpu_profile.py [fp8] [prefill] [decode] [prefix] [chat] [host]
 """
 
 from __future__ import annotations

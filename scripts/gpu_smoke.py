@@ -1,6 +1,6 @@
 """One look at the engine on a GPU: exactness against the CPU on a tiny model, then speed on the 8B shape.
 
-    python scripts/gpu_smoke.py [tiny] [big] [sleep]
+python scripts/gpu_smoke.py [tiny] [big] [sleep]
 """
 
 from __future__ import annotations

@@ -69,6 +69,33 @@ class ExpertsBlock:
             "feed_post_norm": self.post_norm,
         }
 
+    def fused(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """`forward` by Triton kernels: no sorting, and the gate within the product."""
+        from quire.kernels.triton import expert_kernels as kernels
+
+        spec, router = self.spec, self.spec.router
+        correction = None if self.correction is None else self.correction.weight
+        if router.groups > 1:
+            chosen, weights = choose_experts(self.router(x), spec, correction)
+            chosen = chosen.int()
+        else:
+            chosen, weights = kernels.choose_experts(
+                self.router(x),
+                spec.top_k,
+                sigmoid=router.score == "sigmoid",
+                normalised=router.normalised,
+                scale=router.scale,
+                correction=correction,
+            )
+        total = chosen.numel()
+        lists = kernels.list_rows(chosen, spec.count, kernels.block_rows(total, spec.count))
+        up = kernels.expert_matmul(x, self._matrices(self.up), lists, total, gate=spec.activation, bias=self.up.bias)
+        down = kernels.expert_matmul(
+            up, self._matrices(self.down), lists, total, bias=self.down.bias, scale=weights.view(-1)
+        )
+        mixed = down.unflatten(0, chosen.shape).sum(1)
+        return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+
     def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """[tokens, hidden] → the same."""
         chosen, weights = choose_experts(
@@ -83,6 +110,9 @@ class ExpertsBlock:
         back[order] = down
         mixed = (back.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+
+    def _matrices(self, linear: Linear) -> torch.Tensor:
+        return linear.state["weight"].unflatten(0, (self.spec.count, -1))
 
     def _shared(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         assert self.shared_up is not None and self.shared_down is not None

@@ -55,7 +55,8 @@ def composed_parts(layer: LayerSpec) -> list[str]:
     if layer.mixer.query_scaling is not None:
         parts.append("queries scaled by position")
     if isinstance(layer.feed, Experts):
-        parts.append(f"{layer.feed.count} experts, {layer.feed.top_k} for a token")
+        if layer.feed.activation not in ("silu", "swiglu_oai"):
+            parts.append(f"experts with {layer.feed.activation}")
     elif not layer.feed.swiglu:
         parts.append(f"{layer.feed.activation} {'of the gate' if layer.feed.gated else 'without a gate'}")
     return parts
@@ -119,7 +120,10 @@ class FusedStages(Stages):
         self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         if isinstance(block, ExpertsBlock):
-            return super().feed(block, x, residual)
+            if block.spec.activation not in ("silu", "swiglu_oai"):
+                return super().feed(block, x, residual)
+            mixed = block.fused(self.norm(block.norm, x, residual), self.ops)
+            return mixed if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, mixed)
         norm, swiglu = block.norm, block.swiglu
         if norm is not None and not norm.centred:
             up = block.up.scheme.product(block.up, x, residual, norm=norm, gate=swiglu)

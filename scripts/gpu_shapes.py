@@ -1,0 +1,84 @@
+"""Decoding of model shapes on a GPU with random weights, against the time that reading what a step touches would take.
+
+python scripts/gpu_shapes.py qwen3-30b-a3b deepseek-v2-lite --batch 1 32 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from quire import LLM, SamplingParams
+from quire.assets import resolve
+from quire.model import read_spec
+from quire.model.decoder_spec import DecoderSpec, Experts
+from quire.model.loading.memory_estimate import weight_bytes
+
+BANDWIDTH = 4.8e12  # bytes a second, H200
+SHAPES = {
+    "llama-8b": {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 151936,
+        "max_position_embeddings": 8192,
+    },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"], "hidden_size": 2048, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1, "num_hidden_layers": 27, "num_attention_heads": 16, "q_lora_rank": None,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "vocab_size": 102400, "max_position_embeddings": 8192, "topk_method": "greedy",
+    },
+}  # fmt: skip
+
+
+def touched(spec: DecoderSpec, batch: int) -> float:
+    """Bytes of 16-bit weights that a step of `batch` tokens reads, experts as chance would choose them."""
+    total = (
+        weight_bytes(spec, torch.bfloat16) - 2 * spec.vocab_size * spec.hidden
+    )  # the table of embeddings is not read
+    for layer in spec.layers:
+        feed = layer.feed
+        if isinstance(feed, Experts):
+            missed = (1 - feed.top_k / feed.count) ** batch
+            total -= missed * feed.count * 3 * feed.intermediate * spec.hidden * 2
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument("--tokens", type=int, default=64)
+    args = parser.parse_args()
+    for name in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
+            spec = read_spec(resolve(folder).open())
+            llm = LLM(folder, random_weights=True, prefix_cache=False, max_seqs=max(args.batch), max_model_len=2048)
+            for batch in args.batch:
+                prompts = [[(7 * i + j) % 1000 for j in range(64)] for i in range(batch)]
+                seconds = []
+                for count in (args.tokens, args.tokens, 2 * args.tokens, 2 * args.tokens):
+                    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+                    began = time.perf_counter()
+                    llm.generate(prompts, params)
+                    seconds.append(time.perf_counter() - began)
+                step = (min(seconds[2:]) - min(seconds[:2])) / args.tokens
+                floor = touched(spec, batch) / BANDWIDTH
+                print(f"{name} batch {batch}: {1e3 * step:.2f} ms a step, {floor / step:.0%} of bandwidth", flush=True)
+            llm.close()
+
+
+if __name__ == "__main__":
+    main()
