@@ -8,16 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from quire import LLM, SamplingParams
 from quire.assets import resolve
+from quire.bench.offline import run_workload
+from quire.bench.workloads import fixed
+from quire.engine.link import open_link
 from quire.model import read_spec
 from quire.model.decoder_spec import DecoderSpec, Experts
 from quire.model.loading.memory_estimate import weight_bytes
+from quire.types.config import EngineOptions
 
 BANDWIDTH = 4.8e12  # bytes a second, H200
 SHAPES = {
@@ -65,19 +67,20 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
             spec = read_spec(resolve(folder).open())
-            llm = LLM(folder, random_weights=True, prefix_cache=False, max_seqs=max(args.batch), max_model_len=2048)
+            options = EngineOptions.of(
+                model=folder, random_weights=True, prefix_cache=False, max_seqs=max(args.batch), max_model_len=2048
+            )
+            link = open_link(options, process=False)
             for batch in args.batch:
-                prompts = [[(7 * i + j) % 1000 for j in range(64)] for i in range(batch)]
-                seconds = []
-                for count in (args.tokens, args.tokens, 2 * args.tokens, 2 * args.tokens):
-                    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-                    began = time.perf_counter()
-                    llm.generate(prompts, params)
-                    seconds.append(time.perf_counter() - began)
-                step = (min(seconds[2:]) - min(seconds[:2])) / args.tokens
+                run_workload(link, fixed(batch, 64, 8, seed=1))
+                long, short = (
+                    min(run_workload(link, fixed(batch, 64, count, seed=2)).seconds for _ in range(2))
+                    for count in (2 * args.tokens, args.tokens)
+                )
+                step = (long - short) / args.tokens
                 floor = touched(spec, batch) / BANDWIDTH
                 print(f"{name} batch {batch}: {1e3 * step:.2f} ms a step, {floor / step:.0%} of bandwidth", flush=True)
-            llm.close()
+            link.close()
 
 
 if __name__ == "__main__":
