@@ -116,8 +116,7 @@ class Dense:
     def swiglu(self) -> bool:
         return self.gated and self.activation == "silu"
 
-    @property
-    def width(self) -> int:
+    def width(self, hidden: int) -> int:
         """Numbers that a token takes between the products."""
         return self.intermediate
 
@@ -150,9 +149,9 @@ class Experts:
     shared: int = 0  # intermediate size of the shared expert; 0: none
     shared_gate: bool = False  # its output is multiplied with the sigmoid of a product
 
-    @property
-    def width(self) -> int:
-        return self.top_k * self.intermediate + self.shared
+    def width(self, hidden: int) -> int:
+        """Between the products and behind them, until what experts say is added up."""
+        return self.top_k * (self.intermediate + hidden) + self.shared
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ class DecoderSpec:
     def token_width(self) -> int:
         """Numbers that a token of a step takes at most while its widest layer runs, roughly."""
         qkv = max(layer.mixer.qkv_width for layer in self.layers)
-        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.width for layer in self.layers)
+        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.width(self.hidden) for layer in self.layers)
 
     def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
