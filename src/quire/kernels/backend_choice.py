@@ -22,10 +22,11 @@ def backends_for(device: torch.device, *, plain: bool = False, invariant: bool =
     row the same bits in any batch."""
     backends: list[AttentionBackend] = [] if invariant else [TorchSdpa(), ReferenceAttention()]
     if not plain and why_not(device) is None:
+        from quire.kernels.triton.latent_attention import LatentAttention
         from quire.kernels.triton.paged_attention import TritonAttention
 
         paged = TritonAttention(invariant=invariant)
-        backends[:0] = [paged] if invariant else [CudnnPrefill(paged), paged]
+        backends[:0] = [paged] if invariant else [CudnnPrefill(paged), paged, LatentAttention()]
     return backends
 
 

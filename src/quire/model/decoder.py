@@ -141,7 +141,9 @@ class Model:
     @property
     def kv_kinds(self) -> tuple[str, ...]:
         """The kinds of pages it can run on."""
-        return (self.kv_dtype, *self.stages.kv_kinds)
+        latent = any(isinstance(layer.mixer, Latent) for layer in self.spec.layers)
+        plain = latent and self.device.type != "cpu"  # the kernels that run it there know no scales
+        return (self.kv_dtype,) if plain else (self.kv_dtype, *self.stages.kv_kinds)
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `key_channel_scales` says."""
