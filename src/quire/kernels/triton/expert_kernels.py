@@ -57,7 +57,7 @@ def choose_kernel(
     picked = tl.zeros([TOP_PADDED], tl.float32)
     which = tl.zeros([TOP_PADDED], tl.int32)
     for j in tl.static_range(TOP_K):
-        best = tl.argmax(choice, 0)
+        best = tl.minimum(tl.argmax(choice, 0), COUNT - 1)  # whatever NaN compares to
         picked = tl.where(slot == j, tl.sum(tl.where(e == best, score, 0.0), 0), picked)
         which = tl.where(slot == j, best, which)
         choice = tl.where(e == best, float("-inf"), choice)

@@ -32,7 +32,7 @@ class Plan:
 
 @triton.jit
 def latent_kernel(
-    q_ptr, kv_ptr, out_ptr, partial, partial_lse, page_table, positions, row_of, scale,
+    q_ptr, kv_ptr, out_ptr, partial, partial_lse, page_table, positions, row_of, query_end, scale,
     stride_qt, stride_qh, stride_page, stride_slot, stride_table,
     HEADS: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, ROPE_PADDED: tl.constexpr, RANK_PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,7 +44,7 @@ def latent_kernel(
     token, split = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     table = page_table + tl.load(row_of + token).to(tl.int64) * stride_table
-    keys = tl.load(positions + token).to(tl.int32) + 1
+    keys = tl.where(token < tl.load(query_end), tl.load(positions + token).to(tl.int32) + 1, 0)  # padding has none
     each = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_N) * BLOCK_N
     begin = split * each
     end = tl.minimum(begin + each, keys)
@@ -102,7 +102,8 @@ def join_kernel(
     parts = tl.load(
         partial + (flat * SPLITS + s)[:, None] * RANK + c[None, :], mask=(c < RANK)[None, :], other=0.0
     )  # fmt: skip
-    out = tl.sum(parts * weight[:, None], 0) / tl.sum(weight, 0)
+    both = tl.sum(weight, 0)
+    out = tl.sum(parts * weight[:, None], 0) / tl.where(both > 0.0, both, 1.0)
     tl.store(out_ptr + flat * RANK + c, out.to(out_ptr.dtype.element_ty), mask=c < RANK)
 
 
@@ -144,7 +145,8 @@ class LatentAttention:
         assert pages.dtype == q.dtype and pages.stride(3) == q.stride(2) == 1
         padded = max(power_of_two(rank), 16)
         latent_kernel[(tokens, triton.cdiv(spec.heads, BLOCK_H), splits)](
-            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, spec.scale * LOG2E,
+            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, batch.query_start[-1:],
+            spec.scale * LOG2E,
             q.stride(0), q.stride(1), pages.stride(0), pages.stride(1), group.page_table.stride(0),
             HEADS=spec.heads, ROPE=rope, RANK=rank, ROPE_PADDED=max(power_of_two(rope), 16), RANK_PADDED=padded,
             PAGE=group.tokens_per_page, BLOCK=BLOCK_H, BLOCK_N=32 if q.element_size() == 2 else 16, SPLITS=splits,
