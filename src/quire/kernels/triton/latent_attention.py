@@ -43,8 +43,9 @@ def latent_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     token, split = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    table = page_table + tl.load(row_of + token).to(tl.int64) * stride_table
-    keys = tl.where(token < tl.load(query_end), tl.load(positions + token).to(tl.int32) + 1, 0)  # padding has none
+    here = token < tl.load(query_end)  # else padding, which has no keys
+    table = page_table + tl.load(row_of + token, mask=here, other=0).to(tl.int64) * stride_table
+    keys = tl.load(positions + token, mask=here, other=-1).to(tl.int32) + 1
     each = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_N) * BLOCK_N
     begin = split * each
     end = tl.minimum(begin + each, keys)
