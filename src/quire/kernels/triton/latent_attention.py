@@ -32,7 +32,7 @@ class Plan:
 
 @triton.jit
 def latent_kernel(
-    q_ptr, kv_ptr, out_ptr, partial, partial_lse, page_table, positions, row_of, query_end, scale,
+    q_ptr, kv_ptr, out_ptr, partial, partial_lse, page_table, positions, row_of, query_end, kv_len, scale,
     stride_qt, stride_qh, stride_page, stride_slot, stride_table,
     HEADS: tl.constexpr, ROPE: tl.constexpr, RANK: tl.constexpr, ROPE_PADDED: tl.constexpr, RANK_PADDED: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr,
@@ -44,8 +44,10 @@ def latent_kernel(
     token, split = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     here = token < tl.load(query_end)  # else padding, which has no keys
-    table = page_table + tl.load(row_of + token, mask=here, other=0).to(tl.int64) * stride_table
+    row = tl.load(row_of + token, mask=here, other=0)
+    table = page_table + row.to(tl.int64) * stride_table
     keys = tl.load(positions + token, mask=here, other=-1).to(tl.int32) + 1
+    keys = tl.minimum(keys, tl.load(kv_len + row))  # a spare row has none, wherever its last token is
     each = tl.cdiv(tl.cdiv(keys, SPLITS), BLOCK_N) * BLOCK_N
     begin = split * each
     end = tl.minimum(begin + each, keys)
@@ -146,7 +148,7 @@ class LatentAttention:
         assert pages.dtype == q.dtype and pages.stride(3) == q.stride(2) == 1
         padded = max(power_of_two(rank), 16)
         latent_kernel[(tokens, triton.cdiv(spec.heads, BLOCK_H), splits)](
-            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, batch.query_start[-1:],
+            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, batch.query_start[-1:], batch.kv_len,
             spec.scale * LOG2E,
             q.stride(0), q.stride(1), pages.stride(0), pages.stride(1), group.page_table.stride(0),
             HEADS=spec.heads, ROPE=rope, RANK=rank, ROPE_PADDED=max(power_of_two(rope), 16), RANK_PADDED=padded,
