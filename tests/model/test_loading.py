@@ -131,7 +131,7 @@ def test_unsupported_type():
         ({"rope_parameters": "yarn"}, "one set of values"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "does not work out"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "fast"}}, "does not work out"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq, but none is"),
         ({"quantization_config": "fp8"}, "fp8"),
     ],
 )
@@ -188,11 +188,12 @@ def test_random_weights_need_a_config_only(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes(name):
-    """Parameters as transformers counts them; bytes follow."""
+    """Parameters as transformers counts them, and corrections of routers, which it does not; bytes follow."""
     theirs = tiny(name)
     spec = read_spec(FakeSource(json.loads(theirs.config.to_json_string()), {}))
-    assert parameter_count(spec) == theirs.num_parameters()
-    assert weight_bytes(spec, torch.bfloat16) == 2 * theirs.num_parameters()
+    beside = sum(b.numel() for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias"))
+    assert parameter_count(spec) == theirs.num_parameters() + beside
+    assert weight_bytes(spec, torch.bfloat16) == 2 * theirs.num_parameters() + 4 * beside
 
 
 def test_windows_reach_the_kv_layout():

@@ -148,7 +148,8 @@ class LatentAttention:
         assert pages.dtype == q.dtype and pages.stride(3) == q.stride(2) == 1
         padded = max(power_of_two(rank), 16)
         latent_kernel[(tokens, triton.cdiv(spec.heads, BLOCK_H), splits)](
-            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, batch.query_start[-1:], batch.kv_len,
+            q, pages, out, partial, lse, group.page_table, batch.positions, plan.row_of, batch.query_start[-1:],
+            batch.kv_len,
             spec.scale * LOG2E,
             q.stride(0), q.stride(1), pages.stride(0), pages.stride(1), group.page_table.stride(0),
             HEADS=spec.heads, ROPE=rope, RANK=rank, ROPE_PADDED=max(power_of_two(rope), 16), RANK_PADDED=padded,

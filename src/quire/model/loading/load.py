@@ -68,8 +68,8 @@ def load_model(
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
     if quantize in ("int8", "int4"):
-        why = why_not or "it runs on a CPU, with --dtype auto"
-        raise ConfigError(f"--quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
+        why = why_not or "it runs on a CPU, with dtype auto"
+        raise ConfigError(f"quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
     source = ExpertTensors(unquantised(source, blocks=False))
     if not random_weights:
         targets = _targets(family, spec, source)

@@ -62,6 +62,8 @@ class PublishedSource:
                 found[place[0]][place[1]] = name
         for name, parts in found.items():
             self._add(name, parts)
+        if not self._parts:
+            raise ModelFileError(f"model config says that weights are quantised with {form.name}, but none is")
 
     def _add(self, name: str, parts: dict[str, str]) -> None:
         infos = {part: self._stored[stored] for part, stored in parts.items()}
