@@ -14,7 +14,6 @@ import torch
 
 from quire.assets import resolve
 from quire.bench.offline import run_workload
-from quire.bench.workloads import fixed
 from quire.engine.link import open_link
 from quire.model import read_spec
 from quire.model.decoder_spec import DecoderSpec, Experts
@@ -57,6 +56,10 @@ def touched(spec: DecoderSpec, batch: int) -> float:
     return total
 
 
+def workload(batch: int, tokens: int) -> list[tuple[list[int], int]]:
+    return [([(7 * row + place) % 1000 for place in range(64)], tokens) for row in range(batch)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
@@ -72,9 +75,9 @@ def main() -> None:
             )
             link = open_link(options, process=False)
             for batch in args.batch:
-                run_workload(link, fixed(batch, 64, 8, seed=1))
+                run_workload(link, workload(batch, 8))
                 long, short = (
-                    min(run_workload(link, fixed(batch, 64, count, seed=2)).seconds for _ in range(2))
+                    min(run_workload(link, workload(batch, count)).seconds for _ in range(2))
                     for count in (2 * args.tokens, args.tokens)
                 )
                 step = (long - short) / args.tokens
