@@ -6,8 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from quire.generation.grammar.grammar_store import MAX_COMPILED_GRAMMARS, GrammarStore, SlotGrammars
+from quire.generation.grammar.grammar_store import MAX_COMPILED_GRAMMARS, GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
+from quire.generation.grammar.slot_grammars import SlotGrammars
 from quire.types.errors import InputError
 from quire.types.fakes import FakeGrammars
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -169,10 +170,10 @@ def test_what_was_prepared_is_never_compiled_in_a_step(backend):
         assert all(ready.result() for ready in held)
         for _ in range(2):
             slots.apply([0, 1], [admit(each(0)), admit(each(0), 1, encode("n"))])
-            assert slots.accept(0, 1, encode("ye")).tokens == [*encode("ye"), *encode("s0")]
-            assert slots.accept(1, 2, encode("o")).tokens == [*encode("o"), *encode("0")]
+            assert slots.accept(0, 1, encode("ye")).result().tokens == [*encode("ye"), *encode("s0")]
+            assert slots.accept(1, 2, encode("o")).result().tokens == [*encode("o"), *encode("0")]
             slots.apply([0], [admit(GrammarSpec("choice", '["yes"]'))])
-            assert slots.accept(0, 1, encode("yes")).done
+            assert slots.accept(0, 1, encode("yes")).result().done
     finally:
         slots.close()
         store.close()
@@ -190,8 +191,8 @@ def test_an_answer_without_a_compiled_grammar_ends_alone(backend):
             slots.begin_masks([(0, [3, 4]), (1, [])])
             masks = slots.masks()
             assert masks[0].any() and np.unpackbits(masks[3], bitorder="little")[encode("no")[0]]
-            assert reason in slots.accept(0, 1, [3]).error
-            assert not slots.accept(1, 1, encode("n")).error
+            assert reason in slots.accept(0, 1, [3]).result().error
+            assert not slots.accept(1, 1, encode("n")).result().error
     finally:
         slots.close()
         store.close()

@@ -15,7 +15,7 @@ from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_options, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
-from quire.types.plan import Capacity, TokenLogprobs
+from quire.types.plan import Capacity, StepResult, TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
 
@@ -54,6 +54,7 @@ class World:
         self.outputs = {}
         self.ended = {}
         self.embeddings = {}
+        self.late = []
         self.beams = policy != "static"  # which cannot fork
         self.now = 0.0
 
@@ -105,7 +106,22 @@ class World:
             self.tickets.append((plan, self.executor.submit(plan)))
         if self.tickets and (plan is None or len(self.tickets) >= self.depth):
             plan, ticket = self.tickets.pop(0)
-            self.take(self.scheduler.commit(plan, ticket.result(), self.now + 0.05))
+            self.take(self.scheduler.commit(plan, self.deferring(plan, ticket.result()), self.now + 0.05))
+
+    def deferring(self, plan, result):
+        """Some grammars take longer than the step: what they say comes with a later one."""
+        due = [late for late in self.late if self.rng.random() < 0.4]
+        self.late = [late for late in self.late if late not in due]
+        slots = {i: self.executor._slots.get(sample.slot) for i, sample in enumerate(plan.samples)}
+        slow = [i for i, slot in slots.items() if slot and slot.admit.params.grammar and self.rng.random() < 0.3]
+        for i in slow:
+            parts = {
+                name: {i: getattr(result, name).pop(i)} for name in ("drafts", "logprobs") if i in getattr(result, name)
+            }
+            rest = [j for j in range(len(plan.samples)) if j != i]
+            tokens = [own if i == j else [] for j, own in enumerate(result.tokens)]
+            self.late.append(StepResult(step=plan.step, tokens=tokens, deferred=rest, **parts))
+        return msgspec.structs.replace(result, deferred=slow, late=due)
 
     def any_live(self):
         live = [r for r in self.requests if any((r, b) not in self.ended for b in range(self.requests[r].params.n))]

@@ -7,17 +7,20 @@ Nothing before `accept` waits for the device. Refuses to know: models, captured 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan, Speculation
-from quire.generation.grammar.grammar_store import Accepted, GrammarStore, SlotGrammars
+from quire.generation.grammar.grammar_store import GrammarStore
+from quire.generation.grammar.slot_grammars import Accepted, SlotGrammars
 from quire.generation.sampling.logprobs import LogprobTensors, score
 from quire.generation.sampling.sampler import Sampled, Sampler
 from quire.runtime.worker import ForwardOutput, ForwardWorker
-from quire.types.plan import StepPlan
+from quire.types.plan import Sample, StepPlan, StepResult
 from quire.types.seams import DraftTree
 
 
@@ -27,6 +30,22 @@ class StepSamples:
 
     sampled: Sampled | None
     scores: dict[int, list[LogprobTensors]] = field(default_factory=dict)  # by row: prompt log-probabilities
+
+
+@dataclass(eq=False)
+class AcceptedSample:
+    """A sample whose draft was verified, and whose grammar may have still to say what follows."""
+
+    index: int  # among the samples of the plan as it was made
+    sample: Sample
+    tokens: list[int]
+    indices: list[int]  # of those among all that the step sampled
+    states: torch.Tensor | None
+    accepting: Future[Accepted] | None  # None: no grammar
+
+    @property
+    def known(self) -> bool:
+        return self.accepting is None or self.accepting.done()
 
 
 class SamplingHead:
@@ -43,6 +62,7 @@ class SamplingHead:
             draw=model.draw,
         )
         self._grammars = SlotGrammars(grammars, vocab_size=model.spec.vocab_size, max_len=capacity.max_model_len)
+        self._deferred: list[tuple[list[AcceptedSample], Callable[[list[AcceptedSample]], StepResult]]] = []
         self.speculate(speculation)
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -55,6 +75,7 @@ class SamplingHead:
         self._sampler.warm_up()
 
     def close(self) -> None:
+        self._deferred.clear()
         self._grammars.close()
 
     def expand(self, plan: StepPlan) -> ExpandedPlan:
@@ -95,13 +116,11 @@ class SamplingHead:
             scores[part.row].append(score(part.logits.float(), part.next_tokens, top))
         return scores
 
-    def accept(
-        self, expanded: ExpandedPlan, sampled: list[int], hidden: torch.Tensor | None
-    ) -> list[tuple[Accepted, list[int]]]:
-        """By sample of the original plan: the tokens that its draft and its grammar let stand, and the indices of those
-        among `sampled`. `hidden`: states they were sampled from, for the proposer."""
+    def accept(self, expanded: ExpandedPlan, sampled: list[int], hidden: torch.Tensor | None) -> list[AcceptedSample]:
+        """By sample of the original plan: the tokens that its draft and its grammar let stand, once that is known.
+        `hidden`: states they were sampled from, for the proposer."""
         found, end = [], 0
-        for sample, draft, count in expanded.samples():
+        for index, (sample, draft, count) in enumerate(expanded.samples()):
             begin, end = end, end + count
             tokens, indices = sampled[begin:end], [0]
             if draft:
@@ -109,12 +128,41 @@ class SamplingHead:
                 tokens, indices = self._speculation.accept(draft, tokens)
                 if isinstance(draft, DraftTree):
                     self._worker.keep_branch(sample.slot, sample.position, tokens, [i - 1 for i in indices[1:]])
-            accepted = self._grammars.accept(sample.slot, sample.position, tokens)
-            indices = [begin + i for i in indices[: accepted.sampled]]
-            if self._speculation is not None:
-                states = None
-                if hidden is not None:
-                    states = hidden[indices if isinstance(draft, DraftTree) else slice(begin, begin + accepted.sampled)]
-                self._speculation.observe(sample.slot, sample.position, accepted.tokens, states)
-            found.append((accepted, indices))
+            accepting = self._grammars.accept(sample.slot, sample.position, tokens)
+            states = None
+            if hidden is not None and self._speculation is not None:
+                states = hidden[[begin + i for i in indices] if isinstance(draft, DraftTree) else slice(begin, end)]
+            found.append(AcceptedSample(index, sample, tokens, [begin + i for i in indices], states, accepting))
+        self._grammars.settle([one.accepting for one in found if one.accepting is not None])
+        return found
+
+    def observe(self, one: AcceptedSample) -> Accepted:
+        """What became of a sample that is known now; the proposer is told."""
+        accepted = one.accepting.result() if one.accepting is not None else Accepted(one.tokens, len(one.tokens))
+        if self._speculation is not None:
+            states = one.states[: accepted.sampled] if one.states is not None else None
+            self._speculation.observe(one.sample.slot, one.sample.position, accepted.tokens, states)
+        return accepted
+
+    def defer(self, waiting: list[AcceptedSample], tell: Callable[[list[AcceptedSample]], StepResult]) -> None:
+        """Samples of a step that are not known yet; `tell` makes a result of those that are, later."""
+        self._deferred.append((waiting, tell))
+
+    def late(self, patience: float) -> list[StepResult]:
+        """Of earlier steps, samples that became known; waits so long for the first, if there are any."""
+        if not self._deferred:
+            return []
+        wait(
+            [one.accepting for waiting, _ in self._deferred for one in waiting if one.accepting],
+            patience,
+            FIRST_COMPLETED,
+        )
+        found, left = [], []
+        for waiting, tell in self._deferred:
+            known = [one for one in waiting if one.known]
+            if known:
+                found.append(tell(known))
+            if len(known) < len(waiting):
+                left.append(([one for one in waiting if one not in known], tell))
+        self._deferred = left
         return found

@@ -12,9 +12,11 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.generation.sampling.logprobs import begin_copy
-from quire.runtime.sampling_head import SamplingHead, StepSamples
+from quire.runtime.sampling_head import AcceptedSample, SamplingHead, StepSamples
 from quire.runtime.worker import ForwardOutput, ForwardWorker
-from quire.types.plan import StepPlan, StepResult, TokenLogprobs
+from quire.types.plan import StepPlan, StepResult
+
+LATE_WAIT_S = 0.02  # of a plan that computes nothing, for the first deferred sample to become known
 
 
 @torch.inference_mode()
@@ -57,42 +59,44 @@ class PendingStep:
         found = []
         if self._tokens is not None:
             found = self._head.accept(self._expanded, self._tokens.tolist(), self._hidden)
-        accepted = [one for one, _ in found]
-        return StepResult(
-            step=self._expanded.plan.step,
-            tokens=[one.tokens for one in accepted],
-            drafts={
-                i: (count - 1, one.sampled - 1)
-                for i, ((_, _, count), one) in enumerate(zip(self._expanded.samples(), accepted, strict=True))
-                if count > 1
-            },
-            forced={i: list(one.forced) for i, one in enumerate(accepted) if one.forced},
-            ended=[i for i, one in enumerate(accepted) if one.done],
-            errors={i: one.error for i, one in enumerate(accepted) if one.error},
-            logprobs=self._sampled_logprobs([indices for _, indices in found]),
-            scores={
-                row: [entry for part in parts for entry in part.to_host() if entry is not None]
-                for row, parts in self._scores.items()
-            },
-            pooled={row: vector.tolist() for row, vector in self._pooled.items()},
-            mass={row: mass.tolist() for row, mass in self._mass.items()},
-            deviations=self._deviations_by_probe(),
-            seconds=time.perf_counter() - self._began,
-            padding=self._padding,
-        )
+        late = self._head.late(0.0 if self._expanded.plan.computes else LATE_WAIT_S)
+        if waiting := [one for one in found if not one.known]:
+            self._head.defer(waiting, self._tell)
+        result = self._tell([one for one in found if one.known])
+        result.late = late
+        result.scores = {
+            row: [entry for part in parts for entry in part.to_host() if entry is not None]
+            for row, parts in self._scores.items()
+        }
+        result.pooled = {row: vector.tolist() for row, vector in self._pooled.items()}
+        result.mass = {row: mass.tolist() for row, mass in self._mass.items()}
+        result.deviations = self._deviations_by_probe()
+        result.seconds = time.perf_counter() - self._began
+        result.padding = self._padding
+        return result
+
+    def _tell(self, known: list[AcceptedSample]) -> StepResult:
+        """What became of some of the samples; the others are deferred."""
+        counts = [count for _, _, count in self._expanded.samples()]
+        result = StepResult(step=self._expanded.plan.step, tokens=[[] for _ in counts])
+        entries = self._logprobs.to_host() if self._logprobs is not None else None
+        for one in known:
+            i, accepted = one.index, self._head.observe(one)
+            result.tokens[i] = accepted.tokens
+            if counts[i] > 1:
+                result.drafts[i] = counts[i] - 1, accepted.sampled - 1
+            if accepted.done:
+                result.ended.append(i)
+            if accepted.error:
+                result.errors[i] = accepted.error
+            drawn = one.indices[: accepted.sampled] if entries is not None else []
+            if entries is not None and (some := [entry for j in drawn if (entry := entries[j]) is not None]):
+                result.logprobs[i] = some
+        told = {one.index for one in known}
+        result.deferred = [i for i in range(len(counts)) if i not in told]
+        return result
 
     def _deviations_by_probe(self) -> list[list[float]]:
         if self._deviations is None:
             return []
         return [part.tolist() for part in self._deviations.split([p.count for p in self._expanded.plan.probes])]
-
-    def _sampled_logprobs(self, accepted: list[list[int]]) -> dict[int, list[TokenLogprobs]]:
-        """By sample, of those accepted."""
-        if self._logprobs is None:
-            return {}
-        entries = self._logprobs.to_host()
-        found = {}
-        for i, indices in enumerate(accepted):
-            if some := [entry for j in indices if (entry := entries[j]) is not None]:
-                found[i] = some
-        return found

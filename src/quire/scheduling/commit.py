@@ -7,6 +7,8 @@ Refuses to know: plans in the making, who waits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from quire.memory.manager import KVManager
 from quire.scheduling.beam_search import Search, answers
 from quire.scheduling.feature import SchedulingFeature
@@ -27,6 +29,7 @@ class Commit(SchedulingFeature):
         self._memory = memory
         self._scores: dict[Sequence, list[TokenLogprobs]] = {}  # prompt log-probabilities so far
         self._pooled: dict[Sequence, list[float]] = {}  # sum of hidden states so far
+        self._late: dict[int, tuple[PlanBuilder, set[int]]] = {}  # by step: samples not told of yet
 
     def apply(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent], stats: EngineStats) -> None:
         """Give every sequence what is its own; publish the pages that are complete. Adds to `events` as it goes: a
@@ -37,18 +40,49 @@ class Commit(SchedulingFeature):
                 found = self._scores.setdefault(seq, [])
                 found += scores[: seq.prompt_len - 1 - len(found)]
         first = len(events)
-        for i, (seq, epoch) in enumerate(step.samples):
-            if seq.epoch == epoch and seq.status is Status.RUNNING:
-                if seq.request.beam is not None:
-                    events += self._search(seq, result.logprobs[i][0])
-                else:
-                    events.append(self._advance(seq, step.plan.rows[step.plan.samples[i].row], result, i))
+        if result.deferred:
+            self._late[result.step] = step, set(result.deferred)
+        self._samples(step, result, events)
+        for late in result.late:
+            self._samples_of_before(late, events)
         stats.output_tokens += sum(len(event.tokens) for event in events[first:])
         for i, vector in result.pooled.items():
             seq, epoch = step.rows[i]
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 events += self._pool(seq, step.plan.rows[i], vector)
-        for row, (seq, epoch) in zip(step.plan.rows, step.rows, strict=True):
+        self._publish(step, range(len(step.rows)))
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether samples of earlier steps are still to come, and wanted."""
+        for number, (step, left) in list(self._late.items()):
+            if not any(
+                s.epoch == epoch and s.status is Status.RUNNING for s, epoch in map(step.samples.__getitem__, left)
+            ):
+                del self._late[number]
+        return bool(self._late)
+
+    def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> None:
+        for i, (seq, epoch) in enumerate(step.samples):
+            if seq.epoch == epoch and seq.status is Status.RUNNING and i not in result.deferred:
+                if seq.request.beam is not None:
+                    events += self._search(seq, result.logprobs[i][0])
+                else:
+                    events.append(self._advance(seq, step.plan.rows[step.plan.samples[i].row], result, i))
+
+    def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> None:
+        if late.step not in self._late:
+            return  # all ended since
+        step, left = self._late[late.step]
+        told = left.difference(late.deferred)
+        self._samples(step, late, events)
+        self._publish(step, [step.plan.samples[i].row for i in told])
+        left -= told
+        if not left:
+            del self._late[late.step]
+
+    def _publish(self, step: PlanBuilder, rows: Iterable[int]) -> None:
+        for row, (seq, epoch) in ((step.plan.rows[i], step.rows[i]) for i in rows):
             upto = seq.computed if row.drafts else row.start + row.count
             if upto >= seq.table.next_publish and seq.epoch == epoch and seq.status is Status.RUNNING:
                 self._memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
@@ -130,6 +164,9 @@ class Commit(SchedulingFeature):
         self._scores.pop(seq, None)
         self._pooled.pop(seq, None)
 
+
+    def step_failed(self) -> None:
+        self._late.clear()
 
 def _ends(seq: Sequence, token: int, outputs: int) -> FinishReason | None:
     request, params = seq.request, seq.request.params

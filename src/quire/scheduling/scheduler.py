@@ -159,7 +159,8 @@ class Scheduler:
             contribute(builder)
         admission.seat_forks(builder)
         admission.admit(builder)
-        if not builder.plan.computes and idle and (sequences.running or sequences.forks):
+        stuck = not builder.plan.computes and idle and not self._commit.awaiting
+        if stuck and (sequences.running or sequences.forks):
             self._make_way(builder)
         if not builder.plan.computes and idle and self.features.tiers.reclaim(running=True):
             admission.admit(builder)
@@ -169,7 +170,8 @@ class Scheduler:
         """The plan goes its way, if there is anything in it."""
         plan, tiers = builder.plan, self.features.tiers
         tiers.directory.hand_over(plan)
-        if not (plan.computes or plan.transfers or plan.drops or (tiers.moving and builder.idle)):
+        waits = builder.idle and (tiers.moving or self._commit.awaiting)
+        if not (plan.computes or plan.transfers or plan.drops or waits):
             if builder.idle:
                 self.features.eviction.release_until(self._step)
             return None

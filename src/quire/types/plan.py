@@ -155,6 +155,8 @@ class StepResult(msgspec.Struct):
     mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
+    deferred: list[int] = []  # samples that are not told of yet: their grammar takes long to say what follows
+    late: list[StepResult] = []  # of earlier steps, samples that were deferred; all their others are `deferred`
     seconds: float = 0.0  # time the device was busy with it
     padding: int = 0  # token rows computed only to fill a captured size
     transfers: list[TransferDone] = []  # that ended lately, whichever plan began them

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.generation.grammar.cost_limits import cost_excess
+from quire.generation.grammar.plain_reasons import plain_reason
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
@@ -34,10 +36,10 @@ MAX_WAIT_RATIO = 1.7  # of wall-clock to CPU seconds, on a machine that is busy 
 POLL_INTERVAL_S = 0.02
 MAX_COMPILERS = 4  # threads at once; an abandoned one counts until it ends
 STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
-MAX_REASON_CHARS = 400  # characters of a refusal
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock
 
 
 class LLGuidanceBackend:
@@ -46,21 +48,30 @@ class LLGuidanceBackend:
     def __init__(self) -> None:
         self._tokenizers: WeakKeyDictionary[Vocabulary, Any] = WeakKeyDictionary()
 
-    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+    def tokenizer(self, vocabulary: Vocabulary) -> Any:
         tokenizer = self._tokenizers.get(vocabulary)
         if tokenizer is None:
             try:
                 tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
             except ImportError as error:
                 raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
+        return tokenizer
+
+    def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
+        tokenizer = self.tokenizer(vocabulary)
         return _run_on_deep_stack(lambda: compile_grammar(spec, tokenizer), MAX_COMPILE_CPU_S)
 
 
-def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
+def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
-    grammar = LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+    return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+
+
+def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
+    """After a trial."""
+    grammar = compile_unchecked(spec, tokenizer)
     # Too many ways to begin, or to go on from the beginning, shows only when tried; an answer that need be no object
     # may yet become one.
     for opening in ("", "{") if spec.kind in ("json_object", "json_schema") else ("",):
@@ -87,11 +98,12 @@ def _first_mask_error(grammar: LLGuidanceGrammar, opening: list[int]) -> str:
 class LLGuidanceGrammar:
     def __init__(self, matcher: Any, words: int):
         self._matcher = matcher
+        self._slow = False
         self.words = words  # of 32 bits in a mask
 
     @property
     def error(self) -> str:
-        return self._matcher.get_error().removesuffix("<non-verbose/>").strip() if self._matcher.is_error() else ""
+        return plain_reason(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     @property
     def done(self) -> bool:
@@ -99,11 +111,17 @@ class LLGuidanceGrammar:
 
     def fill(self, row: npt.NDArray[np.uint8]) -> None:
         words = np.empty(self.words, np.int32)
+        began = time.perf_counter()
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._slow = time.perf_counter() - began > MAX_LOCKED_S
         row[:] = words.view(np.uint8)[: len(row)]
 
     def accept(self, tokens: Sequence[int]) -> None:
-        self._matcher.consume_tokens(list(tokens))
+        if not self._slow:
+            self._matcher.consume_tokens(list(tokens))
+            return
+        for token in tokens:
+            _unlocked().consume_token_par([(self._matcher, token), (_no_matcher(), token)])
 
     def forced(self) -> list[int]:
         return [] if self.done else self._matcher.compute_ff_tokens()
@@ -113,6 +131,21 @@ class LLGuidanceGrammar:
 
     def fork(self) -> LLGuidanceGrammar:
         return LLGuidanceGrammar(self._matcher.deep_copy(), self.words)
+
+
+@cache
+def _unlocked() -> Any:
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=2)
+
+
+@cache
+def _no_matcher() -> Any:
+    """One that fails at once, for company: a single matcher is moved under the interpreter's lock."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    return LLMatcher(LLTokenizer("byte"), "", log_level=0)
 
 
 class _Tokens:
@@ -172,8 +205,7 @@ def _choices(spec: GrammarSpec) -> list[str]:
 
 
 def _refusal(spec: GrammarSpec, reason: str) -> InputError:
-    if len(reason) > MAX_REASON_CHARS:
-        reason = reason[:MAX_REASON_CHARS] + " ..."
+    reason = plain_reason(reason)
     return InputError(f"the {spec.kind} grammar cannot be used: {reason}", param="grammar", code="invalid_grammar")
 
 

@@ -37,7 +37,7 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.seams import ExecutorInfo, Grammar, Proposer, Ticket, WeightSource
+from quire.types.seams import ExecutorInfo, Proposer, Ticket, WeightSource
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class LocalExecutor:
         assert self._worker is not None, "start() comes first"
         return work(self._worker) if self._thread is None else self._thread.submit(work, self._worker).result()
 
-    def prepare(self, grammar: GrammarSpec) -> Future[Grammar]:
+    def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         return self._grammars.prepare(grammar)
 
     def watch(self, proposer: Proposer, layers: tuple[int, ...] = ()) -> None:
