@@ -14,7 +14,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.plain_reasons import plain_reason
+from quire.generation.grammar.schema_sources import SchemaRefusal, as_is, in_plain_keywords
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
@@ -38,6 +39,8 @@ MAX_COMPILERS = 4  # threads at once; an abandoned one counts until it ends
 STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# One way to spell each string: a name that is declared is not written otherwise to pass for another.
+JSON_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock
 
@@ -65,8 +68,33 @@ class LLGuidanceBackend:
 def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LLParserLimits(**LIMITS))
-    return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+    reason = ""
+    for source in sources(spec):
+        matcher = LLMatcher(tokenizer, _grammar(source), log_level=0, limits=LLParserLimits(**LIMITS))
+        if not matcher.is_error():
+            return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+        reason = matcher.get_error()
+    raise _refusal(spec, reason)
+
+
+def sources(spec: GrammarSpec) -> Iterator[GrammarSpec]:
+    """The grammar in forms that the compiler may take, the simplest first."""
+    if reason := cost_excess(spec):
+        raise _refusal(spec, reason)
+    if spec.kind not in ("json_schema", "lark"):
+        yield spec
+        return
+    tried = None
+    for write in (as_is, in_plain_keywords):
+        try:
+            source = write(spec)
+        except SchemaRefusal as error:
+            raise _refusal(spec, str(error)) from None
+        if source is not None and source != tried:
+            if reason := cost_excess(source):
+                raise _refusal(spec, reason)
+            yield source
+        tried = source
 
 
 def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
@@ -179,14 +207,9 @@ def _grammar(spec: GrammarSpec) -> str:
     """The specification in llguidance's notation."""
     from llguidance import LLMatcher
 
-    if reason := cost_excess(spec):
-        raise _refusal(spec, reason)
     if spec.kind in ("json_object", "json_schema"):
         source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
-        try:
-            return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
-        except ValueError as error:
-            raise _refusal(spec, str(error)) from None
+        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE, overrides=JSON_ESCAPES)
     if spec.kind in ("choice", "each"):
         # One lexeme, not one rule each: the lexer takes many thousands at once, the parser does not.
         words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(spec))

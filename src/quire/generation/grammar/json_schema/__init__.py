@@ -1,0 +1,1 @@
+"""JSON schemas rewritten into forms that a grammar compiler knows, meaning the same or less."""

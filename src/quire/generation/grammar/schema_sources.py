@@ -1,0 +1,71 @@
+"""The schemas of a grammar in forms that the compiler takes: its own, or those embedded in a Lark grammar.
+
+Refuses to know: the compiler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from quire.generation.grammar.json_schema.documents import SchemaRefusal
+from quire.generation.grammar.json_schema.plain_schemas import plain_copy
+from quire.generation.grammar.json_schema.rewriting import rewritten
+from quire.types.grammar import GrammarSpec
+
+__all__ = ["SchemaRefusal", "as_is", "in_plain_keywords"]
+
+EMBEDDED, DECODER = re.compile(r"%json\s*(?=\{)"), json.JSONDecoder()
+STYLE = "x-guidance"  # how JSON is written: the compiler's own key
+STYLE_KEYS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+
+
+def as_is(spec: GrammarSpec) -> GrammarSpec | None:
+    """With schemas copied, if they need no more than that."""
+    return _with_schemas(spec, plain_copy)
+
+
+def in_plain_keywords(spec: GrammarSpec) -> GrammarSpec | None:
+    return _with_schemas(spec, lambda schema: first if (first := plain_copy(schema)) is not None and spec.kind == "lark" else rewritten(schema))
+
+
+def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec | None:
+    if spec.kind == "json_schema":
+        schema = _parsed(spec.source)
+        found = write(schema)
+        if found is None:
+            return None
+        found = {} if found is True else found
+        if isinstance(style := schema.get(STYLE), dict):
+            found = found | {STYLE: {key: style[key] for key in STYLE_KEYS if key in style}}
+        return GrammarSpec(spec.kind, json.dumps(found, ensure_ascii=False))
+    parts, end = [], 0
+    for embedded in EMBEDDED.finditer(spec.source):
+        if embedded.start() < end:
+            continue
+        try:
+            schema, after = DECODER.raw_decode(spec.source, embedded.end())
+        except (ValueError, RecursionError):
+            continue  # the compiler says it better
+        found = write(schema)
+        if found is None:
+            return None
+        parts += [spec.source[end : embedded.end()], json.dumps({} if found is True else found, ensure_ascii=False)]
+        end = after
+    return GrammarSpec(spec.kind, "".join([*parts, spec.source[end:]]))
+
+
+def _parsed(source: str) -> Any:
+    try:
+        schema = json.loads(source, parse_constant=lambda name: float("nan"))
+    except ValueError as error:
+        raise SchemaRefusal(f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise SchemaRefusal("it is nested too deeply") from None
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    if not isinstance(schema, dict):
+        raise SchemaRefusal("a schema must be an object or a boolean")
+    return schema
