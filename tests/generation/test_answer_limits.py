@@ -67,7 +67,7 @@ def test_an_answer_that_fails_ruins_nothing(store):
     spec = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": {"q": words}}))
     grammar = llguidance_backend.compile_unchecked
     monkey = LLGuidanceBackend()
-    monkey.compile = lambda spec, vocabulary: grammar(spec, monkey.tokenizer(vocabulary))
+    monkey.compile = lambda spec, vocabulary: grammar(spec, monkey.tokenizer(vocabulary))[0]
     store._backend = monkey
     encode = store._known_vocabulary().encode
     failed = begin(store, spec)

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.plain_reasons import plain_reason
 from quire.generation.grammar.schema_sources import SchemaRefusal, as_is, in_plain_keywords
+from quire.generation.grammar.trial import openings, strings
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
@@ -42,6 +43,7 @@ JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 # One way to spell each string: a name that is declared is not written otherwise to pass for another.
 JSON_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
+MAX_TRIAL_S = 0.2  # for the strings of a grammar, one by one
 MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock
 
 
@@ -65,16 +67,21 @@ class LLGuidanceBackend:
         return _run_on_deep_stack(lambda: compile_grammar(spec, tokenizer), MAX_COMPILE_CPU_S)
 
 
-def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
-    from llguidance import LLMatcher, LLParserLimits
-
+def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> tuple[LLGuidanceGrammar, GrammarSpec]:
+    """The grammar, and the form in which it was taken."""
     reason = ""
     for source in sources(spec):
-        matcher = LLMatcher(tokenizer, _grammar(source), log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = _matcher(_grammar(source), tokenizer)
         if not matcher.is_error():
-            return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32))
+            return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32)), source
         reason = matcher.get_error()
     raise _refusal(spec, reason)
+
+
+def _matcher(grammar: str, tokenizer: Any) -> Any:
+    from llguidance import LLMatcher, LLParserLimits
+
+    return LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
 
 
 def sources(spec: GrammarSpec) -> Iterator[GrammarSpec]:
@@ -98,12 +105,17 @@ def sources(spec: GrammarSpec) -> Iterator[GrammarSpec]:
 
 
 def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
-    """After a trial."""
-    grammar = compile_unchecked(spec, tokenizer)
-    # Too many ways to begin, or to go on from the beginning, shows only when tried; an answer that need be no object
-    # may yet become one.
-    for opening in ("", "{") if spec.kind in ("json_object", "json_schema") else ("",):
+    """After a trial: too many ways to begin, or to go on from the beginning of a string, show only when tried."""
+    grammar, source = compile_unchecked(spec, tokenizer)
+    ends = time.thread_time() + MAX_TRIAL_S
+    for opening in openings(source):
         if error := _first_mask_error(grammar.fork(), tokenizer.tokenize_str(opening)):
+            raise _refusal(spec, error)
+    for schema in strings(source):
+        if time.thread_time() > ends:
+            break
+        alone = LLGuidanceGrammar(_matcher(_grammar(GrammarSpec("json_schema", schema)), tokenizer), grammar.words)
+        if error := _first_mask_error(alone, tokenizer.tokenize_str('"')):
             raise _refusal(spec, error)
     return grammar
 

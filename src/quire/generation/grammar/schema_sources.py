@@ -28,7 +28,21 @@ def as_is(spec: GrammarSpec) -> GrammarSpec | None:
 
 
 def in_plain_keywords(spec: GrammarSpec) -> GrammarSpec | None:
-    return _with_schemas(spec, lambda schema: first if (first := plain_copy(schema)) is not None and spec.kind == "lark" else rewritten(schema))
+    """With schemas rewritten; of several, those that need to be."""
+
+    def write(schema: Any) -> Any:
+        copy = plain_copy(schema) if spec.kind == "lark" else None
+        return rewritten(schema) if copy is None else copy
+
+    return _with_schemas(spec, write)
+
+
+def parsed_at(text: str, at: int) -> tuple[Any, int] | None:
+    """The schema in a Lark grammar that begins there, and where it ends."""
+    try:
+        return DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None  # the compiler says it better
 
 
 def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec | None:
@@ -45,10 +59,9 @@ def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec
     for embedded in EMBEDDED.finditer(spec.source):
         if embedded.start() < end:
             continue
-        try:
-            schema, after = DECODER.raw_decode(spec.source, embedded.end())
-        except (ValueError, RecursionError):
-            continue  # the compiler says it better
+        if (parsed := parsed_at(spec.source, embedded.end())) is None:
+            continue
+        schema, after = parsed
         found = write(schema)
         if found is None:
             return None

@@ -90,10 +90,11 @@ def _applicators(node: Node, options: list[list[Task]], makes: Makes) -> None:
 
 
 def _objects(node: Node, option: Any, options: list[list[Task]], makes: Makes) -> None:
-    for name in node.get("required", []):
-        option(type="object", properties={name: False})
-    for name, schema in node.get("properties", {}).items():
-        if schema is not True:
+    declared, required = node.get("properties", {}), node.get("required", [])
+    for name in required:  # it is not there, or not what it should be
+        option(type="object", properties={name: makes.negated(declared.get(name, True))})
+    for name, schema in declared.items():
+        if schema not in (True, {}) and name not in required:
             option(type="object", required=[name], properties={name: makes.negated(schema)})
     for key in ("dependentRequired", "dependentSchemas", "dependencies"):
         for name, needs in node.get(key, {}).items():
