@@ -55,8 +55,10 @@ def report(folder: Path, draft: str, judge: SchemaJudge, failures: bool) -> bool
                 if accepted != test["valid"]:
                     found[f"{kind} wrong"] += 1
                     if failures:
-                        print(f"  {kind} {'rejected' if test['valid'] else 'ACCEPTED'}: {path.stem}: "
-                              f"{group['description']}: {test['description']}: {json.dumps(test['data'])[:100]}")
+                        print(
+                            f"  {kind} {'rejected' if test['valid'] else 'ACCEPTED'}: {path.stem}: "
+                            f"{group['description']}: {test['description']}: {json.dumps(test['data'])[:100]}"
+                        )
     return _print(draft, counts)
 
 
@@ -64,14 +66,18 @@ def _print(draft: str, counts: dict[str, Counter[str]]) -> bool:
     print(f"{draft:24} groups refused   valid rejected   invalid accepted")
     for name, found in counts.items():
         if found["refused"] or found["valid wrong"] or found["invalid wrong"]:
-            print(f"  {name:22} {found['groups']:6} {found['refused']:7} {found['valid']:7} {found['valid wrong']:8} "
-                  f"{found['invalid']:9} {found['invalid wrong']:8}")
+            print(
+                f"  {name:22} {found['groups']:6} {found['refused']:7} {found['valid']:7} {found['valid wrong']:8} "
+                f"{found['invalid']:9} {found['invalid wrong']:8}"
+            )
     whole: Counter[str] = sum(counts.values(), Counter())
     rejected = whole["valid wrong"] - counts.get("format", Counter())["valid wrong"]
     share = 100 * whole["refused"] / max(1, whole["groups"])
-    print(f"  all: {whole['refused']} of {whole['groups']} groups refused ({share:.1f}%), {rejected} of {whole['valid']} "
-          f"valid rejected ({100 * rejected / max(1, whole['valid']):.2f}%), {whole['invalid wrong']} of "
-          f"{whole['invalid']} invalid accepted, {whole['never']} groups that nothing fits")
+    print(
+        f"  all: {whole['refused']} of {whole['groups']} groups refused ({share:.1f}%), {rejected} of {whole['valid']} "
+        f"valid rejected ({100 * rejected / max(1, whole['valid']):.2f}%), {whole['invalid wrong']} of "
+        f"{whole['invalid']} invalid accepted, {whole['never']} groups that nothing fits"
+    )
     return not whole["invalid wrong"]
 
 

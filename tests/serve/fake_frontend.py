@@ -19,6 +19,7 @@ from quire.types.blend import Blend, BlendParams
 from quire.types.counts import Counts
 from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats
+from quire.types.grammar import GrammarSpec
 from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -152,6 +153,9 @@ class FakeFrontend:
         self.says: str | list[str] | None = None  # the answer, instead of the fixed one; or one after another
         self.aborted = threading.Semaphore(0)
         self.hanging = threading.Semaphore(0)
+
+    def check_grammar(self, grammar: GrammarSpec) -> None:
+        pass
 
     def prepare(
         self,

@@ -25,6 +25,7 @@ from quire.engine.link import handle
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
+from quire.types.grammar import GrammarSpec
 from quire.types.logs import configure_child
 from quire.types.messages import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
 
@@ -114,6 +115,7 @@ def main(address: str, parent: str, options: str) -> int:
             log.info(reason)
         shed()  # the engine lives as long as the process
         process.send(Ready(info))
+        core.executor.prepare(GrammarSpec("json_object"))  # the first grammar of a client finds the vocabulary made
         process.serve(core)
         core.close()
         return 0

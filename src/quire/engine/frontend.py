@@ -10,13 +10,14 @@ from quire.assets import resolve
 from quire.engine.client import AsyncClient
 from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
-from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_embedding
+from quire.engine.text_input import Prompt, check_grammar, chunked, prepare, prepare_beam, prepare_embedding
 from quire.engine.text_output import RequestText, embedding_in
 from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
 from quire.types.events import TokenEvent
+from quire.types.grammar import GrammarSpec
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request
 from quire.types.sampling_params import SamplingParams
@@ -72,6 +73,10 @@ class Frontend:
     def prepare_beam(self, prompt: Prompt, beam: BeamParams, **where: Any) -> Request:
         """... for the answers that beam search finds; `where` as for `prepare`, without `params`."""
         return prepare_beam(prompt, beam, text=self.text, info=self.client.info, **where)
+
+    def check_grammar(self, grammar: GrammarSpec) -> None:
+        """Compile it on trial; InputError with the reason if it cannot be used. Not for an event loop to call."""
+        check_grammar(grammar, self.text)
 
     async def stream(self, request: Request, direct: Direct | None = None) -> AsyncGenerator[list[Delta], None]:
         """Deltas of all branches as they come; closing the iterator aborts the request. A reader that waits is spared

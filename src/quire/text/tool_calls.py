@@ -13,7 +13,7 @@ import msgspec
 
 from quire.text.tool_formats import ToolFormat
 from quire.types.errors import InputError
-from quire.types.grammar import GrammarSpec
+from quire.types.grammar import CLOSED, GrammarSpec
 
 MAX_CALLS = 16  # in one answer whose calls are required
 
@@ -30,6 +30,8 @@ class Tool(msgspec.Struct, kw_only=True):
     strict: bool = False
     takes_text: bool = False  # its one argument is a text (text_inputs.py)
     grammar: GrammarSpec | None = None  # ... which keeps to this, where the tool must be called and no other may be
+    closed: bool = True  # bound by its schema wherever calls are, and no other arguments than those declared
+    bound: bool = True  # whether its schema can be kept to
 
     def described(self) -> dict[str, Any]:
         """As chat templates expect it."""
@@ -52,12 +54,12 @@ def forced_grammar(tools: Sequence[Tool], format: ToolFormat, *, parallel: bool)
 def strict_grammar(
     tools: Sequence[Tool], format: ToolFormat, marker_id: int | None = None, answer: GrammarSpec | None = None
 ) -> GrammarSpec:
-    """Free text (or `answer`), or calls in the model's own format, the arguments of strict tools bound by their
+    """Free text (or `answer`), or calls in the model's own format, their arguments bound by the tools'
     schemas. `marker_id` is that of the format's marker where it is a special token, which no text spells."""
     rules = []
     for number, tool in enumerate(tools):
         schema = _call_schema(tool, format.key, number)
-        schema["$defs"] = {f"tool{number}": _parameters(tool, number) if tool.strict else {"type": "object"}}
+        schema["$defs"] = {f"tool{number}": _parameters(tool, number)}
         rules.append(f"call{number}: %json {json.dumps(schema)}")
     one = f"({' | '.join(f'call{number}' for number in range(len(tools)))})"
     calls = f'"[" {one} (", " {one})* "]"' if format.headed else f"SPACE {one} SPACE {json.dumps(format.close)}"
@@ -81,6 +83,11 @@ def strict_grammar(
     return GrammarSpec("lark", "\n".join(rules))
 
 
+def parameters_grammar(tool: Tool) -> GrammarSpec:
+    """The arguments of a call alone."""
+    return GrammarSpec("json_schema", json.dumps({"$ref": "#/$defs/tool0", "$defs": {"tool0": _parameters(tool, 0)}}))
+
+
 def _call_schema(tool: Tool, key: str, number: int) -> dict[str, Any]:
     return {
         "type": "object",
@@ -91,8 +98,11 @@ def _call_schema(tool: Tool, key: str, number: int) -> dict[str, Any]:
 
 
 def _parameters(tool: Tool, number: int) -> Any:
-    schema = tool.parameters or {"type": "object"}
-    return _moved(schema, f"#/$defs/tool{number}", 64)
+    if not tool.bound:
+        return {"type": "object"}
+    schema = {CLOSED: tool.closed} | (tool.parameters or {"type": "object", "properties": {}})
+    alone = {key: value for key, value in schema.items() if key not in ("$id", "$schema")}  # it is part of another now
+    return _moved(alone, f"#/$defs/tool{number}", 64)
 
 
 def _moved(schema: Any, base: str, depth: int) -> Any:

@@ -13,13 +13,14 @@ import numpy.typing as npt
 
 from quire.types.errors import InputError
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark", "gbnf"]
+CLOSED = "x-quire-closed"  # in a schema: whether objects that declare properties have no others, from there down
 MAX_GRAMMAR = 256 << 10  # characters of one grammar
 TokenMasks = npt.NDArray[np.uint8]  # [rows, bytes]: a bit a token, lowest first
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark grammar;
+    """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark or GBNF grammar;
     nothing for `json_object`. `each` is a list of strings too: of several answers, each spells its own."""
 
     kind: GrammarKind

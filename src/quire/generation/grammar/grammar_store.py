@@ -62,10 +62,6 @@ class GrammarStore:
                 self._recent.popitem(last=False)
             return known
 
-    def warm_up(self) -> Future[CompiledGrammar]:
-        """Load the vocabulary and whatever the backend makes of it, so that the first grammar finds it."""
-        return self._thread.submit(self._compile, GrammarSpec("json_object"))
-
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         whole = self._backend.compile(spec, self._known_vocabulary())
         parts = [self._backend.compile(part, self._known_vocabulary()) for part in spec.parts] or [whole]

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.generation.grammar.cost_limits import cost_excess
+from quire.generation.grammar.gbnf import GbnfError, lark_of
 from quire.generation.grammar.plain_reasons import plain_reason
 from quire.generation.grammar.schema_sources import SchemaRefusal, as_is, in_plain_keywords
 from quire.generation.grammar.trial import openings, strings
@@ -86,6 +87,11 @@ def _matcher(grammar: str, tokenizer: Any) -> Any:
 
 def sources(spec: GrammarSpec) -> Iterator[GrammarSpec]:
     """The grammar in forms that the compiler may take, the simplest first."""
+    if spec.kind == "gbnf":
+        try:
+            spec = GrammarSpec("lark", lark_of(spec.source))
+        except GbnfError as error:
+            raise _refusal(spec, str(error)) from None
     if reason := cost_excess(spec):
         raise _refusal(spec, reason)
     if spec.kind not in ("json_schema", "lark"):

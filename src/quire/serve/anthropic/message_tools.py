@@ -115,7 +115,13 @@ class AnthropicTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if self.input_examples:
             examples = "\n".join(msgspec.json.encode(example).decode() for example in self.input_examples)
             description = f"{description}\n\nExamples of its input:\n{examples}".strip()
-        return Tool(name=self.name, description=description, parameters=self.input_schema, strict=bool(self.strict))
+        return Tool(
+            name=self.name,
+            description=description,
+            parameters=self.input_schema,
+            strict=bool(self.strict),
+            closed=self.strict is not False,
+        )
 
 
 class Toolbox:

@@ -10,16 +10,17 @@ import json as stdlib_json
 from collections.abc import Container, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from quire.serve.core.generation import Generation, Serving, kept_tail, naming, off_loop, preparing, search
+from quire.serve.core.request_warnings import warn
 from quire.text import TextModel, Tool, ToolFormat, ToolReader, chat_prompt
 from quire.text.reasoning_reader import ReasoningReader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.text_inputs import TextCallReader
-from quire.text.tool_calls import FORCED, forced_grammar, strict_grammar
+from quire.text.tool_calls import FORCED, forced_grammar, parameters_grammar, strict_grammar
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
@@ -28,6 +29,9 @@ from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 from quire.types.request import Request as EngineRequest
 from quire.types.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.engine.frontend import Frontend
 
 RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt"})
 
@@ -255,6 +259,8 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     tokens = kept_tail(tokens, turn.keep_tokens, params, info)
     constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
 
+    unusable: list[str] = []
+
     def work() -> EngineRequest:
         where: dict[str, Any] = {"request_id": id, "priority": turn.priority, "salt": turn.salt}
         if turn.beam is not None:
@@ -262,10 +268,18 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
         if turn.prediction:
             expected = frontend.text.tokenizer.encode_on(turn.prediction, parse_special=False)
             where["prediction"] = expected[: info.max_model_len]
-        return frontend.prepare(tokens, params, blend=blend, **where)
+        try:
+            return frontend.prepare(tokens, params, blend=blend, **where)
+        except InputError as error:
+            if constraint != "tools" or error.code != "invalid_grammar" or len(tools) < 2:
+                raise
+            left = _without_unusable(frontend, tools, unusable)
+            return frontend.prepare(tokens, _bound(turn, left, frontend.text)[0], blend=blend, **where)
 
     with naming(prompt=turn.messages_param, constraint=constraint):
         request = await off_loop(preparing(len(tokens) + len(turn.prediction), params), work)
+    for message in unusable:
+        warn(message)
     names = {tool.name for tool in tools}
 
     def reply(index: int) -> Reply:
@@ -303,6 +317,19 @@ async def _rendered_to_fit(serving: Serving, turn: Turn) -> tuple[list[int], Ble
         else:
             low = middle + 1
     return found if found is not None else await render(serving, turn)
+
+
+def _without_unusable(frontend: Frontend, tools: list[Tool], told: list[str]) -> list[Tool]:
+    """Tools whose parameters no grammar can keep to take any object, which is told; the others stay bound."""
+    found = []
+    for tool in tools:
+        try:
+            frontend.check_grammar(parameters_grammar(tool))
+            found.append(tool)
+        except InputError as error:
+            told.append(f"tool {tool.name}: its parameters are not enforced: {error}")
+            found.append(msgspec.structs.replace(tool, bound=False))
+    return found
 
 
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:

@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.serve.core.request_warnings import collect, header_value
 from quire.types.errors import InputError, ModelNotFoundError, QuireError
 
 logger = logging.getLogger("quire.serve")
@@ -140,7 +141,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         request_id = scope["quire.request_id"] = request_id_of(dict(scope["headers"]))
-        started = False
+        started, warnings = False, collect()
 
         async def watched(message: Message) -> None:
             nonlocal started
@@ -149,6 +150,8 @@ class Guard:
             if not started:
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                if warnings:
+                    message["headers"].append((b"x-quire-warning", header_value(warnings)))
             await send(message)
 
         try:

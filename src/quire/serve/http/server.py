@@ -31,7 +31,8 @@ from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
 from quire.serve.grpc.service import RpcServer
 from quire.serve.http.app import create_admin_app, create_app, create_serving
 from quire.serve.http.bounded_protocol import bounded_protocol
-from quire.types.errors import ConfigError
+from quire.types.errors import ConfigError, QuireError
+from quire.types.grammar import GrammarSpec
 from quire.types.serving import ServeOptions
 
 if TYPE_CHECKING:
@@ -164,6 +165,7 @@ class Life:
                     options = self.serving.options
                     self.grpc_port = await self._rpc.start(options.host, options.grpc_port or 0)
                 ready(self)
+                threading.Thread(target=self._warm_up, name="quire-warm-up", daemon=True).start()
                 await serving
             if lost.done():
                 raise lost.result()
@@ -174,6 +176,11 @@ class Life:
                 await self._rpc.stop(LAST_WORDS)
             self.serving.prepare_pool.close()
             await client.close()
+
+    def _warm_up(self) -> None:
+        """Start the process that tries grammars, so that the first one does not wait for it."""
+        with suppress(QuireError):  # whoever sends a grammar is told
+            self.serving.frontend.check_grammar(GrammarSpec("json_object"))
 
     def stop(self) -> None:
         """Begin to drain; a second time, stop at once."""

@@ -128,6 +128,7 @@ class FunctionSpec(msgspec.Struct, forbid_unknown_fields=True):
             description=self.description or "",
             parameters=self.parameters or {},
             strict=bool(self.strict),
+            closed=self.strict is not False,
         )
 
 
@@ -214,4 +215,12 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="ty
     json_schema: NamedSchema
 
 
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
+class StructuralTagFormat(msgspec.Struct, kw_only=True, tag_field="type", tag="structural_tag", omit_defaults=True):
+    """Free text in which certain beginnings bind what follows; as in vLLM."""
+
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat

@@ -70,11 +70,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """One constraint on the whole answer."""
 
-    json: JsonSchema | None = None
+    json: JsonSchema | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: Annotated[str, Meta(description="In Lark's notation.")] | None = None
+    grammar: Annotated[str, Meta(description="In Lark's notation, or in GBNF.")] | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: Annotated[str, Meta(description="White space in JSON, as a pattern.")] | None = None
+    disable_additional_properties: Annotated[bool, Meta(description="False opens objects.")] | None = None
+    disable_any_whitespace: Annotated[bool, Meta(description="There is one way to write JSON.")] | None = None
+    disable_fallback: Annotated[bool, Meta(description="There is no other backend.")] | None = None
 
 
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -111,10 +116,11 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
     kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
-    guided_json: Annotated[dict[str, Any], extension("the answer keeps to a JSON schema")] | None = None
+    guided_json: Annotated[dict[str, Any] | str, extension("the answer keeps to a JSON schema")] | None = None
     guided_regex: Annotated[str, extension("the answer matches a regular expression")] | None = None
     guided_choice: Annotated[list[str], extension("the answer is one of these")] | None = None
-    guided_grammar: Annotated[str, extension("the answer keeps to a Lark grammar")] | None = None
+    guided_grammar: Annotated[str, extension("the answer keeps to a grammar in Lark or GBNF")] | None = None
+    guided_whitespace_pattern: Annotated[str, extension("white space in the JSON of guided_json")] | None = None
 
 
 class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.serve.core.constraints import ANY_JSON, choice, grammar, json_schema
+import msgspec
+
+from quire.serve.core.constraints import ANY_JSON, choice, context_free, grammar, json_schema
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
-from quire.serve.openai.chat_parts import JsonObjectFormat, JsonSchemaFormat, ResponseFormat
+from quire.serve.core.structural_tags import structural_tag
+from quire.serve.openai.chat_parts import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuralTagFormat
 from quire.serve.openai.request_bodies import GenerationRequest, SamplingFields, StructuredOutputs
 from quire.types.beam import BeamParams
 from quire.types.errors import InputError
@@ -84,15 +87,19 @@ def grammar_of(body: SamplingFields, format: ResponseFormat | None = None) -> tu
     if isinstance(format, JsonObjectFormat):
         found["response_format"] = ANY_JSON
     elif isinstance(format, JsonSchemaFormat):
-        found["response_format"] = json_schema(format.json_schema.schema, "response_format")
+        schema = format.json_schema
+        found["response_format"] = json_schema(schema.schema, "response_format", strict=schema.strict)
+    elif isinstance(format, StructuralTagFormat):
+        found["response_format"] = structural_tag(msgspec.to_builtins(format), "response_format")
     if body.guided_json is not None:
-        found["guided_json"] = json_schema(body.guided_json, "guided_json")
+        whitespace = body.guided_whitespace_pattern
+        found["guided_json"] = json_schema(body.guided_json, "guided_json", whitespace=whitespace)
     if body.guided_regex is not None:
         found["guided_regex"] = grammar("regex", body.guided_regex, "guided_regex")
     if body.guided_choice is not None:
         found["guided_choice"] = choice(body.guided_choice, "guided_choice")
     if body.guided_grammar is not None:
-        found["guided_grammar"] = grammar("lark", body.guided_grammar, "guided_grammar")
+        found["guided_grammar"] = context_free(body.guided_grammar, "guided_grammar")
     if body.structured_outputs is not None:
         found |= _structured(body.structured_outputs)
     if len(found) > 1:
@@ -104,7 +111,12 @@ def grammar_of(body: SamplingFields, format: ResponseFormat | None = None) -> tu
 def _structured(outputs: StructuredOutputs, field: str = "structured_outputs") -> dict[str, GrammarSpec]:
     found: dict[str, GrammarSpec] = {}
     if outputs.json is not None:
-        found[f"{field}.json"] = json_schema(outputs.json, f"{field}.json")
+        found[f"{field}.json"] = json_schema(
+            outputs.json,
+            f"{field}.json",
+            strict=False if outputs.disable_additional_properties is False else None,
+            whitespace=outputs.whitespace_pattern,
+        )
     if outputs.json_object:
         found[f"{field}.json_object"] = ANY_JSON
     if outputs.regex is not None:
@@ -112,5 +124,7 @@ def _structured(outputs: StructuredOutputs, field: str = "structured_outputs") -
     if outputs.choice is not None:
         found[f"{field}.choice"] = choice(outputs.choice, f"{field}.choice")
     if outputs.grammar is not None:
-        found[f"{field}.grammar"] = grammar("lark", outputs.grammar, f"{field}.grammar")
+        found[f"{field}.grammar"] = context_free(outputs.grammar, f"{field}.grammar")
+    if outputs.structural_tag is not None:
+        found[f"{field}.structural_tag"] = structural_tag(outputs.structural_tag, f"{field}.structural_tag")
     return found

@@ -76,8 +76,14 @@ def item_of(schemas: list[tuple[Node, Origins]], i: int) -> list[Any]:
             others = [n for n in inner if n is not node and "unevaluatedItems" in n]
             if others and not all(n["unevaluatedItems"] is node["unevaluatedItems"] for n in others):
                 continue  # an inner one has looked at all there are
-            if not any(i < len(_prefix(n)) or "items" in n and not isinstance(n["items"], list)
-                       or "additionalItems" in n and isinstance(n.get("items"), list) for n in inner):
+            if not any(
+                i < len(_prefix(n))
+                or ("items" in n
+                and not isinstance(n["items"], list))
+                or ("additionalItems" in n
+                and isinstance(n.get("items"), list))
+                for n in inner
+            ):
                 found.append(node["unevaluatedItems"])
     return found
 
@@ -153,7 +159,7 @@ def _unique(prefix: list[list[Any]], rest: list[Any], low: int, high: float, emi
     others = emits.finite(rest)
     if high <= len(prefix) and _all_apart(prefix[: int(high)], emits):
         return [found for found in [_plain(prefix, rest, low, high, emits, False)] if found is not None]
-    if others is None and high > len(prefix) or any(value is None for value in values):
+    if (others is None and high > len(prefix)) or any(value is None for value in values):
         raise SchemaRefusal(
             "uniqueItems can be kept to only where items have few values (an enum of at most "
             f"{MAX_UNIQUE}), or maxItems is 1"

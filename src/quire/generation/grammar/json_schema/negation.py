@@ -18,8 +18,16 @@ FLIPPED = {
     "minimum": ("number", "exclusiveMaximum"), "maximum": ("number", "exclusiveMinimum"),
     "exclusiveMinimum": ("number", "maximum"), "exclusiveMaximum": ("number", "minimum"),
 }  # fmt: skip
-LOWERED = {"minLength": ("string", "maxLength"), "minItems": ("array", "maxItems"), "minProperties": ("object", "maxProperties")}
-RAISED = {"maxLength": ("string", "minLength"), "maxItems": ("array", "minItems"), "maxProperties": ("object", "minProperties")}
+LOWERED = {
+    "minLength": ("string", "maxLength"),
+    "minItems": ("array", "maxItems"),
+    "minProperties": ("object", "maxProperties"),
+}
+RAISED = {
+    "maxLength": ("string", "minLength"),
+    "maxItems": ("array", "minItems"),
+    "maxProperties": ("object", "minProperties"),
+}
 UNDENIABLE = {
     "pattern": "string", "multipleOf": "number", "patternProperties": "object", "propertyNames": "object",
     "uniqueItems": "array", "unevaluatedProperties": "object", "unevaluatedItems": "array",

@@ -11,8 +11,8 @@ from typing import Any
 from quire.generation.grammar.json_schema.documents import Node
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE
+from quire.types.grammar import CLOSED
 
-CLOSED = "x-quire-closed"  # whether objects that declare properties have no others, from here down
 VALUES = ("type", "required", "minItems", "maxItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
           "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "enum", "const")  # fmt: skip
 REWRITTEN = ("allOf", "oneOf", "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas",
@@ -38,7 +38,9 @@ def plain_copy(schema: Any) -> Any:
             return None
         closed = bool(node.get(CLOSED, closed))
         place[key] = copy
-        left += [(copy[key], name, closed) for key in ("properties", "$defs", "definitions") for name in copy.get(key, ())]
+        left += [
+            (copy[key], name, closed) for key in ("properties", "$defs", "definitions") for name in copy.get(key, ())
+        ]
         left += [(copy[key], i, closed) for key in ("anyOf", "prefixItems") for i in range(len(copy.get(key, ())))]
         left += [(copy, key, closed) for key in ("items", "additionalProperties") if key in copy]
     return whole[0]
@@ -48,7 +50,13 @@ def _copied(node: Node, closed: bool) -> Node | None:
     if any(key in node for key in REWRITTEN) or "2020-12" not in str(node.get("$schema", "2020-12")):
         return None
     copy: Node = {key: node[key] for key in VALUES if key in node}
-    for key, kind in (("properties", dict), ("$defs", dict), ("definitions", dict), ("anyOf", list), ("prefixItems", list)):
+    for key, kind in (
+        ("properties", dict),
+        ("$defs", dict),
+        ("definitions", dict),
+        ("anyOf", list),
+        ("prefixItems", list),
+    ):
         if key in node:
             if not isinstance(node[key], kind):
                 return None
@@ -91,8 +99,6 @@ def _exact(copy: Node) -> bool:
             values += value.values()
         elif isinstance(value, list):
             values += value
-        elif isinstance(value, int) and abs(value) > MAX_EXACT:
-            return False
-        elif (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and UNWRITABLE.search(value)):
+        elif (isinstance(value, int) and abs(value) > MAX_EXACT) or (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and UNWRITABLE.search(value)):
             return False
     return True

@@ -17,9 +17,9 @@ from quire.generation.grammar.json_schema.arrays import arrays
 from quire.generation.grammar.json_schema.documents import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.negation import NOT_IN, REFUSE
 from quire.generation.grammar.json_schema.objects import objects
-from quire.generation.grammar.json_schema.plain_schemas import CLOSED
 from quire.generation.grammar.json_schema.scalars import fits, numbers, strings
 from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE, json_type, same
+from quire.types.grammar import CLOSED
 
 MAX_DEFINITIONS = 2000
 SHORT = 300  # characters of a schema that is repeated rather than referred to
@@ -68,7 +68,11 @@ class Rewriter:
         key = frozenset(map(id, hold)), closed
         if key in self._names:
             name = self._names[key]
-            if isinstance(self._done.get(name), bool) or len(json.dumps(self._done.get(name))) < SHORT and name in self._done:
+            if (
+                isinstance(self._done.get(name), bool)
+                or (len(json.dumps(self._done.get(name))) < SHORT
+                and name in self._done)
+            ):
                 return self._done[name]
             self._referred.add(name)
             return {"$ref": f"#/$defs/{name}"}
@@ -149,7 +153,9 @@ class Rewriter:
         out = [value for node in nodes for value in node.get(NOT_IN, ())]
         left: list[Any] = []
         for value in lists[0]:
-            wanted = json_type(value) in alternative.types and all(any(same(value, v) for v in one) for one in lists[1:])
+            wanted = json_type(value) in alternative.types and all(
+                any(same(value, v) for v in one) for one in lists[1:]
+            )
             if wanted and not any(same(value, one) for one in [*out, *left]):
                 if isinstance(value, list | dict) or fits(value, nodes):
                     left.append(value)

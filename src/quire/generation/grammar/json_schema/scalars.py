@@ -40,8 +40,12 @@ def common_multiple(schemas: list[Node]) -> Fraction | None:
             if value <= 0:
                 raise SchemaRefusal("multipleOf must be above 0")
             other = Fraction(repr(value))
-            found = other if found is None else Fraction(
-                math.lcm(found.numerator, other.numerator), math.gcd(found.denominator, other.denominator)
+            found = (
+                other
+                if found is None
+                else Fraction(
+                    math.lcm(found.numerator, other.numerator), math.gcd(found.denominator, other.denominator)
+                )
             )
     return found
 
@@ -65,21 +69,23 @@ def numbers(schemas: list[Node], *, integer: bool, fraction: bool) -> list[Node]
     for begin, end in zip(cuts, cuts[1:], strict=False):
         if begin and end and (begin[0] > end[0] or (begin[0] == end[0] and (begin[1] or end[1]))):
             continue
-        ranges.append(base | _edge(begin, "minimum", "exclusiveMinimum", up=True) | _edge(end, "maximum", "exclusiveMaximum", up=False))
+        ranges.append(
+            base
+            | _edge(begin, "minimum", "exclusiveMinimum", up=True)
+            | _edge(end, "maximum", "exclusiveMaximum", up=False)
+        )
     return [found for found in ranges if not _empty(found)]
 
 
 def _edge(bound: Bound | None, key: str, strict: str, *, up: bool) -> Node:
+    """A bound that the compiler can say, or one within it: beyond 2^53 not every integer is a float."""
     if bound is None:
         return {}
     value, out = bound
-    if isinstance(value, int) and abs(value) > MAX_EXACT:  # the nearest within that a float says
-        near = float(value)
-        if (near < value) if up else (near > value):
-            near = math.nextafter(near, math.inf if up else -math.inf)
-        if not math.isfinite(near):
-            raise SchemaRefusal(f"{key} {value} is too large")
-        value, out = int(near), out and near == value
+    if abs(value) > MAX_EXACT:
+        if (value > 0) is up:
+            raise SchemaRefusal(f"{key} {value} is beyond 2^53, and cannot be said exactly")
+        value, out = (-MAX_EXACT if up else MAX_EXACT), False
     return {strict if out else key: value}
 
 

@@ -1,0 +1,204 @@
+"""JSON schemas at the token level: exact where the compiler alone is not, closed where callers expect it, and rewritten
+rather than refused. The instances are spelled as the server writes JSON."""
+
+import json
+
+import pytest
+
+from quire.bench.schema_judge import SchemaJudge
+from quire.serve.core.constraints import context_free, json_schema
+from quire.serve.core.structural_tags import structural_tag
+from quire.types.errors import InputError
+from quire.types.grammar import CLOSED, GrammarSpec
+
+
+@pytest.fixture(scope="module")
+def judge(default_model):
+    return SchemaJudge()
+
+
+def compiled(judge, spec):
+    return judge._backend.compile(spec, judge.vocabulary)
+
+
+def taken(judge, grammar, texts):
+    return [text for text in texts if judge.takes_text(grammar, text)]
+
+
+BIG = 2**53
+EXACT = {
+    "escaped names": (
+        {"properties": {"a": {"type": "integer"}}},
+        ['{"a": 1}', '{"b": "x"}'],
+        [r'{"\u0061": "x"}', '{"a": "x"}', r'{"b\u0061": 1}'],
+    ),
+    "large maximum": (
+        {"type": "integer", "maximum": BIG + 1},
+        [str(BIG), "7"],
+        [str(BIG + 2), str(BIG + 3)],
+    ),
+    "64 bits": ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-5", str(BIG)], [str(2**63)]),
+    "as large as can be": ({"type": "number", "maximum": 1.7976931348623157e308}, ["-5", "0.5"], ["true"]),
+    "large bounds left out": ({"type": "integer", "exclusiveMaximum": BIG + 2}, ["1"], [str(BIG + 2), str(BIG + 4)]),
+    "one of repeated names": (
+        {"properties": {"a": True}, "minProperties": 2, "required": ["a"]},
+        ['{"a": 1, "b": 2}'],
+        ['{"a": 1}', '{"a": 1, "a": 2}'],
+    ),
+    "numbers that are equal": ({"enum": [1.0, 2]}, ["1", "2"], ["1.5", "3"]),
+    "no true for one": ({"const": 1}, ["1"], ["true"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), EXACT.values(), ids=EXACT)
+def test_what_is_said_is_meant_exactly(judge, schema, good, bad):
+    grammar = judge.compile(schema)
+    assert taken(judge, grammar, [*good, *bad]) == good
+
+
+REFUSED = {
+    "const": ({"const": BIG + 1}, "2\\^53"),
+    "enum": ({"enum": [1, {"a": [-BIG - 1]}]}, "2\\^53"),
+    "minimum": ({"type": "integer", "minimum": BIG + 1}, "2\\^53"),
+    "two names that may be the same": ({"type": "object", "minProperties": 2}, "minProperties"),
+    "control characters": ({"const": "a\x00b"}, "control character"),
+    "many different strings": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
+    "what a pattern is not": ({"type": "string", "not": {"pattern": "a.*b"}}, "pattern"),
+    "remote": ({"$ref": "https://example.com/schema"}, "retrieved"),
+    "nothing fits": ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value fits"),
+    "too many ways": ({"oneOf": [{"properties": {f"p{i}": {"minimum": i} for i in range(9)}}] * 9}, "too many ways"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "reason"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_kept_to_is_refused_in_plain_words(judge, schema, reason):
+    with pytest.raises(InputError, match=reason) as caught:
+        judge.compile(schema)
+    assert not any(word in str(caught.value).lower() for word in ("lexer", "derivre", "earley", "llguidance", "fuel"))
+
+
+def closed(schema):
+    return {CLOSED: True} | schema
+
+
+AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CASES = {
+    "declared": (AB, ["{}", '{"a": 1}', '{"a": 1, "b": 2}'], ['{"c": 1}', '{"a": 1, "c": 2}']),
+    "opened": (AB | {"additionalProperties": True}, ['{"c": 1}'], ['{"a": "x"}']),
+    "typed": (AB | {"additionalProperties": {"type": "null"}}, ['{"c": null}'], ['{"c": 1}']),
+    "nothing declared": ({"type": "object"}, ["{}", '{"c": 1}'], ["[]"]),
+    "declared to be empty": ({"type": "object", "properties": {}}, ["{}"], ['{"c": 1}']),
+    "required, undeclared": (AB | {"required": ["c"]}, ['{"c": 1}', '{"a": 1, "c": "x"}'], ['{"a": 1}', '{"c": 1, "d": 1}']),
+    "below": ({"properties": {"x": AB}, "required": ["x"]}, ['{"x": {"a": 1}}'], ['{"x": {"c": 1}}']),
+    "in a list": ({"type": "array", "items": AB}, ['[{"a": 1}]'], ['[{"c": 1}]']),
+    "all of several": (
+        {"allOf": [{"properties": {"a": True}}, {"properties": {"b": True}}], "type": "object"},
+        ['{"a": 1, "b": 1}'],
+        ['{"a": 1, "c": 1}'],
+    ),
+    "a reference beside properties": (
+        {"properties": {"c": True}, "$ref": "#/$defs/ab", "$defs": {"ab": AB}, "type": "object"},
+        ['{"c": 1, "a": 1}'],
+        ['{"d": 1}'],
+    ),
+    "one of two": (
+        {"type": "object", "properties": {"k": {"type": "integer"}}, "anyOf": [{"properties": {"a": True}}, {"properties": {"b": True}}]},
+        ['{"k": 1, "a": 1}', '{"k": 1, "b": 1}'],
+        ['{"k": 1, "c": 1}'],
+    ),
+    "patterns": (
+        {"type": "object", "properties": {"a": True}, "patternProperties": {"^x": {"type": "null"}}},
+        ['{"a": 1, "x1": null}'],
+        ['{"a": 1, "y": null}', '{"x1": 1}'],
+    ),
+    "unevaluated": (AB | {"unevaluatedProperties": {"type": "null"}}, ['{"c": null}'], ['{"c": 1}']),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), CASES.values(), ids=CASES)
+def test_objects_have_the_properties_they_declare(judge, schema, good, bad):
+    grammar = judge.compile(closed({"type": "object"} | schema if "type" not in schema else schema))
+    assert taken(judge, grammar, [*good, *bad]) == good
+
+
+def test_strict_false_opens_and_text_is_a_schema(judge):
+    schema = {"type": "object"} | AB
+    for given, more in ((schema, False), (json.dumps(schema), False)):
+        grammar = compiled(judge, json_schema(given, "p"))
+        assert judge.takes_text(grammar, '{"a": 1}') and judge.takes_text(grammar, '{"c": 1}') is more
+    assert judge.takes_text(compiled(judge, json_schema(schema, "p", strict=False)), '{"c": 1}')
+    for wrong in ("{", "[]"):
+        with pytest.raises(InputError) as caught:
+            json_schema(wrong, "p")
+        assert caught.value.param == "p"
+
+
+def test_white_space_as_asked_for(judge):
+    grammar = compiled(judge, json_schema({"type": "object"} | AB, "p", whitespace=r"[ \n]{0,2}"))
+    texts = ['{"a":1}', '{ "a" :  1,\n"b":2}', '{   "a":1}', '{"a":\t1}']
+    assert taken(judge, grammar, texts) == texts[:2]
+
+
+def test_gbnf(judge):
+    source = 'root ::= item ("," item)*  # a list\nitem ::= "\\x41" [0-9\\u00e9]+ | sub-list\nsub-list ::= "(" item ")"'
+    grammar = compiled(judge, context_free(source, "p"))
+    texts = ["A1", "A12,Aé", "(A7)", "B1", "A", "A1,"]
+    assert taken(judge, grammar, texts) == texts[:3]
+    for wrong, reason in (('root ::= "a" b', "'b' not found"), ('root ::= ("a"', "Expected"), ('x ::= "a"', "root")):
+        with pytest.raises(InputError, match=reason):
+            compiled(judge, context_free(wrong, "p"))
+    assert context_free('start: "a"', "p").kind == "lark"
+
+
+TAG = {"begin": "<f=x>", "schema": {"type": "object"} | AB, "end": "</f>"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"type": "structural_tag", "structures": [TAG], "triggers": ["<f="]},
+        json.dumps({"type": "structural_tag", "structures": [TAG], "triggers": ["<f="]}),
+        {
+            "type": "structural_tag",
+            "format": {
+                "type": "triggered_tags",
+                "triggers": ["<f="],
+                "tags": [
+                    {"begin": "<f=x>", "end": "</f>", "content": {"type": "json_schema", "json_schema": TAG["schema"]}}
+                ],
+            },
+        },
+    ],
+    ids=["structures", "text", "format"],
+)
+def test_structural_tags(judge, given):
+    grammar = compiled(judge, structural_tag(given, "p"))
+    good = ["nothing of the kind", '<f=x>{"a": 1}</f>', 'so: <f=x>{}</f> and <f=x>{"b": 2}</f>.', "a <f is no tag"]
+    bad = ["<f=y>", '<f=x>{"c": 1}</f>', "<f=x>{}"]
+    assert taken(judge, grammar, [*good, *bad]) == good
+
+
+def test_structural_tags_that_make_no_sense():
+    for given in (
+        {},
+        {"structures": [TAG], "triggers": ["<g"]},
+        {"format": {"type": "nonsense"}},
+        "{",
+        {"structures": 3},
+    ):
+        with pytest.raises(InputError) as caught:
+            structural_tag(given, "p")
+        assert caught.value.param == "p"
+
+
+def test_data_is_no_schema(judge):
+    data = {"id": "http://x/y", "$ref": "#/nowhere", "type": "nonsense"}
+    schema = {"type": "object", "properties": {"id": {"type": "string"}}, "examples": [data], "default": data}
+    assert judge.takes_text(judge.compile(schema), '{"id": "x"}')
+    assert judge.takes_text(judge.compile({"enum": [{"$ref": "#/nowhere"}]}), '{"$ref": "#/nowhere"}')
+
+
+def test_schemas_in_a_lark_grammar_are_rewritten(judge):
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 10}, {"not": {}}], "x": 1}
+    grammar = compiled(judge, GrammarSpec("lark", 'start: "<" a ">"\na: %json ' + json.dumps(schema)))
+    assert taken(judge, grammar, ["<7>", "<12>", "<x>"]) == ["<7>"]
