@@ -2,16 +2,16 @@
 
     python scripts/schema_suite.py PATH [--draft draft2020-12 --draft draft7] [--failures]
 
-PATH is a JSON-Schema-Test-Suite folder (with `tests/`): it ships in the source distribution of the `jsonschema` package,
-under `json/`:
+PATH is a JSON-Schema-Test-Suite folder (with `tests/`): it ships in the source distribution of the `jsonschema`
+package, under `json/`:
 
     pip download --no-binary :all: --no-deps jsonschema && tar xzf jsonschema-*.tar.gz
 
-Groups of the required part are judged as JSON Schema means them, so objects are open here, whatever the server's default
-for its callers is. An instance is written as the server writes JSON (one space after `:` and `,`, integral numbers as
-integers; the order of properties is the grammar's, so it counts if it fits in any) and given to the grammar token by
-token, in the default model's own tokens. A group counts as refused if its schema is. `format.json` is left out of the rejected ones: it
-says that formats are annotations by default, and the server keeps to those it knows.
+Groups of the required part are judged as JSON Schema means them, so objects are open here, whatever the server's
+default for its callers is. An instance is written as the server writes JSON (one space after `:` and `,`, integral
+numbers as integers; the order of properties is the grammar's, so it counts if it fits in any) and given to the grammar
+token by token, in the default model's own tokens. A group counts as refused if its schema is. `format.json` is left out
+of the rejected ones: it says that formats are annotations by default, and the server keeps to those it knows.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The order of an object's properties is the grammar's, so an instance counts as t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import islice, permutations, product
 from typing import Any
@@ -66,3 +67,12 @@ def _orders(value: Any) -> Iterator[Any]:
         yield from map(list, product(*map(_orders, value)))
     else:
         yield int(value) if isinstance(value, float) and value.is_integer() and abs(value) <= 2**53 else value
+
+
+def escaped(text: str) -> str:
+    """JSON with the letters of its strings written as escapes."""
+
+    def letters(found: re.Match[str]) -> str:
+        return '"' + re.sub(r"\\.|[a-z]", lambda c: c[0] if len(c[0]) > 1 else f"\\u{ord(c[0]):04x}", found[1]) + '"'
+
+    return re.sub(r'"((?:\\.|[^"\\])*)"', letters, text)

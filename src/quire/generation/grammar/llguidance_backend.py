@@ -42,7 +42,7 @@ STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a gram
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # One way to spell each string: a name that is declared is not written otherwise to pass for another.
-JSON_ESCAPES = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
+JSON_ESCAPES: Any = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 MAX_TRIAL_S = 0.2  # for the strings of a grammar, one by one
 MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock

@@ -26,6 +26,8 @@ class Emits(Protocol):
 
     def finite(self, hold: list[Any]) -> list[Any] | None: ...
 
+    def types(self, hold: list[Any]) -> frozenset[str]: ...
+
 
 def arrays(schemas: list[tuple[Node, Origins]], emits: Emits, closed: bool) -> list[Node]:
     nodes = [schema for schema, _ in schemas]
@@ -111,7 +113,7 @@ def _containing(layout: Layout, node: Node, schemas: Any, high: float, emits: Em
     for matching in range(least, (least if most is None else most) + 1):
         for places in combinations(range(reach), matching):
             length = max([len(prefix), *(place + 1 for place in places)])
-            items = [[*(prefix[i] if i < len(prefix) else rest)] for i in range(length)]
+            items: list[list[Any]] = [[*(prefix[i] if i < len(prefix) else rest)] for i in range(length)]
             for i, item in enumerate(items):
                 if i in places:
                     item.append(wanted)
@@ -125,7 +127,7 @@ def _containing(layout: Layout, node: Node, schemas: Any, high: float, emits: Em
 
 
 def _plain(prefix: list[list[Any]], rest: list[Any], low: int, high: float, emits: Emits, closed: bool) -> Node | None:
-    items = []
+    items: list[Any] = []
     for hold in prefix[: int(min(len(prefix), high))]:
         item = emits.emit(hold, closed)
         if item is False:
@@ -150,7 +152,7 @@ def _plain(prefix: list[list[Any]], rest: list[Any], low: int, high: float, emit
 
 
 def _unique(prefix: list[list[Any]], rest: list[Any], low: int, high: float, emits: Emits) -> list[Node]:
-    """No two items are equal: written out where few values are possible, or where the types of items tell them apart."""
+    """No two items are equal: written out where few values are possible, or where their types tell them apart."""
     if emits.emit(rest, False) is False:
         high = min(high, len(prefix))
     if high <= 1:

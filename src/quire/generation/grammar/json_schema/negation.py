@@ -119,7 +119,7 @@ def _objects(node: Node, option: Any, options: list[list[Task]], makes: Makes) -
 
 
 def _arrays(node: Node, option: Any, makes: Makes) -> None:
-    prefix = node.get("prefixItems", node["items"] if isinstance(node.get("items"), list) else [])
+    prefix: list[Any] = node["items"] if isinstance(node.get("items"), list) else node.get("prefixItems", [])
     rest = node.get("additionalItems") if isinstance(node.get("items"), list) else node.get("items")
     for i, schema in enumerate(prefix):
         if schema is not True:

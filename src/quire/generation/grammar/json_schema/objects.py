@@ -1,5 +1,5 @@
-"""Objects that several schemas hold for, as alternatives of plain ones: a schema for every declared name, for names that
-fit a pattern, for all others; which there must be, and how many.
+"""Objects that several schemas hold for, as alternatives of plain ones: a schema for every declared name, for names
+that fit a pattern, for all others; which there must be, and how many.
 
 Refuses to know: other types of values.
 """

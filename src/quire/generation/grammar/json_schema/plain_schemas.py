@@ -99,6 +99,9 @@ def _exact(copy: Node) -> bool:
             values += value.values()
         elif isinstance(value, list):
             values += value
-        elif (isinstance(value, int) and abs(value) > MAX_EXACT) or (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and UNWRITABLE.search(value)):
+        elif isinstance(value, str):
+            if UNWRITABLE.search(value):
+                return False
+        elif (isinstance(value, float) and value.is_integer()) or (value is not None and abs(value) > MAX_EXACT):
             return False
     return True

@@ -153,12 +153,11 @@ class Rewriter:
         out = [value for node in nodes for value in node.get(NOT_IN, ())]
         left: list[Any] = []
         for value in lists[0]:
-            wanted = json_type(value) in alternative.types and all(
-                any(same(value, v) for v in one) for one in lists[1:]
-            )
-            if wanted and not any(same(value, one) for one in [*out, *left]):
-                if isinstance(value, list | dict) or fits(value, nodes):
-                    left.append(value)
+            listed = all(any(same(value, other) for other in one) for one in lists[1:])
+            left_out = any(same(value, one) for one in [*out, *left])
+            whole = isinstance(value, list | dict) or fits(value, nodes)
+            if json_type(value) in alternative.types and listed and whole and not left_out:
+                left.append(value)
         return left
 
     def _constants(self, values: list[Any], schemas: list[Any], closed: bool) -> list[Node]:
@@ -215,9 +214,10 @@ class Rewriter:
             return [name for one in lists for name in one or () if isinstance(name, str)], None
         if len(alternatives) > 1:
             raise SchemaRefusal("propertyNames with alternatives cannot be kept to")
-        (made,) = strings([node for node, _ in alternatives[0].schemas]) or [None]
-        if made is None:
+        found = strings([node for node, _ in alternatives[0].schemas])
+        if not found:
             return [], None
+        (made,) = found
         if made == {"type": "string"}:
             return None, None
         low, high = made.get("minLength", 0), made.get("maxLength", "")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 from quire.generation.grammar.json_schema.documents import Node, SchemaRefusal
@@ -66,7 +67,7 @@ def numbers(schemas: list[Node], *, integer: bool, fraction: bool) -> list[Node]
     if multiple is not None and not (multiple == 1 and not fraction):
         base["multipleOf"] = _plain(multiple)
     ranges = []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in pairwise(cuts):
         if begin and end and (begin[0] > end[0] or (begin[0] == end[0] and (begin[1] or end[1]))):
             continue
         ranges.append(
