@@ -82,64 +82,123 @@ class Cases:
             "pattern": lambda: {"type": "string", "pattern": rng.choice(PATTERNS)},
             "format": lambda: {"type": "string", "format": rng.choice(["unknown-format", "regex", "color"])},
             "items": lambda: {"type": "array", "items": one()},
-            "prefixItems": lambda: {"type": "array", "prefixItems": [one(), one()], "items": rng.choice([False, one()])},
+            "prefixItems": lambda: {
+                "type": "array",
+                "prefixItems": [one(), one()],
+                "items": rng.choice([False, one()]),
+            },
             "minItems": lambda: {"type": "array", "minItems": few},
             "maxItems": lambda: {"type": "array", "maxItems": few, "items": one()},
             "contains": lambda: {"type": "array", "contains": one()},
             "minContains": lambda: {"type": "array", "contains": one(), "minContains": rng.randint(0, 2)},
             "maxContains": lambda: {"type": "array", "contains": {"type": "string"}, "maxContains": few},
             "uniqueItems": lambda: {
-                "type": "array", "items": {"enum": rng.sample(WORDS, 3)}, "uniqueItems": rng.choice([True, True, False]),
+                "type": "array",
+                "items": {"enum": rng.sample(WORDS, 3)},
+                "uniqueItems": rng.choice([True, True, False]),
             },
             "properties": lambda: self.object(),
             "required": lambda: {"type": "object", "required": rng.sample(NAMES, few)},
-            "additionalProperties": lambda: {"type": "object", "properties": {"a": one()}, "additionalProperties": one()},
+            "additionalProperties": lambda: {
+                "type": "object",
+                "properties": {"a": one()},
+                "additionalProperties": one(),
+            },
             "patternProperties": lambda: {"type": "object", "patternProperties": {rng.choice(("^a", "^x-")): one()}},
-            "propertyNames": lambda: {"type": "object", "propertyNames": rng.choice([
-                {"maxLength": 1}, {"enum": ["a", "b"]}, {"pattern": "^[a-z]+$"},
-            ])},
+            "propertyNames": lambda: {
+                "type": "object",
+                "propertyNames": rng.choice(
+                    [
+                        {"maxLength": 1},
+                        {"enum": ["a", "b"]},
+                        {"pattern": "^[a-z]+$"},
+                    ]
+                ),
+            },
             "minProperties": lambda: {"type": "object", "properties": {"a": one(), "b": one()}, "minProperties": 1},
             "maxProperties": lambda: {"type": "object", "properties": {"a": one()}, "maxProperties": few},
             "dependentRequired": lambda: {"type": "object", "dependentRequired": {"a": ["b"]}},
-            "dependentSchemas": lambda: {"type": "object", "dependentSchemas": {"a": {"required": ["b"], "maxProperties": 2}}},
+            "dependentSchemas": lambda: {
+                "type": "object",
+                "dependentSchemas": {"a": {"required": ["b"], "maxProperties": 2}},
+            },
             "allOf": lambda: {"allOf": [{"type": ["string", "integer"]}, {"minimum": number}, {"maxLength": 3}]},
             "anyOf": lambda: {"anyOf": [one(), one()]},
-            "oneOf": lambda: {"oneOf": rng.choice([
-                [{"type": "integer"}, {"type": "string"}],
-                [{"type": "integer", "minimum": 2}, {"type": "integer", "maximum": 5}],
-                [{"required": ["a"]}, {"required": ["b"]}],
-                [{"properties": {"kind": {"const": kind}}, "required": ["kind"], "type": "object"} for kind in ("a", "ab")],
-            ])},
-            "not": lambda: {"not": rng.choice([
-                {"type": "string"}, {"const": "a"}, {"enum": [1, "ab", None]}, {"required": ["a"]},
-                {"type": "array", "maxItems": 1}, {"minimum": 2}, {"properties": {"a": {"type": "string"}}, "required": ["a"]},
-            ])},
+            "oneOf": lambda: {
+                "oneOf": rng.choice(
+                    [
+                        [{"type": "integer"}, {"type": "string"}],
+                        [{"type": "integer", "minimum": 2}, {"type": "integer", "maximum": 5}],
+                        [{"required": ["a"]}, {"required": ["b"]}],
+                        [
+                            {"properties": {"kind": {"const": kind}}, "required": ["kind"], "type": "object"}
+                            for kind in ("a", "ab")
+                        ],
+                    ]
+                )
+            },
+            "not": lambda: {
+                "not": rng.choice(
+                    [
+                        {"type": "string"},
+                        {"const": "a"},
+                        {"enum": [1, "ab", None]},
+                        {"required": ["a"]},
+                        {"type": "array", "maxItems": 1},
+                        {"minimum": 2},
+                        {"properties": {"a": {"type": "string"}}, "required": ["a"]},
+                    ]
+                )
+            },
             "if": lambda: {
                 "if": rng.choice([{"type": "string"}, {"required": ["a"]}, {"minimum": 2}]),
                 "then": rng.choice([{"maxLength": 2}, {"required": ["b"]}, {"maximum": 5}, True]),
                 "else": rng.choice([{"type": ["integer", "object"]}, {"not": {"type": "null"}}, True]),
             },
             "$ref": lambda: {
-                "type": "object", "properties": {"a": {"$ref": "#/$defs/tree"}},
-                "$defs": {"tree": {"type": ["object", "null"], "properties": {"a": {"$ref": "#/$defs/tree"}}, "required": ["b"]}},
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/tree"}},
+                "$defs": {
+                    "tree": {
+                        "type": ["object", "null"],
+                        "properties": {"a": {"$ref": "#/$defs/tree"}},
+                        "required": ["b"],
+                    }
+                },
             },
             "unevaluatedProperties": lambda: {
-                "type": "object", "allOf": [{"properties": {"a": one()}}], "properties": {"b": True},
+                "type": "object",
+                "allOf": [{"properties": {"a": one()}}],
+                "properties": {"b": True},
                 "unevaluatedProperties": rng.choice([False, {"type": "integer"}]),
             },
-            "unevaluatedItems": lambda: {"type": "array", "allOf": [{"prefixItems": [one()]}], "unevaluatedItems": rng.choice([False, one()])},
-            "annotations": lambda: {
-                "title": "t", "description": "d", "default": {"id": 1}, "examples": [{"$id": "#x"}], "x-unknown": {"type": 3},
-                "deprecated": True, "$comment": "c", **one(),
+            "unevaluatedItems": lambda: {
+                "type": "array",
+                "allOf": [{"prefixItems": [one()]}],
+                "unevaluatedItems": rng.choice([False, one()]),
             },
-        }[name]()  # fmt: skip
+            "annotations": lambda: {
+                "title": "t",
+                "description": "d",
+                "default": {"id": 1},
+                "examples": [{"$id": "#x"}],
+                "x-unknown": {"type": 3},
+                "deprecated": True,
+                "$comment": "c",
+                **one(),
+            },
+        }[name]()
 
     def case(self, name: str) -> tuple[dict[str, Any], list[Any], list[Any]]:
         """A schema, up to four valid instances and four that are not."""
         rng = self.rng
         schema = self.keyword(name)
         wrap = rng.random() < 0.4 and name not in ("$ref",)
-        whole = {"type": "object", "properties": {"v": schema}, "required": ["v"], "additionalProperties": False} if wrap else schema
+        whole = (
+            {"type": "object", "properties": {"v": schema}, "required": ["v"], "additionalProperties": False}
+            if wrap
+            else schema
+        )
         validator = VALID(whole)
         good: list[Any] = []
         bad: list[Any] = []

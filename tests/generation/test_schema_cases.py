@@ -9,6 +9,8 @@ from schema_cases import KEYWORDS, cases
 from quire.bench.schema_judge import SERVED, SchemaJudge, escaped, spellings
 from quire.types.errors import InputError
 
+COMPACT = (",", ":")
+STYLE = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
 MAY_BE_REFUSED = {"uniqueItems", "if", "not", "oneOf", "maxContains", "minContains", "enum", "const"}
 
 
@@ -23,7 +25,7 @@ def judged(judge, many):
         grammars = {}
         try:
             grammars[SERVED] = judge.compile(schema)
-            grammars[",", ":"] = judge.compile(schema | {"x-guidance": {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}})
+            grammars[COMPACT] = judge.compile(schema | {"x-guidance": STYLE})
         except InputError as error:
             if "no value fits" not in str(error) or good:
                 refused[name] += 1

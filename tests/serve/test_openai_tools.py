@@ -154,22 +154,25 @@ def test_thoughts_are_told_apart(fake: openai.OpenAI, says: Any) -> None:
     assert not hasattr(hidden.choices[0].message, "reasoning_content")
 
 
+CLOSED_OBJECT = '{"x-quire-closed":true,"type":"object"}'
 CONSTRAINTS: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "json_object", ""),
     ({"response_format": {"type": "text"}}, "", ""),
     ({"guided_regex": "a+"}, "regex", "a+"),
     ({"guided_choice": ["a", "b"]}, "choice", '["a","b"]'),
     ({"guided_grammar": "start: /a/"}, "lark", "start: /a/"),
-    ({"guided_json": {"type": "object"}}, "json_schema", '{"type":"object"}'),
+    ({"guided_json": {"type": "object"}}, "json_schema", CLOSED_OBJECT),
+    ({"guided_json": '{"type": "object"}'}, "json_schema", CLOSED_OBJECT),
+    ({"guided_grammar": 'root ::= "a"'}, "gbnf", 'root ::= "a"'),
     ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
     ({"structured_outputs": {"choice": ["a"]}}, "choice", '["a"]'),
-    ({"structured_outputs": {"json": {"type": "object"}}}, "json_schema", '{"type":"object"}'),
+    ({"structured_outputs": {"json": {"type": "object"}}}, "json_schema", CLOSED_OBJECT),
     ({"structured_outputs": {"json_object": True}}, "json_object", ""),
     ({"structured_outputs": {"grammar": "start: /a/"}}, "lark", "start: /a/"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
         "json_schema",
-        '{"type":"object"}',
+        CLOSED_OBJECT,
     ),
 ]
 

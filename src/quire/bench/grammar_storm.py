@@ -66,13 +66,21 @@ def _nasty(rng: random.Random, number: int) -> Fields:
             {"guided_grammar": f"start: A\nA: /.*a.{{{n}}}b/ & /.*b.{{{n}}}a/ & ~/.*{number}.*/"},
             {"guided_grammar": f'root ::= a{number}\nb ::= "x"'},
             {"guided_json": {"anyOf": [{"properties": properties}] * 20}},
-            {"guided_json": {"oneOf": [{"properties": {f"p{j}": {"minimum": i + number}} for j in range(9)} for i in range(9)]}},
+            {"guided_json": {"oneOf": [_bounded(number + i) for i in range(9)]}},
             {"guided_json": {"type": "array", "items": {"type": "string", "maxLength": number}, "uniqueItems": True}},
             {"guided_json": {"enum": [f"{number} {i}" for i in range(many)]}},
-            {"guided_json": {"$ref": "#/$defs/0", "$defs": {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(many)}}},
+            {"guided_json": {"$ref": "#/$defs/0", "$defs": _chain(many)}},
             {"guided_json": {"type": "integer", "multipleOf": 999_983 + number}},
         ]
-    )  # fmt: skip
+    )
+
+
+def _bounded(least: int) -> Fields:
+    return {"properties": {f"p{i}": {"minimum": least} for i in range(9)}}
+
+
+def _chain(length: int) -> Fields:
+    return {f"{i}": {"$ref": f"#/$defs/{i + 1}"} for i in range(length)}
 
 
 @dataclass
@@ -88,7 +96,9 @@ class Storm:
         return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-async def storm(url: str, many: list[Fields], *, streams: int = STREAMS, at_once: int = 2, quiet_s: float = 0.0) -> Storm:
+async def storm(
+    url: str, many: list[Fields], *, streams: int = STREAMS, at_once: int = 2, quiet_s: float = 0.0
+) -> Storm:
     """Ask for all, in this order, beside plain streams; without grammars, let the streams run for `quiet_s`."""
     seen = Storm()
     limits = httpx.Limits(max_connections=None)
@@ -123,7 +133,14 @@ async def _ask(client: httpx.AsyncClient, model: str, grammar: Fields, seen: Sto
 
 
 async def _stream(client: httpx.AsyncClient, model: str, number: int, seen: Storm, stop: asyncio.Event) -> None:
-    body = {"model": model, "prompt": f"Chapter {number}.", "max_tokens": 400, "ignore_eos": True, "stream": True, "seed": number}
+    body = {
+        "model": model,
+        "prompt": f"Chapter {number}.",
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+        "seed": number,
+    }
     while not stop.is_set():
         async with client.stream("POST", "/v1/completions", json=body) as response:
             last = 0.0

@@ -186,12 +186,17 @@ def _unlocked() -> Any:
     return LLExecutor(num_threads=2)
 
 
-@cache
+_company = threading.local()
+
+
 def _no_matcher() -> Any:
-    """One that fails at once, for company: a single matcher is moved under the interpreter's lock."""
+    """One that fails at once, for company: a single matcher is moved under the interpreter's lock. No two threads may
+    use the same."""
     from llguidance import LLMatcher, LLTokenizer
 
-    return LLMatcher(LLTokenizer("byte"), "", log_level=0)
+    if not hasattr(_company, "matcher"):
+        _company.matcher = LLMatcher(LLTokenizer("byte"), "", log_level=0)
+    return _company.matcher
 
 
 class _Tokens:

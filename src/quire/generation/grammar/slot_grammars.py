@@ -160,8 +160,11 @@ def _look_ahead(live: SlotGrammar) -> None:
 def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> Accepted:
     with live.lock:
         grammar = live.grammar
-        sampled, forced = grammar.advance(tokens[: live.sure], most=live.end - position if live.jump_ahead else 0)
-        return Accepted(tokens[:sampled] + forced, sampled, grammar.done, grammar.error)
+        try:
+            sampled, forced = grammar.advance(tokens[: live.sure], most=live.end - position if live.jump_ahead else 0)
+            return Accepted(tokens[:sampled] + forced, sampled, grammar.done, grammar.error)
+        except Exception as error:  # one answer's, not the step's
+            return Accepted(tokens[:1], 1, error=f"{type(error).__name__}: {error}")
 
 
 def _lower_priority() -> None:

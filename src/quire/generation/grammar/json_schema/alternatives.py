@@ -77,8 +77,9 @@ class Alternatives:
                 if not types:
                     return []
                 schemas.append((schema, origins))
-            tasks = self._parts(schema, (*origins, id(schema))) + tasks
-            groups += self._choices(schema, (*origins, id(schema)))
+            within = (*origins, id(schema)) if self._document.evaluates else ()
+            tasks = self._parts(schema, within) + tasks
+            groups += self._choices(schema, within)
         rest = Alternative(types, schemas)
         if not groups:
             return [rest]
