@@ -3,8 +3,8 @@
     python scripts/grammar_storm.py [--grammars 1000] [--model smollm2-135m] [--tools 100]
 
 Starts `quire serve`, and prints how much longer the streams waited for a token than without grammars (p50, p99,
-longest), how many outcomes differ between the orders, and the memory of the server's processes. With `--tools` it also asks for
-tool calls whose schema leaves objects open, and counts those with a key that was not declared.
+longest), how many outcomes differ between the orders, and the memory of the server's processes. With `--tools` it also
+asks for tool calls whose schema leaves objects open, and counts those with a key that was not declared.
 """
 
 from __future__ import annotations

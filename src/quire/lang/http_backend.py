@@ -32,7 +32,7 @@ CONNECTIONS = 256
 RETRIES = 4  # when a server says it is busy
 LONGEST_PAUSE = 10.0
 PLAIN = {"n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop"}
-GRAMMAR_FIELD = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar"}
+GRAMMAR_FIELD = {"json_schema": "json", "regex": "regex", "choice": "choice", "lark": "grammar", "gbnf": "grammar"}
 ERRORS: dict[int, type[QuireError]] = {
     401: errors.UnauthorizedError,
     403: errors.ForbiddenError,
@@ -206,7 +206,8 @@ def _structured(grammar: GrammarSpec) -> dict[str, Any]:
     if grammar.kind == "json_object":
         return {"json_object": True}
     parsed = json.loads(grammar.source) if grammar.kind in ("json_schema", "choice") else grammar.source
-    return {GRAMMAR_FIELD[grammar.kind]: parsed}
+    opened = {"disable_additional_properties": False} if grammar.kind == "json_schema" else {}  # as it is here
+    return {GRAMMAR_FIELD[grammar.kind]: parsed, **opened}
 
 
 def _refuse(grammar: GrammarSpec | None) -> None:
