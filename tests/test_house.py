@@ -47,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 BESIDE: dict[str, set[str]] = {
     "generation.sampling": set(),
     "generation.drafting": set(),
-    "generation.grammar": set(),
+    "generation.grammar": {"generation.grammar.json_schema"},
+    "generation.grammar.json_schema": set(),
     "kernels.reference": set(),
     "kernels.eager": set(),
     "kernels.library": set(),

@@ -1,5 +1,5 @@
-"""Structured output over HTTP: tools with the keys they declare, one tool that cannot be kept to among others, tags, and
-grammars whose outcome does not depend on what ran before."""
+"""Structured output over HTTP: tools with the keys they declare, one tool that cannot be kept to among others, tags,
+and grammars whose outcome does not depend on what ran before."""
 
 from __future__ import annotations
 

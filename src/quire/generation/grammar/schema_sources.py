@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from quire.generation.grammar.json_schema.documents import SchemaRefusal
 from quire.generation.grammar.json_schema.plain_schemas import plain_copy
 from quire.generation.grammar.json_schema.rewriting import rewritten
+from quire.generation.grammar.json_schema.schema_document import SchemaRefusal
 from quire.types.grammar import GrammarSpec
 
 __all__ = ["SchemaRefusal", "as_is", "in_plain_keywords"]

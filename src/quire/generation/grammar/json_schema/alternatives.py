@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any
 
-from quire.generation.grammar.json_schema.documents import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.negation import denied
+from quire.generation.grammar.json_schema.schema_document import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import TYPES, json_type, types_named
 
 MAX_ALTERNATIVES = 200  # for one value

@@ -9,9 +9,9 @@ from itertools import combinations, product
 from math import inf
 from typing import Any, Protocol
 
-from quire.generation.grammar.json_schema.documents import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.negation import NOT_IN
 from quire.generation.grammar.json_schema.scalars import count
+from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 
 MAX_CONTAINS_REACH = 8  # the first items, among which those that `contains` asks for are
 MAX_ARRAYS = 64  # alternatives

@@ -9,8 +9,8 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Any, Protocol
 
-from quire.generation.grammar.json_schema.documents import Document, Node
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
+from quire.generation.grammar.json_schema.schema_document import Document, Node
 from quire.generation.grammar.json_schema.values import TYPES, types_named
 
 NOT_IN, REFUSE = "\0not in", "\0refuse"  # keywords that no document has

@@ -11,9 +11,9 @@ from itertools import combinations
 from math import inf
 from typing import Any, Protocol
 
-from quire.generation.grammar.json_schema.documents import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.negation import NOT_IN
 from quire.generation.grammar.json_schema.scalars import count
+from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import matches
 
 MAX_COUNTED = 7  # optional properties beside minProperties or maxProperties

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.generation.grammar.json_schema.documents import Node
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
+from quire.generation.grammar.json_schema.schema_document import Node
 from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE
 from quire.types.grammar import CLOSED
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from quire.generation.grammar.json_schema.alternatives import Alternative, Alternatives
 from quire.generation.grammar.json_schema.arrays import arrays
-from quire.generation.grammar.json_schema.documents import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.negation import NOT_IN, REFUSE
 from quire.generation.grammar.json_schema.objects import objects
 from quire.generation.grammar.json_schema.scalars import fits, numbers, strings
+from quire.generation.grammar.json_schema.schema_document import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE, json_type, same
 from quire.types.grammar import CLOSED
 

@@ -10,9 +10,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from quire.generation.grammar.json_schema.documents import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.negation import NOT_IN
+from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import MAX_EXACT, exact_number, json_type, matches, none_of
 
 MAX_EXCLUDED = 64  # values that a `not` leaves out

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from quire.generation.grammar.json_schema.documents import SchemaRefusal
+from quire.generation.grammar.json_schema.schema_document import SchemaRefusal
 
 TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 MAX_EXACT = 2**53
