@@ -30,10 +30,10 @@ def serve(model: str) -> tuple[subprocess.Popen[bytes], str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "quire", "serve", model, "--port", str(port)]
+    command = [sys.executable, "-m", "quire", "serve", model, "--port", str(port), "--admin-port", "0"]
     process = subprocess.Popen(command, env=os.environ, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
+    while process.poll() is None:
         try:
             if httpx.get(f"{url}/ready").status_code == 200:
                 return process, url

@@ -17,6 +17,7 @@ MAX_CONTAINS_REACH = 8  # the first items, among which those that `contains` ask
 MAX_ARRAYS = 64  # alternatives
 MAX_UNIQUE = 5  # values whose orders are written out
 Origins = tuple[int, ...]
+Layout = tuple[list[list[Any]], list[Any], int]  # what holds for each of the first items, for others; how many
 
 
 class Emits(Protocol):
@@ -40,10 +41,10 @@ def arrays(schemas: list[tuple[Node, Origins]], emits: Emits, closed: bool) -> l
     if out:
         low = max(low, 1)
     length = max((len(_prefix(node)) for node in nodes), default=0)
-    layouts = [(prefix_of(schemas, length), rest_of(schemas, length), low)]
+    layouts: list[Layout] = [([item_of(schemas, i) for i in range(length)], item_of(schemas, length), low)]
     for node in nodes:
         if "contains" in node:
-            layouts = [new for layout in layouts for new in _containing(layout, node, schemas, high, emits)]
+            layouts = [new for layout in layouts for new in _containing(layout, node, high, emits)]
             if len(layouts) > MAX_ARRAYS:
                 raise SchemaRefusal("its arrays may contain what they must in too many ways")
     found = []
@@ -80,28 +81,15 @@ def item_of(schemas: list[tuple[Node, Origins]], i: int) -> list[Any]:
                 continue  # an inner one has looked at all there are
             if not any(
                 i < len(_prefix(n))
-                or ("items" in n
-                and not isinstance(n["items"], list))
-                or ("additionalItems" in n
-                and isinstance(n.get("items"), list))
+                or ("items" in n and not isinstance(n["items"], list))
+                or ("additionalItems" in n and isinstance(n.get("items"), list))
                 for n in inner
             ):
                 found.append(node["unevaluatedItems"])
     return found
 
 
-def prefix_of(schemas: list[tuple[Node, Origins]], length: int) -> list[list[Any]]:
-    return [item_of(schemas, i) for i in range(length)]
-
-
-def rest_of(schemas: list[tuple[Node, Origins]], length: int) -> list[Any]:
-    return item_of(schemas, length)
-
-
-Layout = tuple[list[list[Any]], list[Any], int]
-
-
-def _containing(layout: Layout, node: Node, schemas: Any, high: float, emits: Emits) -> list[Layout]:
+def _containing(layout: Layout, node: Node, high: float, emits: Emits) -> list[Layout]:
     prefix, rest, low = layout
     wanted, unwanted = node["contains"], emits.negated(node["contains"])
     least = count(node, "minContains") if "minContains" in node else 1

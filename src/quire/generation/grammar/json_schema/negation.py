@@ -76,13 +76,13 @@ def denied(node: Node, document: Document, makes: Makes) -> list[list[Task]]:
         option(type="string", **{REFUSE: "what does not fit a format cannot be told"})
     if node.get("propertyNames") is False:
         option(type="object", minProperties=1)
-    _applicators(node, options, makes)
+    _applicators(node, options)
     _objects(node, option, options, makes)
     _arrays(node, option, makes)
     return options
 
 
-def _applicators(node: Node, options: list[list[Task]], makes: Makes) -> None:
+def _applicators(node: Node, options: list[list[Task]]) -> None:
     options += [[(False, part, ())] for part in node.get("allOf", [])]
     if "anyOf" in node:
         options.append([(False, part, ()) for part in node["anyOf"]])

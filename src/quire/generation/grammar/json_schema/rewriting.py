@@ -68,12 +68,9 @@ class Rewriter:
         key = frozenset(map(id, hold)), closed
         if key in self._names:
             name = self._names[key]
-            if (
-                isinstance(self._done.get(name), bool)
-                or (len(json.dumps(self._done.get(name))) < SHORT
-                and name in self._done)
-            ):
-                return self._done[name]
+            known = self._done.get(name)  # None: it is part of itself
+            if isinstance(known, bool) or (known is not None and len(json.dumps(known)) < SHORT):
+                return known
             self._referred.add(name)
             return {"$ref": f"#/$defs/{name}"}
         if len(self._names) > MAX_DEFINITIONS:
@@ -112,8 +109,9 @@ class Rewriter:
         found: list[Node] = []
         out = [value for node in nodes for value in node.get(NOT_IN, ())]
         for type in ALL_BUT_NUMBERS:
-            if type not in alternative.types or any(_refused(node, type) for node in nodes):
+            if type not in alternative.types:
                 continue
+            _check_sayable(nodes)
             if type == "null":
                 made: list[Node] = [] if None in out else [{"type": "null"}]
             elif type == "boolean":
@@ -128,8 +126,7 @@ class Rewriter:
             else:
                 found += made
         if number := alternative.types & {"integer", "fraction"}:
-            for node in nodes:
-                _refused(node, "number")
+            _check_sayable(nodes)
             made = numbers(nodes, integer="integer" in number, fraction="fraction" in number)
             if made in ([{"type": "number"}], [{"type": "integer"}]):
                 free |= number if made[0]["type"] == "number" else {"integer"}
@@ -228,10 +225,10 @@ class Rewriter:
         raise SchemaRefusal("propertyNames with several conditions cannot be kept to")
 
 
-def _refused(node: Node, type: str) -> bool:
-    if REFUSE in node:
-        raise SchemaRefusal(node[REFUSE])
-    return False
+def _check_sayable(nodes: list[Node]) -> None:
+    for node in nodes:
+        if REFUSE in node:
+            raise SchemaRefusal(node[REFUSE])
 
 
 def _check_exact(value: Any) -> None:

@@ -78,14 +78,8 @@ class Document:
         if not isinstance(reference, str):
             raise SchemaRefusal(f"$ref must be a string, not {reference!r}")
         base = self._bases.get(id(node), "")
-        # A reference within a document whose name has no path (a URN) is not to be joined with that.
-        whole, fragment = urldefrag(
-            reference
-            if not base
-            else base.partition("#")[0] + reference
-            if reference.startswith("#")
-            else urljoin(base, reference)
-        )
+        # Python joins nothing to a name without a path (a URN).
+        whole, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
         fragment = unquote(fragment)
         if whole not in self._resources:
             raise SchemaRefusal(f"what {reference} points to is not in the schema, and nothing is retrieved")
