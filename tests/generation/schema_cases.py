@@ -246,3 +246,27 @@ def cases(count: int, seed: int = 1) -> list[tuple[str, dict[str, Any], list[Any
         name = KEYWORDS[number % len(KEYWORDS)]
         found.append((name, *made.case(name)))
     return found
+
+
+def composed(count: int, seed: int = 1) -> list[tuple[str, dict[str, Any], list[Any], list[Any]]]:
+    """Schemas put together from those around single keywords: all of them, some, one, none, the one if the other."""
+    made = Cases(seed)
+    found = []
+    while len(found) < count:
+        a, b, c = (made.keyword(made.rng.choice([name for name in KEYWORDS if name != "$ref"])) for _ in range(3))
+        name, schema = made.rng.choice(
+            [
+                ("allOf", {"allOf": [a, b]}),
+                ("anyOf", c | {"anyOf": [a, b]}),
+                ("not", {"not": a}),
+                ("oneOf", {"oneOf": [a, b]}),
+                ("if", {"if": a, "then": b, "else": c}),
+                ("allOf, not", {"allOf": [a, {"not": b}]}),
+                ("$ref", b | a | {"$ref": "#/$defs/c", "$defs": {"c": c}}),
+            ]
+        )
+        validator = VALID(schema)
+        values = [made.near(made.rng.choice((a, b, c))) for _ in range(12)]
+        good = [value for value in values if validator.is_valid(value)]
+        found.append((name, schema, good[:4], [value for value in values if value not in good][:4]))
+    return found

@@ -4,7 +4,7 @@ not, and few are refused. A sample here, all 500 in the slow suite."""
 from collections import Counter
 
 import pytest
-from schema_cases import KEYWORDS, cases
+from schema_cases import KEYWORDS, cases, composed
 
 from quire.bench.schema_judge import SERVED, SchemaJudge, escaped, spellings
 from quire.types.errors import InputError
@@ -62,3 +62,21 @@ def test_a_sample_of_all_keywords(judge):
 @pytest.mark.timeout(1200)
 def test_five_hundred_schemas(judge):
     check(judge, 500, 1)
+
+
+def check_composed(judge, count, seed):
+    """What is put together from several may be refused more often, and never means something else."""
+    counts, refused = judged(judge, composed(count, seed))
+    print(counts, refused)
+    assert counts["rejected"] <= 0.02 * counts["valid"] and refused.total() <= 0.25 * count, (counts, refused)
+    assert counts["valid"] > count and counts["invalid"] > count
+
+
+def test_a_sample_of_schemas_put_together(judge):
+    check_composed(judge, 60, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_five_hundred_schemas_put_together(judge):
+    check_composed(judge, 500, 1)
