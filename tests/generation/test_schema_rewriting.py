@@ -202,3 +202,6 @@ def test_schemas_in_a_lark_grammar_are_rewritten(judge):
     schema = {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 10}, {"not": {}}], "x": 1}
     grammar = compiled(judge, GrammarSpec("lark", 'start: "<" a ">"\na: %json ' + json.dumps(schema)))
     assert taken(judge, grammar, ["<7>", "<12>", "<x>"]) == ["<7>"]
+    named = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    grammar = compiled(judge, GrammarSpec("lark", "start: %json " + json.dumps(named)))
+    assert taken(judge, grammar, ['{"a": 1}', '{"b": "x"}', r'{"\u0061": "x"}']) == ['{"a": 1}', '{"b": "x"}']

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.gbnf import GbnfError, lark_of
 from quire.generation.grammar.plain_reasons import plain_reason
-from quire.generation.grammar.schema_sources import SchemaRefusal, as_is, in_plain_keywords
+from quire.generation.grammar.schema_sources import ESCAPES, SchemaRefusal, as_is, in_plain_keywords
 from quire.generation.grammar.trial import openings, strings
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -41,8 +41,7 @@ MAX_COMPILERS = 4  # threads at once; an abandoned one counts until it ends
 STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# One way to spell each string: a name that is declared is not written otherwise to pass for another.
-JSON_ESCAPES: Any = {"json_allowed_escapes": 'nrbtf\\"', "lenient": False, "coerce_one_of": False}
+JSON_EXACTLY: Any = {"json_allowed_escapes": ESCAPES, "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 MAX_TRIAL_S = 0.2  # for the strings of a grammar, one by one
 MAX_LOCKED_S = 0.003  # a matcher whose masks take longer is moved without the interpreter's lock
@@ -232,7 +231,7 @@ def _grammar(spec: GrammarSpec) -> str:
 
     if spec.kind in ("json_object", "json_schema"):
         source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
-        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE, overrides=JSON_ESCAPES)
+        return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE, overrides=JSON_EXACTLY)
     if spec.kind in ("choice", "each"):
         # One lexeme, not one rule each: the lexer takes many thousands at once, the parser does not.
         words = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in _choices(spec))

@@ -19,6 +19,7 @@ __all__ = ["SchemaRefusal", "as_is", "in_plain_keywords"]
 
 EMBEDDED, DECODER = re.compile(r"%json\s*(?=\{)"), json.JSONDecoder()
 STYLE = "x-guidance"  # how JSON is written: the compiler's own key
+ESCAPES = 'nrbtf\\"'  # one way to spell each string: no declared name is written otherwise to pass for another
 STYLE_KEYS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 
 
@@ -65,7 +66,8 @@ def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec
         found = write(schema)
         if found is None:
             return None
-        parts += [spec.source[end : embedded.end()], json.dumps({} if found is True else found, ensure_ascii=False)]
+        found = ({} if found is True else found) | {STYLE: {"json_allowed_escapes": ESCAPES}}
+        parts += [spec.source[end : embedded.end()], json.dumps(found, ensure_ascii=False)]
         end = after
     return GrammarSpec(spec.kind, "".join([*parts, spec.source[end:]]))
 
