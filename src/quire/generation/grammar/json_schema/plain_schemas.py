@@ -25,6 +25,7 @@ NAMED_TYPES = TYPES - {"fraction"} | {"number"}
 def plain_copy(schema: Any) -> Any:
     """The schema with plain keywords only; None where there are others."""
     whole: list[Any] = [schema]
+    references: set[str] = set()
     left: list[tuple[Any, Any, bool]] = [(whole, 0, False)]  # where a schema lies, and whether objects there are closed
     while left:
         place, key, closed = left.pop()
@@ -38,12 +39,22 @@ def plain_copy(schema: Any) -> Any:
             return None
         closed = bool(node.get(CLOSED, closed))
         place[key] = copy
+        references |= {copy["$ref"]} if "$ref" in copy else set()
         left += [
             (copy[key], name, closed) for key in ("properties", "$defs", "definitions") for name in copy.get(key, ())
         ]
         left += [(copy[key], i, closed) for key in ("anyOf", "prefixItems") for i in range(len(copy.get(key, ())))]
         left += [(copy, key, closed) for key in ("items", "additionalProperties") if key in copy]
-    return whole[0]
+    return whole[0] if all(_points(schema, reference) for reference in references) else None
+
+
+def _points(schema: Any, reference: str) -> bool:
+    """Whether a reference within a schema leads somewhere."""
+    for part in reference.split("/")[1:]:
+        if not isinstance(schema, dict) or part not in schema:
+            return False  # or so it seems: names may be escaped
+        schema = schema[part]
+    return True
 
 
 def _copied(node: Node, closed: bool) -> Node | None:

@@ -78,8 +78,8 @@ class Document:
         if not isinstance(reference, str):
             raise SchemaRefusal(f"$ref must be a string, not {reference!r}")
         base = self._bases.get(id(node), "")
-        # Python joins nothing to a name without a path (a URN).
-        whole, fragment = urldefrag(base + reference if reference.startswith("#") else urljoin(base, reference))
+        # Within the document: Python joins nothing to a name without a path (a URN).
+        whole, fragment = (base, reference[1:]) if reference[:1] == "#" else urldefrag(urljoin(base, reference))
         fragment = unquote(fragment)
         if whole not in self._resources:
             raise SchemaRefusal(f"what {reference} points to is not in the schema, and nothing is retrieved")
