@@ -192,11 +192,14 @@ def test_files_hold_no_data_and_pull_in_nothing(fake_server: str) -> None:
         names = set(re.findall(r'(?:href|src)="(/dashboard/[^"]+)"', page.text))
         assert not re.search(r"<script(?![^>]*\bsrc=)|\sstyle=|\son\w+=|https?://", page.text)
         files = {name: http.get(name) for name in names}
-        while new := {
-            f"/dashboard/{found}"
-            for file in files.values()
-            for found in re.findall(r'from "\./([\w.]+)"', file.text)
-        } - files.keys():
+        while (
+            new := {
+                f"/dashboard/{found}"
+                for file in files.values()
+                for found in re.findall(r'from "\./([\w.]+)"', file.text)
+            }
+            - files.keys()
+        ):
             files |= {name: http.get(name) for name in new}
         assert len(files) >= 8
         for name, file in files.items():

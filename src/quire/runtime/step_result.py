@@ -85,6 +85,8 @@ class PendingStep:
             result.tokens[i] = accepted.tokens
             if counts[i] > 1:
                 result.drafts[i] = counts[i] - 1, accepted.sampled - 1
+            if accepted.forced:
+                result.forced[i] = list(accepted.forced)
             if accepted.done:
                 result.ended.append(i)
             if accepted.error:

@@ -164,9 +164,9 @@ class Commit(SchedulingFeature):
         self._scores.pop(seq, None)
         self._pooled.pop(seq, None)
 
-
     def step_failed(self) -> None:
         self._late.clear()
+
 
 def _ends(seq: Sequence, token: int, outputs: int) -> FinishReason | None:
     request, params = seq.request, seq.request.params

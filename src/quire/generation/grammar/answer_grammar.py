@@ -45,20 +45,27 @@ class AnswerGrammar:
     def done(self) -> bool:
         return self._overdrawn or self._grammar.done
 
-    def advance(self, tokens: Sequence[int], *, most: int) -> tuple[int, list[int]]:
-        """Tokens were sampled: how many of them count, and which the grammar forces after them, `most` at most. Then
-        `mask` is what may come next."""
+    def advance(self, tokens: Sequence[int], *, most: int) -> tuple[list[int], list[int]]:
+        """Tokens were sampled: those that count and those that the grammar forces after them, `most` together, and the
+        indices of the latter. Along a draft, forced text may have been sampled in other tokens than those it is forced
+        to have: then these count, as without a draft. Afterwards `mask` is what may come next."""
+        accepted: list[int] = []
+        forced: list[int] = []
         with self._timed():
-            sampled = 0
-            while sampled < len(tokens) and not self.done:
-                self._accept(tokens[sampled : sampled + 1])
-                sampled += 1
-            forced = self._grammar.forced()[: max(0, most - sampled)] if most and not self.done else []
-            if forced:
-                self._accept(forced)
+            while len(accepted) < len(tokens) and not self.done:
+                token = tokens[len(accepted)]
+                self._accept([token])
+                accepted.append(token)
+                more = self._grammar.forced()[: max(0, most - len(accepted))] if most and not self.done else []
+                if more:
+                    self._accept(more)
+                    forced += range(len(accepted), len(accepted) + len(more))
+                    accepted += more
+                    if accepted != list(tokens[: len(accepted)]):
+                        break
             if not self.done:
                 self._fill(self.mask)
-        return sampled, forced
+        return accepted, forced
 
     def look_ahead(self, draft: Sequence[int], found: list[TokenMasks], stop: Callable[[], bool]) -> None:
         """Masks after each token of a draft, as far as the grammar allows those; `stop` ends it early."""
@@ -117,7 +124,7 @@ class FailedGrammar:
         self.mask = np.zeros(size, np.uint8)
         self.mask[0] = 1  # something must be sampled
 
-    def advance(self, tokens: Sequence[int], *, most: int) -> tuple[int, list[int]]:
-        return len(tokens), []
+    def advance(self, tokens: Sequence[int], *, most: int) -> tuple[list[int], list[int]]:
+        return list(tokens), []
 
     def look_ahead(self, draft: Sequence[int], found: list[TokenMasks], stop: Callable[[], bool]) -> None: ...

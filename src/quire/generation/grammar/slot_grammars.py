@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 
@@ -39,6 +40,7 @@ SLOW_NICENESS = 10
 class Accepted:
     tokens: list[int]  # those sampled, up to where the grammar ends, and those forced after them
     sampled: int = 1  # how many were sampled
+    forced: Sequence[int] = ()  # indices of those that the grammar forced, sampled along a draft or not
     done: bool = False
     error: str = ""
 
@@ -161,8 +163,9 @@ def _accept(live: SlotGrammar, position: int, tokens: list[int]) -> Accepted:
     with live.lock:
         grammar = live.grammar
         try:
-            sampled, forced = grammar.advance(tokens[: live.sure], most=live.end - position if live.jump_ahead else 0)
-            return Accepted(tokens[:sampled] + forced, sampled, grammar.done, grammar.error)
+            accepted, forced = grammar.advance(tokens[: live.sure], most=live.end - position if live.jump_ahead else 0)
+            sampled = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(accepted, tokens, strict=False)))
+            return Accepted(accepted, sampled, forced, grammar.done, grammar.error)
         except Exception as error:  # one answer's, not the step's
             return Accepted(tokens[:1], 1, error=f"{type(error).__name__}: {error}")
 

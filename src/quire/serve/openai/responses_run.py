@@ -77,7 +77,9 @@ def constraint_of(body: ResponseRequest) -> tuple[str, GrammarSpec | None]:
         return name, found
     if found is not None:
         raise InputError(f"an answer takes one constraint, not {FORMAT} and {name}", param=name)
-    return FORMAT, ANY_JSON if isinstance(format, JsonObjectFormat) else json_schema(format.schema, FORMAT, strict=format.strict)
+    if isinstance(format, JsonObjectFormat):
+        return FORMAT, ANY_JSON
+    return FORMAT, json_schema(format.schema, FORMAT, strict=format.strict)
 
 
 def params_of(body: ResponseRequest) -> SamplingParams:
