@@ -95,8 +95,8 @@ def test_write_kv_touches_only_its_slots(ops):
 def test_views_cover_the_pool_without_overlap():
     layout = layout_for([TokenShape(2, 4, window) for window in [None, 8, None, 8, None]], page_size=4, dtype="float32")
     kv = KVViews(allocate_kv(layout, 3, "cpu"), layout)
-    assert [layer.group for layer in kv.layers] == [0, 1, 0, 1, 0]
-    for layer in kv.layers:
+    assert [layer.group for layer in kv.layers.values()] == [0, 1, 0, 1, 0]
+    for layer in kv.layers.values():
         assert layer.k_pages.untyped_storage().data_ptr() == kv.pool.untyped_storage().data_ptr()
     for mine in ({0, 2, 4}, {1, 3}):  # the layers of one group; a page belongs to one group at a time
         kv.pool.zero_()

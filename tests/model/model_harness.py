@@ -10,7 +10,9 @@ import torch
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews, allocate_kv
+from quire.kernels.state_views import Round, Run, allocate_states, rounds_of
 from quire.model import Model
+from quire.types.kv import NULL_STATE
 
 
 def run_model(
@@ -29,7 +31,7 @@ def run_model(
     pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)
     tables = [[[pages.pop() for _ in range(-(-len(p) // g.tokens_per_page))] for p in prompts] for g in layout.groups]
-    kv = KVViews(pool, layout)
+    kv = KVViews(pool, layout, allocate_states(layout, 1 + len(prompts), model.device))
     done, logits = [0] * len(prompts), [[] for _ in prompts]
     while any(n < len(p) for n, p in zip(done, prompts, strict=True)):
         rows = [
@@ -42,6 +44,8 @@ def run_model(
             for group, table in zip(layout.groups, tables, strict=True)
         )
         batch = _batch(rows, groups, model.device)
+        if layout.states:
+            batch.states = _rounds(rows, model.device)
         ids = torch.tensor([t for i, a, b in rows for t in prompts[i][a:b]], device=model.device)
         with torch.inference_mode():
             out = model.logits(model.forward(ids, batch, kv, tap=tap, last=last)).cpu()
@@ -49,6 +53,20 @@ def run_model(
             logits[i].append(part)
             done[i] = end
     return [torch.cat(parts) for parts in logits]
+
+
+def _rounds(rows: list[tuple[int, int, int]], device: torch.device) -> list[Round]:
+    """Each prompt's state is in a cell of its own; rows of many tokens leave one behind half way too."""
+    runs, at = [], 0
+    for i, begin, end in rows:
+        cell, half = i + 1, (end - begin) // 2
+        source = cell if begin else NULL_STATE
+        if half > 4:
+            runs += [Run(at, half, source, cell, 0), Run(at + half, end - begin - half, cell, cell, 1)]
+        else:
+            runs.append(Run(at, end - begin, source, cell, 0))
+        at += end - begin
+    return rounds_of(runs, device)
 
 
 def _batch(rows: list[tuple[int, int, int]], groups: tuple[GroupBatch, ...], device: torch.device) -> Batch:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_engine import TOKENS, Engine
 from tiny_models import prompts, tiny
 
-from quire.assets import resolve
-from quire.engine.core import EngineCore
-from quire.runtime.executors.local_executor import LocalExecutor
-from quire.types.config import EngineOptions
-from quire.types.request import Request
-from quire.types.sampling_params import SamplingParams
-
 FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite", "gemma3", "smollm3", "cohere2"]
-FAMILIES += ["qwen3-moe"]
+FAMILIES += ["qwen3-moe", "qwen3-next", "granite-hybrid", "lfm2"]
 MORE = [
     "ministral",
     "ministral3",
@@ -30,36 +24,14 @@ MORE = [
     "gpt-oss",
     "deepseek-v2",
     "deepseek-v3",
+    "qwen3.5",
+    "qwen3.5-moe",
+    "granite-hybrid-dense",
+    "nemotron-h",
+    "nemotron-h-moe",
+    "lfm2-moe",
 ]
-TOKENS = 24
-PARAMS = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
 NEAR_TIE = 1e-3  # of the two best logits: which of them is drawn is not promised
-
-
-class Engine:
-    def __init__(self, path, **options):
-        options = EngineOptions.of(
-            model=str(path), dtype="float32", page_size=4, max_model_len=64, max_seqs=4, threads=1, **options
-        )
-        self.core = EngineCore(options, LocalExecutor(options, resolve(str(path)).open(), vocabulary=None))
-        self.count = 0
-
-    def answers(self, asked: list[list[int]], preempt: int = 0) -> list[list[int]]:
-        """Of prompts asked together; every `preempt` steps one of them loses all it has."""
-        first, self.count = self.count, self.count + len(asked)
-        said = {f"r{first + i}": [] for i in range(len(asked))}
-        for request, prompt in zip(said, asked, strict=True):
-            self.core.submit(Request(id=request, prompt=prompt, params=PARAMS))
-        step = 0
-        while self.core.busy:
-            step += 1
-            running = list(self.core.scheduler.sequences.running)
-            if preempt and step % preempt == 0 and step <= 4 * preempt and running:
-                self.core.scheduler.sequences.preempt(running[step // preempt % len(running)])
-            for event in self.core.step():
-                assert not event.message, event.message
-                said[event.request] += event.tokens
-        return list(said.values())
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,31 @@ LATENT = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
 }
+DELTA = {
+    "head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "partial_rotary_factor": 0.5,
+    "pad_token_id": 0,
+}
+QWEN_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+MAMBA = {"mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_expand": 2, "pad_token_id": 0}
+MAMBA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]}
+NEMOTRON = {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | {
+    "head_dim": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 10,
+    "n_groups": 2,
+}
 
 CONFIGS = {
     "llama2": lambda: hf.LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
@@ -218,6 +243,52 @@ CONFIGS = {
         first_k_dense_replace=1,
         rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
     ),
+    "qwen3-next": lambda: hf.Qwen3NextConfig(**SIZES | DELTA | EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5": lambda: hf.Qwen3_5TextConfig(
+        **SIZES | DELTA | {"num_hidden_layers": 5, "head_dim": 16, "partial_rotary_factor": 0.25},
+        tie_word_embeddings=True,
+    ),
+    "qwen3.5-moe": lambda: hf.Qwen3_5MoeTextConfig(**SIZES | DELTA | EXPERTS, layer_types=QWEN_LAYERS),
+    "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
+        **SIZES | MAMBA,
+        num_local_experts=4,
+        shared_intermediate_size=24,
+        residual_multiplier=0.7,
+        attention_multiplier=0.2,
+        logits_scaling=0.4,
+        mamba_chunk_size=16,
+    ),
+    "granite-hybrid-dense": lambda: hf.GraniteMoeHybridConfig(
+        **SIZES | MAMBA,
+        num_local_experts=0,
+        shared_intermediate_size=72,
+        position_embedding_type="rope",
+        mamba_proj_bias=True,
+        mamba_conv_bias=False,
+        mamba_d_conv=3,
+    ),
+    "nemotron-h": lambda: hf.NemotronHConfig(**NEMOTRON, hybrid_override_pattern="M-M*-M-", chunk_size=16),
+    "nemotron-h-moe": lambda: hf.NemotronHConfig(
+        **NEMOTRON,
+        hybrid_override_pattern="MEM*E",
+        n_routed_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        routed_scaling_factor=1.3,
+    ),
+    "lfm2": lambda: hf.Lfm2Config(
+        **SIZES, block_multiple_of=8, conv_bias=True, layer_types=["conv", "full_attention", "conv", "conv"]
+    ),
+    "lfm2-moe": lambda: hf.Lfm2MoeConfig(
+        **SIZES,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        num_dense_layers=1,
+        conv_L_cache=4,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
     "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: hf.GPT2Config(
         vocab_size=97,
@@ -239,7 +310,7 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
         for parameter in model.parameters():
             if parameter.dim() == 1:

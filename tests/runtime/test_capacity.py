@@ -10,7 +10,7 @@ from msgspec import structs
 
 from quire.bench.suite import DATA
 from quire.model.families.llama import LlamaFamily
-from quire.runtime.capacity import GIB, kv_capacity, working_memory
+from quire.runtime.capacity import GIB, kv_capacity, state_room, working_memory
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.runtime.hardware import Hardware, resolve
 from quire.runtime.slot_state import SlotState
@@ -18,7 +18,7 @@ from quire.runtime.staging import Staging
 from quire.runtime.worker import ForwardWorker
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
-from quire.types.kv import StateGroup
+from quire.types.kv import StateGroup, StateShape
 from quire.types.plan import Capacity
 
 LLAMA = LlamaFamily().spec(json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()))
@@ -75,17 +75,21 @@ def test_what_is_asked_for_is_given():
     assert room(2 * GIB)[1][0] == 0
 
 
-def test_states_have_room_before_pages_and_their_snapshots_beside_them():
-    """Two groups of recurrent layers, one of which is remembered at every second page boundary."""
-    states = (StateGroup((4, 5), 3 << 20, snapshot_tokens=32), StateGroup((6,), 1 << 20, snapshot_tokens=48))
-    layout = structs.replace(LAYOUT, states=states)
-    assert (LAYOUT.state_bytes, LAYOUT.page_snapshot_bytes, LAYOUT.alignment) == (0, 0, 16)
-    assert layout.state_bytes == 4 << 20 and layout.alignment == 96 and layout.token_bytes == LAYOUT.token_bytes
-    assert [layout.snapshot_bytes(n) >> 20 for n in (0, 31, 32, 48, 96, 100)] == [0, 0, 3, 4, 11, 11]
-    assert layout.page_snapshot_bytes == -(-(11 << 20) // 6)  # a hit every 96 tokens is six pages
+def test_states_have_half_of_the_room_unless_asked_otherwise():
+    """Cells for every sequence twice, and for snapshots; fewer sequences where their states would leave no room."""
+    shapes = StateShape((3, 1 << 16), (1 << 16,)), StateShape((1, 1 << 18))
+    layout = structs.replace(LAYOUT, states=(StateGroup((4, 5), shapes[0]), StateGroup((6,), shapes[1])))
+    assert (LAYOUT.state_bytes, layout.state_bytes) == (0, 3 << 20) and layout.alignment == LAYOUT.alignment == 16
+    options = EngineOptions.of(kv_memory="2G")
+    assert state_room(options, LAYOUT, 64, 2 * GIB) == (64, 0, 0)
+    assert state_room(options, layout, 64, 2 * GIB) == (64, 342, 341 * (3 << 20))
+    assert state_room(options, layout, 1024, 2 * GIB) == (113, 342, 341 * (3 << 20))
+    assert state_room(EngineOptions.of(max_seqs=200), layout, 200, 2 * GIB) == (200, 601, 600 * (3 << 20))
+    assert state_room(EngineOptions.of(kv_snapshots=7), layout, 64, 2 * GIB) == (64, 136, 135 * (3 << 20))
+    drafting = EngineOptions.of(speculation="ngram", draft_tokens=4)
+    assert state_room(drafting, layout, 1024, 2 * GIB) == (48, 150, 341 * (3 << 20)), "a state for each draft token"
     plain, recurrent = (room(24 * GIB, layout=which, max_seqs=64, kv_memory="2G")[1][0] for which in (LAYOUT, layout))
-    assert plain == 2 * GIB // LAYOUT.page_bytes
-    assert recurrent == (2 * GIB - 64 * (4 << 20)) // (LAYOUT.page_bytes + layout.page_snapshot_bytes)
+    assert plain == 2 * GIB // LAYOUT.page_bytes and recurrent == (2 * GIB - 341 * (3 << 20)) // LAYOUT.page_bytes
     assert room(24 * GIB, layout=layout, max_seqs=64, kv_memory="200M")[1][0] == 0, "not even the states fit"
 
 

@@ -14,13 +14,14 @@ from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
 from quire.types.fakes import FakeExecutor, fake_options, fake_token
 from quire.types.grammar import GrammarSpec
-from quire.types.kv import KVGroup, KVLayout
+from quire.types.kv import KVGroup, KVLayout, StateGroup, StateShape
 from quire.types.plan import Capacity, StepResult, TokenLogprobs
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
 
 FULL = KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1)
 WINDOW = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=11)
+STATE = StateGroup(layers=(2,), shape=StateShape((1, 1)))
 VOCAB = 97
 
 
@@ -31,8 +32,9 @@ def short_steps(monkeypatch):
     monkeypatch.setattr(prefill_limiter, "WORK_DOUBLING_CONTEXT", 16)
 
 
-def layout(*groups: KVGroup) -> KVLayout:
-    return KVLayout(groups=groups, dtype="float32")
+def layout(*groups: KVGroup | StateGroup) -> KVLayout:
+    states = tuple(group for group in groups if isinstance(group, StateGroup))
+    return KVLayout(groups=tuple(g for g in groups if isinstance(g, KVGroup)), dtype="float32", states=states)
 
 
 class World:
@@ -44,7 +46,12 @@ class World:
         capacity = Capacity(pages=pages, slots=slots, max_model_len=90, max_batch_tokens=24, depth=depth, drafts=drafts)
         target = 0.11 if seed % 2 else 0.0  # a step takes 0.1
         capacity = msgspec.structs.replace(
-            capacity, tiers=tiers.specs if tiers else (), rope_shifts=True, step_target=target
+            capacity,
+            tiers=tiers.specs if tiers else (),
+            rope_shifts=True,
+            step_target=target,
+            states=1 + 3 * slots,
+            snapshot_tokens=12,
         )
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)
@@ -212,6 +219,11 @@ WORLDS = [
     pytest.param((FULL,), "fcfs", 2, True, id="full-depth2"),
     pytest.param((FULL,), "fcfs", 2, False, id="full-no-prefix-cache"),
     pytest.param((WINDOW,), "fcfs", 2, True, id="window-only"),
+    pytest.param((FULL, STATE), "fcfs", 1, True, id="hybrid-depth1"),
+    pytest.param((FULL, STATE), "fcfs", 2, True, id="hybrid-depth2"),
+    pytest.param((FULL, WINDOW, STATE), "priority", 2, True, id="hybrid-windows"),
+    pytest.param((FULL, STATE), "fcfs", 2, False, id="hybrid-no-prefix-cache"),
+    pytest.param((FULL, STATE), "static", 2, True, id="hybrid-static"),
     pytest.param((FULL,), "static", 1, True, id="static"),
     pytest.param((FULL,), "static", 2, True, id="static-depth2"),
     pytest.param((FULL,), "own_policies:LongestPromptFirst", 2, True, id="own-displacing"),
@@ -239,6 +251,10 @@ def live(world, policy, cache, operations, drafts=0):
     world.drain()
     world.scheduler.check()
     assert world.scheduler.memory.pool.used == 0
+    if (states := world.scheduler.memory.states) is not None:
+        assert states.used == 0 and (states.cached > 0) == (cache and policy != "static")
+        world.scheduler.memory.drop_cached()
+        assert states.cached == 0 and states.available == states.total
     whole = searches = 0
     for (name, branch), reason in world.ended.items():
         request = world.requests[name]

@@ -75,7 +75,7 @@ def work_of(link: LocalLink) -> Work:
         matrix_parameters=sum(t.numel() for t in tensors if t.dim() == 2),
         weight_bytes=sum(t.nbytes for t in tensors),
         kv_bytes=layout.token_bytes,
-        attention_flops=sum(4 * layer.mixer.heads * layer.mixer.head_dim for layer in spec.layers),
+        attention_flops=sum(4 * mixer.heads * mixer.head_dim for mixer in spec.attending.values()),
     )
 
 

@@ -62,7 +62,9 @@ def doctor(
     working = working_memory(engine, decisions, spec, layout, hardware.memory - weights)
     pages, why = kv_capacity(engine, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
     tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
-    heads = spec.layers[0].mixer.heads
+    heads, layers = spec.attention.heads, f"{len(spec.layers)} layers"
+    if spec.recurrent:
+        layers = f"{len(spec.attending)} of {layers}; others keep a state of {_size(layout.state_bytes)} a sequence"
     _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
     _section("packages", [(name, _version(name)) for name in PACKAGES])
     _section(
@@ -73,7 +75,7 @@ def doctor(
         f"model {local.name}",
         [
             ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
-            ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {len(spec.layers)} layers"),
+            ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {layers}"),
             ("weights", _size(weights)),
             ("KV per token", f"{_size(layout.token_bytes)} in {layout.dtype}"),
             *_ceiling(pages, layout.page_bytes, why, tokens, context, weights, hardware.memory),

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from quire.kernels.kv_views import LayerKV
+from quire.kernels.state_views import Round
 
 PATH = 16  # drafts of a tree, at most: places of four bits
 NO_TREE = 2**31 - 1
@@ -108,6 +109,7 @@ class Batch:
     paths: Paths | None = None  # where rows are drafts in trees
     asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
+    states: list[Round] = field(default_factory=list)  # segments for recurrent layers
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property

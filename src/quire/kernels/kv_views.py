@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from quire.kernels.state_views import state_views
 from quire.types.kv import KVGroup, KVLayout, blocks_of
 
 STORED = {  # what the numbers of each kind lie in memory as; 4 bits: number i and i + head_dim / 2 share a byte
@@ -51,10 +52,13 @@ def allocate_kv(layout: KVLayout, pages: int, device: torch.device | str) -> tor
 
 
 class KVViews:
-    """`layers[l]` is where layer l keeps its K and V."""
+    """`layers[l]` is where layer l keeps its K and V; of recurrent ones, `states[l]` is where in `cells` their states
+    are."""
 
-    def __init__(self, pool: torch.Tensor, layout: KVLayout):
+    def __init__(self, pool: torch.Tensor, layout: KVLayout, cells: torch.Tensor | None = None):
         self.pool = pool
+        self.cells = cells
+        self.states = {} if cells is None else state_views(cells, layout)
         self.layout = layout
         views: dict[int, LayerKV] = {}
         for index, group in enumerate(layout.groups):
@@ -63,7 +67,7 @@ class KVViews:
                 k, v = numbers[:, place, 0], numbers[:, place, -1, ..., group.values_from or 0 :]
                 k_scales, v_scales = (None, None) if scales is None else (scales[:, place, 0], scales[:, place, -1])
                 views[layer] = LayerKV(k, v, index, k_scales, v_scales, shared=group.values_from is not None)
-        self.layers = tuple(views[layer] for layer in range(len(views)))
+        self.layers = dict(sorted(views.items()))
 
     def move(self, group: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """K and V at these KV slots (page * tokens_per_page + offset) to those; all are read before any is written."""

@@ -12,7 +12,7 @@ import torch
 
 from quire.kernels.kv_views import LayerKV
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai"]
 SWIGLU_LIMIT = 7.0  # gate and up of swiglu_oai are clamped to it
 

@@ -14,73 +14,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from quire.memory.page_table import UNCHANGED, UNLIMITED, Change, Hit, PageTable
 from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
+from quire.memory.state_cells import StateCells
 from quire.types.clock import Clock
 from quire.types.hashing import PageHasher, new_key
-from quire.types.kv import NULL_PAGE, KVLayout
-from quire.types.plan import RopeShift
+from quire.types.kv import NULL_PAGE, NULL_STATE, KVLayout
 
-UNLIMITED = 1 << 62
 Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
-
-
-class PageTable:
-    """The pages of one sequence; `hashes` names its full pages as far as its tokens are known.
-
-    Of its first `named_until` tokens, pages hold what their names say; behind them, whatever is there is not named.
-    A step that stays inside its pages skips all work: up to `writable_until` tokens may be written as things are, and
-    before `next_publish` tokens are computed there is nothing new to publish.
-    """
-
-    __slots__ = (
-        "hashes",
-        "named_until",
-        "next_publish",
-        "owner",
-        "pages",
-        "promises",
-        "published",
-        "writable_until",
-        "written_through",
-    )  # fmt: skip
-
-    def __init__(self, groups: int, owner: str = ""):
-        self.owner = owner  # the request it belongs to
-        self.pages: list[list[int]] = [[] for _ in range(groups)]
-        self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
-        self.published = [0] * groups  # pages of each group entered into the index by this sequence
-        self.written_through = [0] * groups  # ... and computed, so that tiers have them
-        self.promises: list[Key] = []
-        self.named_until = UNLIMITED
-        self.writable_until = 0
-        self.next_publish = 0
-
-
-class Hit:
-    """A prefix found in the index: `tokens` of it, in these pages; `waits` if more is being computed."""
-
-    __slots__ = ("idle", "pages", "tokens", "waits")
-
-    def __init__(self, tokens: int, pages: list[list[int]], idle: int, waits: bool):
-        self.tokens = tokens
-        self.pages = pages
-        self.idle = idle  # pages of it that are unreferenced now: reviving them uses up availability
-        self.waits = waits
-
-
-class Change:
-    """What `extend` did to one table."""
-
-    __slots__ = ("copies", "deltas", "rope_shifts")
-
-    def __init__(self) -> None:
-        self.deltas: list[tuple[int, int, list[int]]] = []  # (group, index, pages)
-        self.copies: list[tuple[int, int]] = []
-        self.rope_shifts: list[RopeShift] = []
-
-
-UNCHANGED = Change()
 
 
 class KVManager:
@@ -91,6 +33,9 @@ class KVManager:
         *,
         prefix_cache: bool = True,
         contiguous: bool = False,
+        states: int = 0,  # cells for states of recurrent layers, the null cell among them
+        working: int = 0,  # of them, those that snapshots leave alone
+        snapshot_tokens: int = 0,
         naming: bytes = b"",  # key of page names, where others must come to the same names
         clock: Clock | None = None,
     ):
@@ -104,6 +49,18 @@ class KVManager:
         self.slots_filled = 0
         self._sizes = [g.tokens_per_page for g in layout.groups]
         self._step = layout.alignment
+        self.states: StateCells | None = None
+        if layout.states:
+            self.states = StateCells(
+                states,
+                working=working,
+                group=len(layout.groups),
+                step=self._step,
+                size=self._sizes[0],
+                interval=snapshot_tokens,
+                snapshots=prefix_cache,
+                clock=clock,
+            )
         key = naming or new_key()
         self._hashers = [PageHasher(key, size) for size in self._sizes]
 
@@ -121,33 +78,55 @@ class KVManager:
     def lookup(self, table: PageTable, limit: int) -> Hit:
         """The longest prefix of fewer than `limit` tokens that every group can serve.
 
-        A full group needs every page of it; a window group only those its window still reaches.
+        A full group needs every page of it; a window group only those its window still reaches; recurrent layers a
+        snapshot behind it.
         """
-        tokens, pages = self.longest(table, limit, self.index.run) if self.prefix_cache else (0, [])
-        waits = self.prefix_cache and self._promised_after(table, tokens, limit)
+        tokens, pages = self.longest(table, limit, self._run) if self.prefix_cache else (0, [])
+        shared, state = tokens, NULL_STATE
+        if self.states is not None and self.prefix_cache:
+            shared = self._reach(table, limit, self._run)[0]
+            if tokens:
+                (state,) = self._run(self.states.group, table.hashes[0][tokens // self._sizes[0] - 1 :][:1])
+        waits = self.prefix_cache and self._promised_after(table, tokens, shared, limit)
         if not tokens:
-            return Hit(0, [[] for _ in self._sizes], 0, waits)
-        return Hit(tokens, pages, sum(self.pool.idle(found) for found in pages), waits)
+            return Hit(0, [[] for _ in self._sizes], 0, waits, shared)
+        return Hit(tokens, pages, sum(self.pool.idle(found) for found in pages), waits, shared, state)
+
+    def _run(self, group: int, names: Iterable[bytes]) -> list[int]:
+        """Pages, or cells, of consecutive names, up to the first that is not held."""
+        return (self.index if self.states is None or group != self.states.group else self.states.index).run(
+            group, names
+        )
 
     def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
         """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
-        step = self._step
-        tokens = (limit - 1) // step * step
-        runs: dict[int, list[int]] = {}  # consecutive pages of full groups, from the start
-        for group, spec in enumerate(self.layout.groups):
-            if spec.window is None:
-                size = self._sizes[group]
-                runs[group] = run(group, table.hashes[group][: tokens // size])
-                tokens = min(tokens, len(runs[group]) * size // step * step)
+        tokens, runs = self._reach(table, limit, run)
         while tokens > 0:
+            if self.states is not None and not run(
+                self.states.group, table.hashes[0][tokens // self._sizes[0] - 1 : tokens // self._sizes[0]]
+            ):
+                tokens -= self._step
+                continue
             pages = [
                 runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens, run)
                 for group, size in enumerate(self._sizes)
             ]
             if all(found is not None for found in pages):
                 return tokens, [found for found in pages if found is not None]
-            tokens -= step
+            tokens -= self._step
         return 0, []
+
+    def _reach(self, table: PageTable, limit: int, run: Run) -> tuple[int, dict[int, list[int]]]:
+        """How many of fewer than `limit` tokens the pages of full groups serve, and those pages, from the start."""
+        step = self._step
+        tokens = (limit - 1) // step * step
+        runs: dict[int, list[int]] = {}
+        for group, spec in enumerate(self.layout.groups):
+            if spec.window is None:
+                size = self._sizes[group]
+                runs[group] = run(group, table.hashes[group][: tokens // size])
+                tokens = min(tokens, len(runs[group]) * size // step * step)
+        return tokens, runs
 
     def _window_pages(self, group: int, table: PageTable, tokens: int, run: Run) -> list[int] | None:
         """Pages of the prefix as the next token sees them, or None if one it needs is missing."""
@@ -157,10 +136,13 @@ class KVManager:
         pages = run(group, table.hashes[group][first : tokens // size])
         return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
 
-    def _promised_after(self, table: PageTable, tokens: int, limit: int) -> bool:
-        """Whether another request is about to compute the page that follows a hit of `tokens`."""
+    def _promised_after(self, table: PageTable, tokens: int, shared: int, limit: int) -> bool:
+        """Whether another request is about to compute the page that follows the `shared` tokens that pages serve, or a
+        snapshot further on than a hit of `tokens`."""
+        if self.states is not None and self.states.promised(table.hashes[0], tokens, limit):
+            return True
         for group, size in enumerate(self._sizes):
-            after = tokens // size
+            after = shared // size
             if after < len(table.hashes[group]) and (after + 1) * size < limit:
                 key = (group, table.hashes[group][after])
                 if self.index.promiser(key) is not None:
@@ -176,6 +158,14 @@ class KVManager:
             for name in table.hashes[group][table.published[group] : upto // size]
         )
         table.promises = self.index.promise(keys, table)
+        if self.states is not None:
+            self.states.want(table.state, table.state.since, table.shared, upto, table.hashes[0])
+
+    def publish_states(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
+        """Steps that have landed computed the states of the first `upto` of `tokens`: name the snapshots among them."""
+        if self.states is not None and table.state.kept:
+            self.hash_pages(table, tokens, salt)
+            self.states.publish(table.state, upto, table.hashes[0])
 
     def publish(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """The first `upto` of `tokens` are (or will be, before anyone attends) computed: enter their full pages."""
@@ -211,6 +201,9 @@ class KVManager:
     def adopt(self, table: PageTable, hit: Hit) -> Change:
         """Start a table with the pages of a hit."""
         change = Change()
+        table.shared = hit.shared
+        if self.states is not None:
+            self.states.adopt(table.state, hit.state, hit.tokens)
         for group, pages in enumerate(hit.pages):
             self.pool.share(pages)
             table.pages[group] = list(pages)
@@ -284,6 +277,8 @@ class KVManager:
             child.pages[group] = list(pages)
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
+        if self.states is not None:
+            child.state = self.states.fork(table.state)
         child.named_until = table.named_until
         child.next_publish = table.next_publish
         return child
@@ -291,6 +286,8 @@ class KVManager:
     def release(self, table: PageTable, filled: int) -> None:
         """Give all pages back; `filled` tokens had been computed. The deepest pages become evictable first."""
         self.break_promises(table)
+        if self.states is not None:
+            self.states.drop(table.state)
         for group, pages in enumerate(table.pages):
             size = self._sizes[group]
             self.give_back(pages[filled // size :][::-1], size, size - filled % size)
@@ -360,6 +357,9 @@ class KVManager:
 
     def drop_cached(self, keys: Iterable[Key] | None = None) -> int:
         """Drop cached content that no sequence uses (this, or all of it); how many pages that frees."""
+        keys = None if keys is None else list(keys)
+        if self.states is not None:
+            self.states.drop_cached(keys)
         return self.pool.drop_idle() if keys is None else self.pool.drop_keys(keys)
 
     def on_eviction(self, told: Callable[[Key, int], None]) -> None:
@@ -377,6 +377,8 @@ class KVManager:
     def check(self, tables: Sequence[PageTable]) -> None:
         """Every reference is held by exactly one table entry."""
         self.pool.check()
+        if self.states is not None:
+            self.states.check([table.state for table in tables])
         held: dict[int, int] = {}
         for table in tables:
             for pages in table.pages:

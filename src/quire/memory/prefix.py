@@ -92,6 +92,10 @@ class PrefixIndex:
             if self._promised.get(key) == owner:
                 del self._promised[key]
 
+    @property
+    def promises(self) -> int:
+        return len(self._promised)
+
     def promiser(self, key: Key) -> Hashable | None:
         return self._promised.get(key)
 

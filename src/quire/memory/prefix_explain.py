@@ -48,6 +48,8 @@ class PrefixExplainer:
             return PrefixOutcome.FULL
         if hit.tokens + step >= reach:
             return PrefixOutcome.BUDGET
+        if hit.shared > hit.tokens:
+            return PrefixOutcome.STATE
         name = table.hashes[0][hit.tokens // self._size]
         if memory.index.run(0, [name]):
             return PrefixOutcome.WINDOW

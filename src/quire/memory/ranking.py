@@ -69,6 +69,10 @@ class Ranking:
             entry.worth = worth
             self._rank(key, entry)
 
+    def uses(self, key: Key) -> int:
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.uses
+
     def pin(self, key: Key, until: float) -> None:
         if key in self._entries:
             self._entries[key].until = until

@@ -17,7 +17,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import FORMATS
 from quire.model.blocks.rope_scaling import inverse_frequencies
-from quire.model.decoder_spec import DecoderSpec, Dense, Experts, Latent
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.types.errors import ConfigError
@@ -61,6 +61,8 @@ def refusal(
 def unknown_to_program(spec: DecoderSpec) -> str | None:
     """The first thing of a spec that the program has no code for."""
     first = spec.layers[0]
+    if spec.recurrent or not isinstance(first.mixer, Attention):
+        return "recurrent layers" if spec.recurrent else "latent attention"
     if spec.learned_positions:
         return "learned positions"
     if len(set(spec.rope_kinds)) > 1 or first.mixer.rope is None:
@@ -74,8 +76,10 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
     for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
         if norms.kind != "rms" or not norms.before or norms.after:
             return "other norms than RMS norms before attention and MLP"
-        if isinstance(mixer, Latent):
+        if not isinstance(mixer, Attention):
             return "latent attention"
+        if mixer.gate:
+            return "attention with an output gate"
         if mixer.sinks:
             return "attention sinks"
         if mixer.query_scaling is not None:
@@ -84,7 +88,7 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
             return "a soft cap on attention scores"
         if mixer.qk_norm == "all":
             return "norms of queries and keys over all heads"
-        if isinstance(feed, Experts) or isinstance(first.feed, Experts):
+        if not isinstance(feed, Dense) or not isinstance(first.feed, Dense):
             return "experts"
         if not feed.swiglu or feed.bias:
             return "another MLP than SwiGLU without biases"
@@ -198,7 +202,7 @@ class _Packer:
         assert isinstance(first.feed, Dense)
         return DecoderWeights(
             hidden=spec.hidden,
-            heads=first.mixer.heads,
+            heads=spec.attention.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
             intermediate=first.feed.intermediate,
@@ -223,8 +227,8 @@ class _Packer:
             k_bias=self._vector(prefix + "qkv", "bias", 1),
             v_bias=self._vector(prefix + "qkv", "bias", 2),
             o_bias=self._vector(prefix + "o", "bias"),
-            scale=self._spec.layers[index].mixer.scale,
-            window=self._spec.layers[index].mixer.window,
+            scale=self._spec.attending[index].scale,
+            window=self._spec.attending[index].window,
         )
 
     def _stored(self, name: str) -> StoredTensor:

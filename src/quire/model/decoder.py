@@ -14,16 +14,20 @@ import torch
 from quire.kernels.attention_backend import Batch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
-from quire.model.blocks.attention import AttentionBlock
+from quire.model.blocks.attention import AttentionBlock, LinearMaker
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
+from quire.model.blocks.gated_delta import GatedDeltaBlock
 from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear, Module, Plain
+from quire.model.blocks.mamba2 import Mamba2Block
 from quire.model.blocks.norms import Norm
+from quire.model.blocks.recurrent import CausalConv
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
-from quire.model.blocks.stages import MixerBlock, Step
-from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
+from quire.model.blocks.short_conv import ShortConvBlock
+from quire.model.blocks.stages import AttendingBlock, MixerBlock, Step
+from quire.model.decoder_spec import DecoderSpec, Experts, GatedDelta, Latent, Mamba2, Norms, ShortConv
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
@@ -34,7 +38,7 @@ from quire.types.kv import KVLayout
 class Layer:
     index: int
     mixer: MixerBlock
-    feed: DenseBlock | ExpertsBlock
+    feed: DenseBlock | ExpertsBlock | None
     parallel: bool
 
 
@@ -98,22 +102,38 @@ class Model:
         scheme = scheme or self.scheme
         return Linear(columns, parts, bias=bias, scheme=scheme, device=self.device, dtype=self.dtype, tied=tied)
 
+    def _conv(self, channels: int, taps: int, bias: bool) -> CausalConv:
+        return CausalConv(channels, taps, bias=bias, device=self.device, dtype=self.dtype)
+
+    def _vector(self, size: int) -> Plain:
+        return Plain((size,), device=self.device, dtype=torch.float32)
+
     def _layer(self, index: int) -> Layer:
-        mixer: MixerBlock
-        feed: DenseBlock | ExpertsBlock
-        dense, size = partial(self._linear, scheme=self._dense), self.dtype.itemsize
-        if isinstance(self.spec.layers[index].mixer, Latent):
-            mixer = LatentBlock.build(self.spec, index, size, self._linear, dense, self._norm)
-        else:
-            mixer = AttentionBlock.build(self.spec, index, size, self._linear, self._norm, self._plain)
+        feed: DenseBlock | ExpertsBlock | None = None
+        dense = partial(self._linear, scheme=self._dense)
+        mixer = self._mixer(index, dense)
         if isinstance(self.spec.layers[index].feed, Experts):
             feed = ExpertsBlock.build(self.spec, index, dense, self._norm)
-        else:
+        elif self.spec.layers[index].feed is not None:
             feed = DenseBlock.build(self.spec, index, self._linear, self._norm)
         parallel = self.spec.layers[index].parallel
-        if parallel == "one_norm":
+        if parallel == "one_norm" and feed is not None:
             feed.norm = mixer.norm
         return Layer(index, mixer, feed, parallel is not None)
+
+    def _mixer(self, index: int, dense: LinearMaker) -> MixerBlock:
+        spec, linear, norm, size = self.spec, self._linear, self._norm, self.dtype.itemsize
+        match spec.layers[index].mixer:
+            case Latent():
+                return LatentBlock.build(spec, index, size, linear, dense, norm)
+            case GatedDelta():
+                return GatedDeltaBlock.build(spec, index, linear, dense, norm, self._conv, self._vector)
+            case Mamba2():
+                return Mamba2Block.build(spec, index, linear, norm, self._conv, self._vector)
+            case ShortConv():
+                return ShortConvBlock.build(spec, index, linear, norm, self._conv)
+            case _:
+                return AttentionBlock.build(spec, index, size, linear, norm, self._plain)
 
     def modules(self) -> dict[str, Module]:
         """Everything that holds weights, by the names that `Target` uses; what two blocks share, once."""
@@ -125,7 +145,7 @@ class Model:
             "head": self.head,
         }
         for layer in self.layers:
-            inner = layer.mixer.modules() | layer.feed.modules()
+            inner = layer.mixer.modules() | (layer.feed.modules() if layer.feed is not None else {})
             named |= {f"layers.{layer.index}.{name}": module for name, module in inner.items()}
         owners = {id(module): name for name, module in reversed(named.items())}
         return {name: module for name, module in named.items() if module is not None and owners[id(module)] == name}
@@ -177,8 +197,8 @@ class Model:
             if rope is not None and rope.kind == "divisors" and self.rope_divisors is not None:
                 frequencies /= self.rope_divisors.weight.float()
             self._ropes[kind] = frequencies, scale
-        rotating = (layer.mixer for layer in self.layers if layer.mixer.rotates or self.stages.rotates_all)
-        self._rotated = sorted({mixer.rope for mixer in rotating})
+        attending = (m for layer in self.layers if isinstance(m := layer.mixer, AttendingBlock))
+        self._rotated = sorted({mixer.rope for mixer in attending if mixer.rotates or self.stages.rotates_all})
 
     def forward(
         self,
@@ -211,6 +231,8 @@ class Model:
         self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
         stages = self.stages
+        if layer.feed is None:
+            return stages.attend(layer.mixer, q, residual, step)
         if not layer.parallel:
             return stages.feed(layer.feed, stages.attend(layer.mixer, q, residual, step), residual)
         fed = stages.feed(layer.feed, None, residual)
@@ -247,15 +269,17 @@ class Model:
     def prefix_heads(self, layout: KVLayout) -> int | None:
         """Query heads of a KV head, where rows with a common prefix are attended together over it; else None."""
         alike = len(set(self.spec.mixer_kinds)) == 1 and layout.groups[0].window is None
-        attention = self.layers[0].mixer.attention
-        return attention.heads // attention.kv_heads if alike and self.stages.backends[0].shares else None
+        if not alike or self.spec.recurrent:
+            return None
+        attention = self.spec.attention
+        return attention.heads // attention.kv_heads if self.stages.backends[0].shares else None
 
     def attention(self, batch: Batch, kv: KVViews) -> None:
         """Only attention, by queries of zeros: it takes longest to compile, and waits for nothing before it here."""
         step = Step(batch, kv, {})
-        for layer in self.layers:
-            shape = (batch.tokens, layer.mixer.attention.heads, layer.mixer.attention.head_dim)
-            self.stages.attention(layer.mixer, torch.zeros(shape, device=self.device, dtype=self.dtype), step)
+        for mixer in (m for layer in self.layers if isinstance(m := layer.mixer, AttendingBlock)):
+            shape = (batch.tokens, mixer.attention.heads, mixer.attention.head_dim)
+            self.stages.attention(mixer, torch.zeros(shape, device=self.device, dtype=self.dtype), step)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""

@@ -1,8 +1,9 @@
 """What a decoder is, as data: a list of layers, each a mixer, a feed-forward part and norms around them.
 
-A mixer moves information between tokens (attention); a feed works on each token alone. Another kind of either is one
-more dataclass here, a block for it in `blocks/` and a stage that runs it. Everything else in this package is derived
-from these facts. Refuses to know: torch, where the facts came from, how they are computed with.
+A mixer moves information between tokens (attention over pages, or a recurrent state); a feed works on each token
+alone. Another kind of either is one more dataclass here, a block for it in `blocks/` and a stage that runs it.
+Everything else in this package is derived from these facts. Refuses to know: torch, where the facts came from, how they
+are computed with.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from quire.types.kv import KVLayout, TokenShape, layout_for
+from quire.types.kv import KVLayout, StateShape, TokenShape, layout_for
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
 
 
@@ -53,13 +54,14 @@ class Attention:
     query_scaling: QueryScaling | None = None
     qkv_bias: bool = False
     o_bias: bool = False
+    gate: bool = False  # what was attended is multiplied with the sigmoid of a product, before the last one
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads * (2 if self.gate else 1) + 2 * self.kv_heads) * self.head_dim
 
     @property
-    def token_shape(self) -> TokenShape:
+    def kept(self) -> TokenShape:
         """What it keeps of a token."""
         return TokenShape(self.kv_heads, self.head_dim, self.window)
 
@@ -96,11 +98,98 @@ class Latent:
         return self.heads * (self.head_dim + self.nope_dim) + self.head_dim
 
     @property
-    def token_shape(self) -> TokenShape:
+    def kept(self) -> TokenShape:
         return TokenShape(1, self.head_dim, values_from=self.rope_dim)
 
 
-Mixer = Attention | Latent
+@dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet: queries, keys and values behind a short convolution; of each value head a matrix that decays and
+    takes in, by the delta rule, what a token's key does not find in it yet."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # inputs that the convolution sees, its own included
+
+    rope = None
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def qkv_width(self) -> int:
+        return 2 * (self.keys + self.values)
+
+    @property
+    def kept(self) -> StateShape:
+        """What it keeps of a sequence."""
+        channels = 2 * self.keys + self.values
+        return StateShape((self.taps - 1, channels), (self.value_heads, self.key_dim, self.value_dim))
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """A selective state space: inputs behind a short convolution; of each head a matrix that decays and takes in
+    products of inputs and input-dependent vectors, which groups of heads share."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_size: int
+    taps: int
+    conv_bias: bool = True
+    bias: bool = False  # of the first and the last product
+    norm_groups: int = 1  # parts that the gated norm is taken over
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+
+    rope = None
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.inner + 2 * self.groups * self.state_size
+
+    @property
+    def qkv_width(self) -> int:
+        return self.inner + self.channels + self.heads
+
+    @property
+    def kept(self) -> StateShape:
+        return StateShape((self.taps - 1, self.channels), (self.heads, self.head_dim, self.state_size))
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A short convolution between two gates (LFM2)."""
+
+    width: int
+    taps: int
+    bias: bool = False
+
+    rope = None
+
+    @property
+    def qkv_width(self) -> int:
+        return 3 * self.width
+
+    @property
+    def kept(self) -> StateShape:
+        return StateShape((self.taps - 1, self.width))
+
+
+Recurrent = GatedDelta | Mamba2 | ShortConv
+Attending = Attention | Latent
+Mixer = Attending | Recurrent
 
 
 @dataclass(frozen=True)
@@ -148,6 +237,7 @@ class Experts:
     router: Router = Router()
     shared: int = 0  # intermediate size of the shared expert; 0: none
     shared_gate: bool = False  # its output is multiplied with the sigmoid of a product
+    gated: bool = True  # act(gate) * up, else act(up)
 
     def width(self, hidden: int) -> int:
         """Between the products and behind them, until what experts say is added up."""
@@ -168,7 +258,7 @@ class Norms:
 @dataclass(frozen=True)
 class LayerSpec:
     mixer: Mixer
-    feed: Dense | Experts
+    feed: Dense | Experts | None
     norms: Norms = Norms()
     parallel: Literal["own_norms", "one_norm"] | None = None  # mixer and feed read the same residual; None: in turn
 
@@ -194,13 +284,28 @@ class DecoderSpec:
         """By layer: the first layer whose queries and keys are rotated alike, or not at all like its own."""
         return _first_alike([layer.mixer.rope for layer in self.layers])
 
+    @cached_property
+    def attending(self) -> dict[int, Attending]:
+        """The layers that attend, and how."""
+        return {i: layer.mixer for i, layer in enumerate(self.layers) if isinstance(layer.mixer, Attending)}
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are layers that keep a state."""
+        return len(self.attending) < len(self.layers)
+
+    @property
+    def attention(self) -> Attending:
+        """Of the first layer that has any."""
+        return next(iter(self.attending.values()))
+
     @property
     def kv_heads(self) -> int:
-        return self.layers[0].mixer.kv_heads
+        return self.attention.kv_heads
 
     @property
     def head_dim(self) -> int:
-        return self.layers[0].mixer.head_dim
+        return self.attention.head_dim
 
     @cached_property
     def mixer_kinds(self) -> list[int]:
@@ -217,7 +322,8 @@ class DecoderSpec:
     def token_width(self) -> int:
         """Numbers that a token of a step takes at most while its widest layer runs, roughly."""
         qkv = max(layer.mixer.qkv_width for layer in self.layers)
-        return 6 * self.hidden + 3 * qkv + 3 * max(layer.feed.width(self.hidden) for layer in self.layers)
+        feed = max(layer.feed.width(self.hidden) for layer in self.layers if layer.feed is not None)
+        return 6 * self.hidden + 3 * qkv + 3 * feed
 
     def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
@@ -228,11 +334,11 @@ class DecoderSpec:
         return None
 
     def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
-        return layout_for([layer.mixer.token_shape for layer in self.layers], page_size=page_size, dtype=dtype)
+        return layout_for([layer.mixer.kept for layer in self.layers], page_size=page_size, dtype=dtype)
 
 
 def _unscaled(mixer: Mixer) -> Mixer:
-    return replace(mixer, scale=0.0)
+    return replace(mixer, scale=0.0) if isinstance(mixer, Attending) else mixer
 
 
 def _attended(mixer: Mixer) -> Mixer:

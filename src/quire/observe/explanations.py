@@ -18,6 +18,7 @@ SENTENCES = {
     PrefixOutcome.EVICTED: "the first missing page had been computed, but made room for other requests",
     PrefixOutcome.SALT: "the same tokens are known, but under another cache salt, and salts do not share",
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
+    PrefixOutcome.STATE: "the page is cached, but the states of recurrent layers are not, so far into the prompt",
     PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",
     PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position",
     PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget evicts, so it is computed",
@@ -30,6 +31,8 @@ class Prefix(msgspec.Struct, kw_only=True):
     cached_tokens: int
     page_tokens: int
     cached_pages: int
+    paged_tokens: int  # that pages alone would have served
+    state_snapshot_tokens: int | None  # behind which recurrent layers went on from a snapshot; null: no such layers
     first_missing_page: int | None
     first_missing_tokens: list[int] | None  # positions from .. to, of the prompt
     reason: str
@@ -157,6 +160,8 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         cached_tokens=timeline.cached,
         page_tokens=size,
         cached_pages=page,
+        paged_tokens=timeline.paged,
+        state_snapshot_tokens=timeline.snapshot if timeline.snapshot >= 0 else None,
         first_missing_page=page if missing else None,
         first_missing_tokens=[page * size, min(timeline.prompt, (page + 1) * size)] if missing else None,
         reason=reason.value,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from typing import NamedTuple
 
 from quire.generation.sampling.sampler import SLICE_ROWS
 from quire.model import DecoderSpec, Runnable
@@ -46,6 +47,29 @@ def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec
     return 2 * forward + logits + known + GIB  # freed pieces seldom fit the next step; libraries have some of their own
 
 
+class StateRoom(NamedTuple):
+    """Room for the states of recurrent layers: a cell for each sequence and each draft token, one more for each while a
+    snapshot is taken, and snapshots."""
+
+    slots: int  # sequences that run at once: fewer than wished for, where their states would take most of memory
+    cells: int  # for states and snapshots, the null cell among them; 0: there are no such layers
+    bytes: int
+
+
+def state_room(options: EngineOptions, layout: KVLayout, slots: int, size: int) -> StateRoom:
+    """Half of the `size` bytes of KV memory, unless more is asked for."""
+    if not layout.states:
+        return StateRoom(slots, 0, 0)
+    drafts, asked = draft_limit(options.speculation), options.cache.kv_snapshots
+    cells = size // 2 // layout.state_bytes
+    if asked is not None:
+        cells = slots * (2 + drafts) + asked
+    elif options.scheduler.max_seqs is None:
+        slots = max(1, min(slots, cells // (3 + drafts)))
+    cells = max(cells - slots * drafts, slots * (3 if asked is None else 2))
+    return StateRoom(slots, cells + 1, (cells + slots * drafts) * layout.state_bytes)
+
+
 def kv_capacity(
     options: EngineOptions,
     hardware: Hardware,
@@ -58,18 +82,26 @@ def kv_capacity(
 ) -> tuple[int, str]:
     """Pages (the null page included) and why so many. Of free memory, `taken` bytes are spoken for and, on a GPU,
     `working` needed by steps; `beside` each page a draft model needs so many. States of recurrent layers come first,
-    one for each of the `slots`, and their snapshots beside the pages."""
+    for as many of the `slots` as `state_room` says."""
     if options.cache.kv_pages:
         return options.cache.kv_pages + 1, f"{options.cache.kv_pages} KV pages: as asked"
+    size, why = kv_bytes(options, hardware, layout, working=working, taken=taken)
+    room = max(0, size - state_room(options, layout, slots, size).bytes)
+    return room // (layout.page_bytes + beside), f"KV memory {size / GIB:.2f} GiB: {why}"
+
+
+def kv_bytes(
+    options: EngineOptions, hardware: Hardware, layout: KVLayout, *, working: int, taken: int = 0
+) -> tuple[int, str]:
+    """Bytes for pages and states, and why so many."""
     left = max(0, hardware.memory - taken)
+    if options.cache.kv_pages:
+        return 2 * options.cache.kv_pages * layout.page_bytes, "as asked"
     if options.cache.kv_memory:
-        size, why = parse_size(options.cache.kv_memory), "as asked"
-    elif hardware.gpu:
-        size, why = max(0, left - working), f"what is free on the GPU but for {working / GIB:.1f} GiB to work in"
-    else:
-        size, why = min(left // 4, 4 * GIB), "a quarter of free memory, at most 4 GiB"
-    room = max(0, size - slots * layout.state_bytes)
-    return room // (layout.page_bytes + layout.page_snapshot_bytes + beside), f"KV memory {size / GIB:.2f} GiB: {why}"
+        return parse_size(options.cache.kv_memory), "as asked"
+    if hardware.gpu:
+        return max(0, left - working), f"what is free on the GPU but for {working / GIB:.1f} GiB to work in"
+    return min(left // 4, 4 * GIB), "a quarter of free memory, at most 4 GiB"
 
 
 def capacity_for(
@@ -82,7 +114,11 @@ def capacity_for(
     if drafter is not None:
         beside = drafter.layout.page_bytes
         working += working_memory(options, resolved, drafter.model.spec, drafter.layout, hardware.memory)
+    states = state_room(options, layout, resolved.max_seqs, kv_bytes(options, hardware, layout, working=working)[0])
     pages, why = kv_capacity(options, hardware, layout, slots=resolved.max_seqs, working=working, beside=beside)
+    if states.cells:
+        snapshots, size = states.cells - 1 - 2 * states.slots, layout.state_bytes / (1 << 20)
+        why += f"; states of {states.slots} sequences and {snapshots} snapshots, {size:.2f} MiB each"
     asked = options.model.max_model_len or model.spec.max_position
     ropes = [layer.mixer.rope for layer in model.spec.layers]
     stretched = any(rope is not None and rope.kind == "dynamic" for rope in ropes)  # made to fit whatever is asked for
@@ -112,10 +148,12 @@ def capacity_for(
     predicted_only = not drafts and resolved.device == "cpu"
     capacity = Capacity(
         pages=pages,
-        slots=resolved.max_seqs,
+        slots=states.slots,
+        states=states.cells,
+        snapshot_tokens=options.cache.snapshot_tokens,
         max_model_len=asked if options.model.max_model_len else longest,
         context=longest,
-        rope_shifts=not model.spec.learned_positions,
+        rope_shifts=not (model.spec.learned_positions or model.spec.recurrent),
         max_batch_tokens=resolved.max_batch_tokens,
         step_target=resolved.step_target,
         depth=resolved.depth,

@@ -58,6 +58,8 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Runnable) -
         compiled=target.threads,
         invariant=options.device.invariant,
     )
+    if model.spec.recurrent:
+        raise ConfigError(f"draft model {name!r} has recurrent layers, whose states cannot follow drafts; take another")
     if model.spec.vocab_size != target.spec.vocab_size:
         raise ConfigError(
             f"draft model {name!r} has a vocabulary of {model.spec.vocab_size}, the model it drafts for one of "

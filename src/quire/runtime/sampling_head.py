@@ -42,6 +42,7 @@ class AcceptedSample:
     indices: list[int]  # of those among all that the step sampled
     states: torch.Tensor | None
     accepting: Future[Accepted] | None  # None: no grammar
+    drafted: bool  # whether there was a draft to verify
 
     @property
     def known(self) -> bool:
@@ -132,13 +133,16 @@ class SamplingHead:
             states = None
             if hidden is not None and self._speculation is not None:
                 states = hidden[[begin + i for i in indices] if isinstance(draft, DraftTree) else slice(begin, end)]
-            found.append(AcceptedSample(index, sample, tokens, [begin + i for i in indices], states, accepting))
+            places = [begin + i for i in indices]
+            found.append(AcceptedSample(index, sample, tokens, places, states, accepting, drafted=bool(draft)))
         self._grammars.settle([one.accepting for one in found if one.accepting is not None])
         return found
 
     def observe(self, one: AcceptedSample) -> Accepted:
         """What became of a sample that is known now; the proposer is told."""
         accepted = one.accepting.result() if one.accepting is not None else Accepted(one.tokens, len(one.tokens))
+        if one.drafted:
+            self._worker.keep_state(one.sample.slot, accepted.sampled - 1)
         if self._speculation is not None:
             states = one.states[: accepted.sampled] if one.states is not None else None
             self._speculation.observe(one.sample.slot, one.sample.position, accepted.tokens, states)

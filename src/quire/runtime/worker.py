@@ -26,6 +26,7 @@ from quire.runtime.kv_deviation import probe
 from quire.runtime.prefix_groups import SharedPrefixes
 from quire.runtime.rope_shift import begin_rope_shifts
 from quire.runtime.slot_state import SlotState
+from quire.runtime.slot_states import SlotStates
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
@@ -60,6 +61,8 @@ class ForwardOutput:
 
 
 class ForwardWorker:
+    _states: SlotStates | None = None  # of recurrent layers
+
     def __init__(self, model: Runnable, layout: KVLayout, capacity: Capacity, device: torch.device):
         self.model = model
         self.capacity = capacity
@@ -67,7 +70,9 @@ class ForwardWorker:
         self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
         self.staging = Staging(device, capacity.depth)
         self.slots = SlotState(layout, capacity, device, self.staging)
-        self._kv = KVViews(self.pages, layout)
+        if layout.states:
+            self._states = SlotStates(layout, capacity, device)
+        self._kv = KVViews(self.pages, layout, None if self._states is None else self._states.cells)
         self._tap: HiddenStateTap | None = None
         self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None
@@ -141,7 +146,10 @@ class ForwardWorker:
         """Input ids and batch of rows with so many tokens, all in the null slot."""
         spans = [(self.slots.null_slot, 0, count, 0) for count in counts]
         table = torch.tensor(spans, device=self.device).T.contiguous()
-        return self.slots.batch(table, sum(counts), counts, counts)
+        input_ids, batch = self.slots.batch(table, sum(counts), counts, counts)
+        if self._states is not None:
+            batch.states = self._states.null_rounds(counts)
+        return input_ids, batch
 
     # ---- a step ----------------------------------------------------------------------------------------------
 
@@ -186,6 +194,8 @@ class ForwardWorker:
         table = self.staging.upload(np.array(spans, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
         input_ids, batch = self.slots.batch(table, sum(counts), counts, kv_lens)
+        if self._states is not None:
+            batch.states = self._states.rounds(plan.rows)
         if expanded.tree_rows:
             batch = self._tree_batch(batch, expanded.tree_rows)
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
@@ -235,6 +245,11 @@ class ForwardWorker:
             sides = (torch.tensor(side, device=self.device) + position for side in zip(*moved, strict=True))
             for group, (source, target) in enumerate(zip(*(self.slots.kv_slots(slot, s) for s in sides), strict=True)):
                 self._kv.move(group, source, target)
+
+    def keep_state(self, slot: int, accepted: int) -> None:
+        """Of the tokens drafted in a slot's last row, so many were accepted."""
+        if self._states is not None:
+            self._states.keep(slot, accepted)
 
     def _replay(self, plan: StepPlan, size: tuple[int, int], greedy: bool) -> ForwardOutput:
         """The step as one launch of a captured one; greedy samples are part of it."""

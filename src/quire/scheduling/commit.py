@@ -84,6 +84,9 @@ class Commit(SchedulingFeature):
     def _publish(self, step: PlanBuilder, rows: Iterable[int]) -> None:
         for row, (seq, epoch) in ((step.plan.rows[i], step.rows[i]) for i in rows):
             upto = seq.computed if row.drafts else row.start + row.count
+            if row.drafts and self._memory.states is not None and seq.epoch == epoch and seq.status is Status.RUNNING:
+                self._memory.states.keep(seq.table.state, upto)
+                self._memory.publish_states(seq.table, upto, seq.tokens, seq.request.salt)
             if upto >= seq.table.next_publish and seq.epoch == epoch and seq.status is Status.RUNNING:
                 self._memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
 

@@ -61,6 +61,9 @@ class Scheduler:
             capacity.pages,
             prefix_cache=prefix_cache and not self.policy.contiguous,
             contiguous=self.policy.contiguous,
+            states=capacity.states,
+            working=capacity.slots,
+            snapshot_tokens=capacity.snapshot_tokens,
             naming=capacity.naming,
             clock=self.clock,
         )
@@ -191,7 +194,7 @@ class Scheduler:
         """Rows for running sequences. Decoding rows are outside the prefill budget: there are at most as many as slots,
         and a prompt need not be cut in two because others are being answered."""
         running, drafting = self.sequences.running, self.features.drafting
-        drafts = drafting.budgets(list(running)) if drafting is not None else {}
+        drafts = self._up_to_boundaries(drafting.budgets(list(running))) if drafting is not None else {}
         unverified = drafting.unverified if drafting is not None else ()
         together = bool(drafts)  # drafts need all tokens before them, and other rows should not go without them
         decode: list[tuple[Sequence, int]] = []  # with how many tokens they have to catch up by
@@ -232,6 +235,14 @@ class Scheduler:
                     builder.budget = builder.budget.less(seq.held, count)
                 builder.change(seq, change)
                 self.sequences.add_row(builder, seq, count, drafts.get(seq, 0))
+
+    def _up_to_boundaries(self, drafts: dict[Sequence, int]) -> dict[Sequence, int]:
+        """Where states are kept, no draft goes beyond the next page boundary, so that one can be kept there."""
+        if self.memory.states is None or not self.memory.prefix_cache:
+            return drafts
+        step = self.memory.layout.alignment
+        most = {seq: min(budget, -seq.known % step) for seq, budget in drafts.items()}
+        return {seq: budget for seq, budget in most.items() if budget}
 
     def _make_way(self, builder: PlanBuilder) -> None:
         """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
@@ -301,6 +312,9 @@ class Scheduler:
         assert step.plan is plan, "steps must commit in the order they were planned"
         self._prefill_limiter.ended(self.clock.now, plan, began=step.now if step.idle else None)
         self._in_flight.popleft()
+        if self.memory.states is not None:
+            for row, (seq, _) in zip(plan.rows, step.rows, strict=True):  # before what ended gives up its state
+                self.memory.publish_states(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
         self.sequences.land(step)
         for step_landed in self.sequences.step_landed:
             step_landed(step, result)

@@ -141,7 +141,11 @@ class SequenceTable:
         """Let a running sequence compute tokens from where it is, and draw if that completes it."""
         for told in self._row_planned:
             told(seq, count)
+        start = seq.computed
         builder.row(seq, count, drafts)
+        if self._memory.states is not None:
+            row, states = builder.plan.rows[-1], self._memory.states
+            row.state, row.states = states.row(seq.table.state, start, count, drafts=drafts > 0, taker=seq.request.id)
         self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and seq.draws:
             if self.children and seq in self.children:

@@ -61,6 +61,12 @@ class CacheOptions(Checked):
         forms=("auto", "int8", "int8-kivi", "fp8", "int4"),
     )
     kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)", size=True)
+    kv_snapshots: int | None = option(
+        None,
+        "snapshots of recurrent layers' states kept for prefix hits (default: as many as half of KV memory holds)",
+        low=0,
+    )
+    snapshot_tokens: int = option(1024, "tokens of a prompt between one snapshot of its state and the next", low=1)
     prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
     kv_host: str | None = option(
         None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)", size=True

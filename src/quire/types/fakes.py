@@ -22,7 +22,7 @@ import numpy.typing as npt
 from quire.types.errors import InputError
 from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
-from quire.types.kv import KVLayout
+from quire.types.kv import NULL_STATE, KVLayout
 from quire.types.plan import Admit, Capacity, RopeShift, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.seams import DraftContext, DraftTree, ExecutorInfo
 
@@ -117,6 +117,7 @@ class FakeExecutor:
         self._kv: Entries = {}
         self._token: dict[int, int] = {}  # that a digest ends with
         self._taken: dict[bytes, dict[int, Entry]] = {}
+        self._states: dict[int, int] = {NULL_STATE: 1}  # by cell: the digest of what led to it
 
     def start(self) -> Capacity:
         return self.capacity
@@ -151,9 +152,11 @@ class FakeExecutor:
             self._write(self._slots[row.slot], row, len(draft))
         for row, draft in zip(plan.rows, drafts, strict=True):
             self._read(self._slots[row.slot], row, len(draft))
+        self._run_states(plan)
         for row, draft in zip(plan.rows, drafts, strict=True):
             self._slots[row.slot].cut(len(draft))
         result = self._draw(plan, drafts)
+        self._keep_accepted(plan, result)
         result.deviations = [[self._deviation(p.slot, p.start + i) for i in range(p.count)] for p in plan.probes]
         if self.tiers is not None:
             result.transfers = self.tiers.poll(self._kv, some=not plan.computes)
@@ -251,6 +254,27 @@ class FakeExecutor:
                 continue
             for p, entry in enumerate(seen, first):
                 assert entry == (slot.holds(p), p, 0), f"{slot.admit.key}: position {p} holds another history"
+
+    def _run_states(self, plan: StepPlan) -> None:
+        """States go on from exactly what led to them; all are read before any is written."""
+        if not self.layout.states:
+            return
+        for row in plan.rows:
+            slot = self._slots[row.slot]
+            wanted = slot.digest(row.start - 1) if row.start else 1
+            assert self._states.get(row.state) == wanted, f"{slot.admit.key}: goes on from another state"
+            assert row.states[-1][0] == row.count and all(cell != NULL_STATE for _, cell in row.states)
+        written = [cell for row in plan.rows for _, cell in row.states]
+        assert len(set(written)) == len(written), "two rows write a cell"
+        for row in plan.rows:
+            for count, cell in row.states:
+                self._states[cell] = self._slots[row.slot].digest(row.start + count - 1)
+
+    def _keep_accepted(self, plan: StepPlan, result: StepResult) -> None:
+        """Behind a draft, the state is that of the last token that was accepted."""
+        for i, (_, accepted) in result.drafts.items() if self.layout.states else ():
+            row = plan.rows[plan.samples[i].row]
+            self._states[row.states[-1][1]] = self._slots[row.slot].digest(row.start + row.count + accepted - 1)
 
     def _draw(self, plan: StepPlan, drafts: list[list[int]]) -> StepResult:
         drawn, logprobs, draft_counts = [], {}, {}

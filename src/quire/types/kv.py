@@ -7,17 +7,22 @@ page is contiguous and moves between tiers and machines in one copy:
     page p of group g:  [layer in g][K, V][token in page][kv head][head dim]        numbers
                         [layer in g][K, V][token in page][kv head][scales]          fp16, where the kind has some
 
-Layers that keep no tokens but one state of fixed size (recurrent ones) make state groups: a state for each running
-sequence, and snapshots of it at page boundaries, which are what a prefix hit starts from.
+Layers that keep no tokens but one state of fixed size (recurrent ones) make state groups. The states of all of them
+lie together in a cell: one for each running sequence, and snapshots at page boundaries, which are what a prefix hit
+starts from.
+
+    cell c:  [layer][last inputs of its convolution][recurrent matrices]            float32
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
 NULL_PAGE = 0  # never allocated: padding rows and windows that have moved on point here
+NULL_STATE = 0  # never allocated and always zero: the state before the first token
 
 
 class KVKind(msgspec.Struct, frozen=True):
@@ -71,12 +76,22 @@ class KVGroup(msgspec.Struct, frozen=True):
         return len(self.layers) * self.parts * self.kv_heads
 
 
+class StateShape(msgspec.Struct, frozen=True):
+    """What a recurrent layer keeps of a sequence, in float32."""
+
+    window: tuple[int, int]  # last inputs of its convolution: taps less one, channels
+    matrix: tuple[int, ...] = ()  # its recurrent state, if it has one beside them
+
+    @property
+    def numbers(self) -> int:
+        return math.prod(self.window) + (math.prod(self.matrix) if self.matrix else 0)
+
+
 class StateGroup(msgspec.Struct, frozen=True):
     """Layers whose memory of a sequence does not grow with it."""
 
     layers: tuple[int, ...]
-    state_bytes: int  # of one sequence, all these layers
-    snapshot_tokens: int  # a snapshot is taken each time so many more tokens are computed
+    shape: StateShape
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -103,22 +118,17 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def state_bytes(self) -> int:
-        """Of one running sequence, however long."""
-        return sum(s.state_bytes for s in self.states)
-
-    def snapshot_bytes(self, tokens: int) -> int:
-        """Of the snapshots that a sequence of so many tokens leaves behind."""
-        return sum(tokens // s.snapshot_tokens * s.state_bytes for s in self.states)
+        """Of one running sequence, however long; and of a snapshot."""
+        return 4 * self.state_numbers
 
     @property
-    def page_snapshot_bytes(self) -> int:
-        """A page's share of the snapshots, rounded up: what caching a page of tokens costs beside the page."""
-        return -(-self.snapshot_bytes(self.alignment) // self.pages_for(self.alignment))
+    def state_numbers(self) -> int:
+        return sum(len(s.layers) * s.shape.numbers for s in self.states)
 
     @property
     def alignment(self) -> int:
-        """Prefix hits end on multiples of this many tokens: a page boundary in every group, and a snapshot."""
-        return math.lcm(*(g.tokens_per_page for g in self.groups), *(s.snapshot_tokens for s in self.states))
+        """Prefix hits end on multiples of this many tokens: a page boundary in every group."""
+        return math.lcm(*(g.tokens_per_page for g in self.groups))
 
     def pages_for(self, tokens: int) -> int:
         """Pages that `tokens` tokens of one sequence need, ignoring what windows give back."""
@@ -137,12 +147,16 @@ class TokenShape(msgspec.Struct, frozen=True):
         return (2 if self.values_from is None else 1) * self.kv_heads * KINDS[dtype].head_bytes(self.head_dim)
 
 
-def layout_for(shapes: list[TokenShape], *, page_size: int, dtype: str) -> KVLayout:
+def layout_for(shapes: Sequence[TokenShape | StateShape], *, page_size: int, dtype: str) -> KVLayout:
     """Group layers by what they keep; the group whose tokens take most gets `page_size` tokens a page, the others as
     many times that as fit the same bytes."""
     by_shape: dict[TokenShape, list[int]] = {}
+    by_state: dict[StateShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
-        by_shape.setdefault(shape, []).append(layer)
+        if isinstance(shape, StateShape):
+            by_state.setdefault(shape, []).append(layer)
+        else:
+            by_shape.setdefault(shape, []).append(layer)
     sizes = {shape: len(layers) * shape.bytes(dtype) for shape, layers in by_shape.items()}
     groups = tuple(
         KVGroup(
@@ -155,4 +169,5 @@ def layout_for(shapes: list[TokenShape], *, page_size: int, dtype: str) -> KVLay
         )
         for shape, layers in by_shape.items()
     )
-    return KVLayout(groups=groups, dtype=dtype)
+    states = tuple(StateGroup(tuple(layers), state) for state, layers in by_state.items())
+    return KVLayout(groups=groups, dtype=dtype, states=states)

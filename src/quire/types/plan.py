@@ -76,7 +76,8 @@ class Row(msgspec.Struct):
     these positions, "last" for that of the last. `drafts`: how many tokens may be drafted after these; pages are there
     for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
     more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
-    attention these tokens pay to each page.
+    attention these tokens pay to each page. Of models with recurrent layers: `state` is the cell whose state the row
+    goes on from, `states` says after how many of its tokens which cell gets the state; the last pair is the row's end.
     """
 
     slot: int
@@ -87,6 +88,8 @@ class Row(msgspec.Struct):
     drafts: int = 0
     shift: int = 0
     mass: bool = False
+    state: int = 0
+    states: list[tuple[int, int]] = []
 
 
 class Probe(msgspec.Struct):
@@ -178,6 +181,8 @@ class Capacity(msgspec.Struct, frozen=True):
     rope_shifts: bool = False  # whether cached keys can be moved to other positions
     step_target: float = 0.0  # seconds a step may take while answers are streamed; 0: any
     naming: bytes = b""  # key of the page hashes; empty: any, they are not shared
+    states: int = 0  # cells for states of recurrent layers, the null cell among them
+    snapshot_tokens: int = 0  # of a prompt, between one snapshot of its state and the next
 
     @property
     def longest(self) -> int:

@@ -22,6 +22,7 @@ class PrefixOutcome(enum.StrEnum):
     EVICTED = "evicted"  # it was, but made room for others
     SALT = "salt"  # its tokens were, but for another salt
     WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
+    STATE = "state"  # it is there, but no snapshot of the recurrent layers' states behind it
     SHORT = "short"  # the prompt does not fill a page
     SCORED = "scored"  # prompt logprobs, a mean over the prompt, or accumulated attention need every position computed
     BUDGET = "budget"  # beyond what a request with a KV budget holds before it first evicts
@@ -59,6 +60,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     gone_at: float = 0.0  # when the first missing page made room, if it was evicted
     gone_for: str = ""  # ... for which request
     page_size: int = 0  # tokens a hit is a multiple of
+    snapshot: int = -1  # tokens behind which recurrent layers went on from a snapshot; -1: there are no such layers
+    paged: int = 0  # tokens that pages alone would have served
     tiers: dict[str, int] = {}  # tokens that came from each tier below the device
     moved: int = 0  # bytes loaded for it
     saved: float = 0.0  # estimated seconds of computing that this saved, loading subtracted

@@ -174,7 +174,8 @@ class Speculation:
             contexts = [self._contexts[rows[i].slot] for i in drafted]
             found = self._proposer.propose(contexts, [rows[i].drafts for i in drafted])
             for i, context, draft in zip(drafted, contexts, found, strict=True):
-                if isinstance(draft, DraftTree) and (rows[i].shift or _needs_one_history(context.admit.params)):
+                chained = rows[i].shift or rows[i].states or _needs_one_history(context.admit.params)
+                if isinstance(draft, DraftTree) and chained:
                     draft = draft.first_branch()
                 drafts[i] = draft if isinstance(draft, DraftTree) else draft[: rows[i].drafts]
         return drafts

@@ -52,6 +52,8 @@ def act(x: torch.Tensor, kind: Activation) -> torch.Tensor:
             return torch.sigmoid(x * 1.702).mul_(x)
         case "relu":
             return F.relu(x)
+        case "relu2":
+            return F.relu(x).square_()
 
 
 def act_and_mul(x: torch.Tensor, kind: GatedActivation) -> torch.Tensor:

@@ -62,6 +62,8 @@ def act(x: torch.Tensor, kind: Activation) -> torch.Tensor:
             wide = wide / (1 + torch.exp(-1.702 * wide))
         case "relu":
             wide = torch.maximum(wide, torch.zeros_like(wide))
+        case "relu2":
+            wide = torch.maximum(wide, torch.zeros_like(wide)) ** 2
     return wide.to(x.dtype)
 
 

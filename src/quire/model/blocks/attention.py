@@ -15,6 +15,7 @@ from quire.kernels.attention_backend import AttentionSpec
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import Attention, DecoderSpec, Norms, QueryScaling
+from quire.types.errors import ConfigError
 
 LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
 PlainMaker = Callable[[int], Plain]
@@ -30,7 +31,8 @@ class AttentionBlock:
     query_scaling: QueryScaling | None
     attention: AttentionSpec
     norm: Norm | None
-    qkv: Linear
+    qkv: Linear  # queries (then gates of what is attended), keys, values
+    gated: bool
     q_norm: Norm | None
     k_norm: Norm | None
     norms_all_heads: bool  # q_norm and k_norm go over all heads at once, not over each
@@ -57,7 +59,8 @@ class AttentionBlock:
             query_scaling=mixer.query_scaling,
             attention=attention_spec(spec, index, itemsize, None if sinks is None else sinks.weight),
             norm=norm(spec.hidden, norms) if norms.before else None,
-            qkv=linear(spec.hidden, (queries, keys, keys), mixer.qkv_bias),
+            qkv=linear(spec.hidden, (queries, *((queries,) if mixer.gate else ()), keys, keys), mixer.qkv_bias),
+            gated=mixer.gate,
             q_norm=norm(q_size, rms) if mixer.qk_norm else None,
             k_norm=norm(k_size, rms) if mixer.qk_norm else None,
             norms_all_heads=mixer.qk_norm == "all",
@@ -81,6 +84,8 @@ class AttentionBlock:
     def rescale_keys(self, factor: torch.Tensor) -> None:
         """Queries times powers of two [kv_heads, head_dim], keys times the largest of them over these; the scale of the
         scores makes up for it."""
+        if self.gated:
+            raise ConfigError("keys scaled by channel are for attention without an output gate")
         most = factor.max()
         self.attention = replace(self.attention, scale=self.attention.scale / most.item())
         queries, keys = factor.repeat_interleave(self.attention.heads // len(factor), dim=0), most / factor
@@ -95,10 +100,10 @@ def attention_spec(
     spec: DecoderSpec, index: int, itemsize: int = 2, sinks: torch.Tensor | None = None
 ) -> AttentionSpec:
     """What a backend must know of a layer's attention."""
-    mixer = spec.layers[index].mixer
+    mixer = spec.attending[index]
     if mixer.sinks and sinks is None:
         sinks = torch.empty(mixer.heads, device="meta")
     return AttentionSpec(
         mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize,
-        softcap=mixer.softcap, sinks=sinks, values_from=mixer.token_shape.values_from,
+        softcap=mixer.softcap, sinks=sinks, values_from=mixer.kept.values_from,
     )  # fmt: skip

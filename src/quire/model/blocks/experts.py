@@ -47,9 +47,9 @@ class ExpertsBlock:
             norm=norm(hidden, norms) if norms.before and layer.parallel != "one_norm" else None,
             router=router,
             correction=correction if feed.router.correction else None,
-            up=linear(hidden, (feed.intermediate, feed.intermediate) * feed.count, feed.bias),
+            up=linear(hidden, (feed.intermediate,) * (2 if feed.gated else 1) * feed.count, feed.bias),
             down=linear(feed.intermediate, (hidden,) * feed.count, feed.bias),
-            shared_up=linear(hidden, (feed.shared, feed.shared), False) if feed.shared else None,
+            shared_up=linear(hidden, (feed.shared,) * (2 if feed.gated else 1), False) if feed.shared else None,
             shared_down=linear(feed.shared, (hidden,), False) if feed.shared else None,
             shared_gate=linear(hidden, (1,), False) if feed.shared_gate else None,
             post_norm=norm(hidden, norms) if norms.after else None,
@@ -105,7 +105,7 @@ class ExpertsBlock:
         ends = torch.searchsorted(sorted_experts, torch.arange(self.spec.count, device=x.device), right=True)
         rows = x[order.div(self.spec.top_k, rounding_mode="floor")]
         up = _grouped(self.up, rows, sorted_experts, ends, self.spec.count)
-        down = _grouped(self.down, ops.act_and_mul(up, self.spec.activation), sorted_experts, ends, self.spec.count)
+        down = _grouped(self.down, self._activated(up, ops), sorted_experts, ends, self.spec.count)
         back = torch.empty_like(down)
         back[order] = down
         mixed = (back.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
@@ -114,9 +114,16 @@ class ExpertsBlock:
     def _matrices(self, linear: Linear) -> torch.Tensor:
         return linear.state["weight"].unflatten(0, (self.spec.count, -1))
 
+    def _activated(self, up: torch.Tensor, ops: Ops) -> torch.Tensor:
+        activation = self.spec.activation
+        if self.spec.gated:
+            return ops.act_and_mul(up, activation)
+        assert activation != "swiglu_oai"
+        return ops.act(up, activation)
+
     def _shared(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         assert self.shared_up is not None and self.shared_down is not None
-        out = self.shared_down(ops.act_and_mul(self.shared_up(x), self.spec.activation))
+        out = self.shared_down(self._activated(self.shared_up(x), ops))
         return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
 
 

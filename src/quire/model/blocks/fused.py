@@ -16,12 +16,12 @@ import torch
 
 from quire.kernels.library import cublas
 from quire.kernels.triton import why_not
+from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
-from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.stages import MixerBlock, Stages, Step
-from quire.model.decoder_spec import DecoderSpec, Experts, Latent, LayerSpec
+from quire.model.decoder_spec import Attention, DecoderSpec, Experts, Latent, LayerSpec
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
 
@@ -48,16 +48,21 @@ def composed_parts(layer: LayerSpec) -> list[str]:
         parts.append("norms after mixer and feed, between product and residual")
     if isinstance(layer.mixer, Latent):
         parts.append("latent attention")
-    if layer.mixer.qk_norm == "all":
-        parts.append("norms of queries and keys over all heads")
+    elif not isinstance(layer.mixer, Attention):
+        parts.append(f"{type(layer.mixer).__name__} layers, in plain torch")
+    else:
+        if layer.mixer.gate:
+            parts.append("attention with an output gate")
+        if layer.mixer.qk_norm == "all":
+            parts.append("norms of queries and keys over all heads")
+        if layer.mixer.query_scaling is not None:
+            parts.append("queries scaled by position")
     if layer.parallel is not None:
         parts.append("attention and MLP beside each other")
-    if layer.mixer.query_scaling is not None:
-        parts.append("queries scaled by position")
     if isinstance(layer.feed, Experts):
         if layer.feed.activation not in ("silu", "swiglu_oai"):
             parts.append(f"experts with {layer.feed.activation}")
-    elif not layer.feed.swiglu:
+    elif layer.feed is not None and not layer.feed.swiglu:
         parts.append(f"{layer.feed.activation} {'of the gate' if layer.feed.gated else 'without a gate'}")
     return parts
 
@@ -82,7 +87,7 @@ class FusedStages(Stages):
         return f"Triton kernels between products of cuBLAS, by kernels {choice}"
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        if isinstance(block, LatentBlock):
+        if not isinstance(block, AttentionBlock) or block.gated:
             return super().qkv(block, x, residual, step)
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
         if norm is not None and not norm.centred:
@@ -107,7 +112,7 @@ class FusedStages(Stages):
         return self.scale_queries(block, q, step)
 
     def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
-        if isinstance(block, LatentBlock):
+        if not isinstance(block, AttentionBlock) or block.gated:
             return super().attend(block, q, residual, step)
         mixed = self.attention(block, q, step).flatten(1)
         if block.post_norm is None and self._plain_exit:

@@ -3,6 +3,8 @@
     [ qkv ─► attend ─► feed ] x layers ─► norm ─► head       each begins with its norm, which first adds what came
                                                              before it to `residual`, in place
 
+A recurrent mixer does its work in the place of qkv, so that only its last product is left to attend.
+
 A stage hands on `x`, which is still to be added to the residual, or None if it has added it itself. A faster
 implementation claims stages by subclassing: whatever it does not override stays composed of QuantScheme,
 AttentionBackend and Ops. Refuses to know: how many layers there are, what tokens mean.
@@ -24,13 +26,18 @@ from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
+from quire.model.blocks.gated_delta import GatedDeltaBlock
 from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.linear import Linear
+from quire.model.blocks.mamba2 import Mamba2Block
 from quire.model.blocks.norms import Norm
+from quire.model.blocks.short_conv import ShortConvBlock
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.quantization.scheme import QuantScheme
 
-MixerBlock = AttentionBlock | LatentBlock
+AttendingBlock = AttentionBlock | LatentBlock
+RecurrentBlock = GatedDeltaBlock | Mamba2Block | ShortConvBlock
+MixerBlock = AttendingBlock | RecurrentBlock
 
 
 @dataclass
@@ -61,7 +68,7 @@ class Stages:
         self.ops: Ops = choose_ops(device, plain=plain)
         self.backends: dict[int, AttentionBackend] = {}  # by kind of attention
         self.reasons: list[str] = []  # what was chosen and why, for people
-        for kind in sorted(set(spec.mixer_kinds)):
+        for kind in sorted({spec.mixer_kinds[layer] for layer in spec.attending}):
             chosen = choose_backend(attention_spec(spec, kind), device, plain=plain, invariant=self.invariant)
             self.backends[kind] = chosen[0]
             self.reasons += chosen[1]
@@ -80,13 +87,20 @@ class Stages:
         return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        """Rotated queries [tokens, heads, dim]; keys and values go to their pages."""
+        """Rotated queries [tokens, heads, dim], with gates behind each if there are any; keys and values go to their
+        pages. Of a recurrent mixer, what is left to be multiplied: [tokens, width]."""
+        if isinstance(block, RecurrentBlock):
+            return block.mix(self.norm(block.norm, x, residual), step.kv.states[block.index], step.batch.states)
         if isinstance(block, LatentBlock):
             kv = step.kv.layers[block.index]
             slots = step.batch.groups[kv.group].kv_slots
             return block.queries(self.norm(block.norm, x, residual), step.rope[block.rope], kv, slots, self.ops)
         heads, kv_heads, dim = block.attention.heads, block.attention.kv_heads, block.attention.head_dim
         flat = block.qkv(self.norm(block.norm, x, residual))
+        gates = None
+        if block.gated:
+            q, gates, kv_flat = flat.split((heads * dim, heads * dim, 2 * kv_heads * dim), dim=1)
+            flat = torch.cat((q, kv_flat), dim=1)
         if block.norms_all_heads:
             self.norm_all_heads(block, flat)
         qkv = flat.unflatten(1, (heads + 2 * kv_heads, dim))
@@ -99,7 +113,8 @@ class Stages:
             qk = self.ops.rope(qk, *step.rope[block.rope])
         kv = step.kv.layers[block.index]
         self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
-        return self.scale_queries(block, qk[:, :heads], step)
+        q = self.scale_queries(block, qk[:, :heads], step)
+        return q if gates is None else torch.cat((q, gates.unflatten(1, (heads, dim))), dim=-1)
 
     def scale_queries(self, block: AttentionBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         if (scaling := block.query_scaling) is None:
@@ -116,11 +131,18 @@ class Stages:
 
     def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Attention over pages and the output projection, [tokens, hidden]."""
-        mixed = self.attention(block, q, step)
-        out = block.o(block.values(mixed) if isinstance(block, LatentBlock) else mixed.flatten(1))
+        if isinstance(block, RecurrentBlock):
+            out = block.o(q)
+        elif isinstance(block, LatentBlock):
+            out = block.o(block.values(self.attention(block, q, step)))
+        elif block.gated:
+            q, gates = q.chunk(2, dim=-1)
+            out = block.o((self.attention(block, q.contiguous(), step) * gates.sigmoid()).flatten(1))
+        else:
+            out = block.o(self.attention(block, q, step).flatten(1))
         return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
 
-    def attention(self, block: MixerBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
+    def attention(self, block: AttendingBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[tokens, heads, dim]; the backend plans once a step for all layers with such attention."""
         kv = step.kv.layers[block.index]
         group = step.batch.groups[kv.group]

@@ -132,4 +132,5 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quick_gelu": "quick_gelu",
     "relu": "relu",
+    "relu2": "relu2",
 }

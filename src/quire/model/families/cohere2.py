@@ -43,7 +43,7 @@ class Cohere2Family:
         target = target_of(name, spec, LLAMA_NAMES)
         if target is None or not target.module.endswith(".qkv") or target.part > 1:
             return target
-        layer = spec.layers[int(target.module.split(".")[1])].mixer
+        layer = spec.attending[int(target.module.split(".")[1])]
         order = UnpairedHeads((layer.heads, layer.kv_heads)[target.part])
         return target if layer.rope is None else replace(target, order=order)
 

@@ -67,7 +67,7 @@ class FalconFamily:
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
         first, _, rest = name.removeprefix("transformer.").partition(".")
         target = target_of(f"{_OUTSIDE.get(first, first)}.{rest}", spec, _NAMES)
-        mixer = spec.layers[0].mixer
+        mixer = spec.attention
         if target is None or not target.module.endswith(".qkv") or mixer.kv_heads == 1:
             return target
         return replace(target, order=UngroupedQKV(mixer.kv_heads, mixer.head_dim))

@@ -43,7 +43,7 @@ class Glm4Family:
         target = target_of(name, spec, _NAMES)
         if target is None or not target.module.endswith(".qkv") or target.part > 1:
             return target
-        mixer = spec.layers[0].mixer
+        mixer = spec.attention
         assert mixer.rope is not None
         return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part], mixer.rope.dim))
 

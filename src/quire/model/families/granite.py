@@ -45,7 +45,7 @@ class GraniteFamily:
         target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS})
         if target is None or not name.startswith("blk.") or not target.module.endswith(".qkv") or target.part > 1:
             return target
-        mixer = spec.layers[0].mixer
+        mixer = spec.attention
         return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part]))
 
 

@@ -60,7 +60,7 @@ class LlamaFamily:
         paired = name.startswith("blk.") and spec.architecture in _PAIRED
         if target is None or not paired or not target.module.endswith(".qkv") or target.part > 1:
             return target
-        mixer = spec.layers[0].mixer
+        mixer = spec.attention
         return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part]))
 
 

@@ -32,6 +32,10 @@ FAMILY_MODULES = (
     "glm4_moe",
     "gpt_oss",
     "deepseek",
+    "qwen3_next",
+    "granite_hybrid",
+    "nemotron_h",
+    "lfm2",
 )
 
 

@@ -89,6 +89,9 @@ _SUFFIXES = {
     ".self_attn.sinks": ".self_attn.sinks.weight",
     ".e_score_correction_bias": ".e_score_correction.weight",
     ".exp_probs_b.bias": ".exp_probs_b.weight",
+    ".A_log": ".a_log.weight",
+    ".dt_bias": ".dt_bias.weight",
+    ".D": ".d.weight",
 }
 _EXPERT = re.compile(r"\.(\d+)(?=\.|$)")
 _OUTSIDE = {

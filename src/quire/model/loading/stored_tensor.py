@@ -72,6 +72,19 @@ class UngroupedQKV:
         return torch.cat((groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()))
 
 
+@dataclass(frozen=True)
+class Ungrouped:
+    """Rows are those of each group in turn, in runs of these sizes; wanted are the first runs of all groups, the second
+    ones ..."""
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    def index(self, rows: int) -> torch.Tensor:
+        runs = torch.arange(rows).view(self.groups, -1).split(self.sizes, dim=1)
+        return torch.cat([run.flatten() for run in runs])
+
+
 class StoredTensor:
     """A tensor's raw bytes, seen in the orientation the model wants.
 

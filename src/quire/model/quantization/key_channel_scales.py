@@ -17,6 +17,7 @@ import torch
 from quire.kernels.batch_assembly import whole_sequence
 from quire.kernels.kv_views import read_tokens
 from quire.model.runnable import Runnable
+from quire.types.errors import ConfigError
 
 TOKENS = 256  # looked at; which they are matters little, large channels are large for all
 
@@ -25,6 +26,8 @@ TOKENS = 256  # looked at; which they are matters little, large channels are lar
 def key_factors(model: Runnable) -> torch.Tensor:
     """[layers, kv_heads, head_dim] float32: 1 for most channels, 2^n for those more than 2^n times the usual size."""
     spec = model.spec
+    if spec.recurrent:
+        raise ConfigError("keys scaled by channel are for attention, and this model has recurrent layers")
     count = min(TOKENS, model.length)
     drawn = torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     batch, kv = whole_sequence(spec.kv_layout(page_size=16, dtype=model.kv_dtype), count, model.device)
@@ -38,7 +41,7 @@ def key_factors(model: Runnable) -> torch.Tensor:
             half = rope.dim // 2
             pairs = torch.maximum(size[..., :half], size[..., half : 2 * half])
             size[..., : 2 * half] = torch.cat((pairs, pairs), dim=-1)
-    shared = [layer.mixer.qk_norm == "head" for layer in spec.layers]  # all heads share the norm's weights
+    shared = [mixer.qk_norm == "head" for mixer in spec.attending.values()]  # all heads share the norm's weights
     if any(shared):
         sizes[shared] = sizes[shared].amax(1, keepdim=True).expand_as(sizes[shared])
     usual = sizes.median(-1, keepdim=True).values.clamp(min=1e-12)

@@ -46,6 +46,9 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
         raise InputError("blend reuses cached chunks, and this engine's prefix cache is off", param="blend")
     if len(memory.layout.groups) > 1 or memory.layout.groups[0].window is not None:
         raise InputError("blend needs full attention in every layer; this model has sliding windows", param="blend")
+    if memory.layout.states:
+        problem = "blend moves cached keys to other positions; states of this model's recurrent layers cannot move"
+        raise InputError(problem, param="blend")
     if not capacity.rope_shifts:
         problem = "blend moves cached keys to other positions; this model learned its positions one by one"
         raise InputError(problem, param="blend")

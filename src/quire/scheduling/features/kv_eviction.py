@@ -160,6 +160,8 @@ class KVEviction(SchedulingFeature):
         self._refusal = ""
         if len(memory.layout.groups) > 1 or memory.layout.groups[0].window is not None:
             self._refusal = "this model's sliding windows evict by themselves"
+        elif memory.layout.states:
+            self._refusal = "this model has recurrent layers, which remember what their states hold, not pages"
         elif not capacity.rope_shifts:
             self._refusal = "this model learned its positions one by one, so what it keeps cannot move together"
         elif memory.contiguous:

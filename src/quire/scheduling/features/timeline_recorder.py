@@ -88,6 +88,9 @@ class TimelineRecorder(SchedulingFeature):
         reach = seq.limit if seq.hook is None else seq.hook.reach
         every = request.params.prompt_logprobs is not None or request.pooling == "mean" or reach == 1
         log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, reach)
+        log.paged = hit.shared
+        if self._memory.states is not None:
+            log.snapshot = hit.tokens
         if log.prefix is PrefixOutcome.EVICTED and (gone := self._explainer.eviction(seq.table, hit)):
             log.gone_at, log.gone_for = gone
 

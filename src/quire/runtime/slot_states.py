@@ -1,0 +1,57 @@
+"""States of recurrent layers on the device: the cells, and which of them the rows of a step read and write.
+
+    cells  [ zeros | handed out by plans ... | waste | drafts of slot 0 ... | drafts of slot 1 ... ]
+
+A row with drafts leaves its state in its own cell, each draft token one in a cell beside; once it is known how many
+were accepted, the last of those is copied. Refuses to know: what a state means, who holds which cell.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.kernels.state_views import Round, Run, allocate_states, rounds_of
+from quire.types.kv import NULL_STATE, KVLayout
+from quire.types.plan import Capacity, Row
+
+
+class SlotStates:
+    def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device):
+        self._device = device
+        self._waste = capacity.states  # where padding writes
+        self._drafts = capacity.drafts
+        self._ends: dict[int, int] = {}  # by slot: the cell behind its last row
+        self.cells = allocate_states(layout, capacity.states + 1 + capacity.slots * capacity.drafts, device)
+
+    def _draft_cell(self, slot: int, place: int) -> int:
+        return self._waste + 1 + slot * self._drafts + place
+
+    def rounds(self, rows: list[Row]) -> list[Round]:
+        """Drafts, which no plan knows of, are rows without states behind their own."""
+        runs: list[Run] = []
+        source = at = number = place = 0
+        for row in rows:
+            if row.states:
+                source, number, place, done = row.state, 0, 0, 0
+                for upto, cell in row.states:
+                    runs.append(Run(at + done, upto - done, source, cell, number))
+                    source, done, number = cell, upto, number + 1
+                self._ends[row.slot] = source
+            else:
+                cell = self._draft_cell(row.slot, place)
+                runs.append(Run(at, row.count, source, cell, number))
+                source, number, place = cell, number + 1, place + 1
+            at += row.count
+        return rounds_of(runs, self._device)
+
+    def null_rounds(self, counts: list[int]) -> list[Round]:
+        """Of rows that only pad, or warm up."""
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        runs = [Run(start, n, NULL_STATE, self._waste, 0) for start, n in zip(starts, counts, strict=True)]
+        return rounds_of(runs, self._device)
+
+    @torch.inference_mode()
+    def keep(self, slot: int, accepted: int) -> None:
+        """So many drafts of a slot's last row were accepted."""
+        if accepted:
+            self.cells[self._ends[slot]] = self.cells[self._draft_cell(slot, accepted - 1)]

@@ -1,0 +1,45 @@
+"""An engine over a tiny model's files, stepped by hand."""
+
+from __future__ import annotations
+
+from quire.assets import resolve
+from quire.engine.core import EngineCore
+from quire.runtime.executors.local_executor import LocalExecutor
+from quire.types.beam import BeamParams
+from quire.types.config import EngineOptions
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+
+TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+
+
+class Engine:
+    def __init__(self, path, **options):
+        options = EngineOptions.of(
+            **{"model": str(path), "dtype": "float32", "page_size": 4, "max_model_len": 64, "max_seqs": 4, "threads": 1}
+            | options
+        )
+        self.core = EngineCore(options, LocalExecutor(options, resolve(str(path)).open(), vocabulary=None))
+        self.count = 0
+
+    def answers(
+        self, asked: list[list[int]], preempt: int = 0, params: SamplingParams = GREEDY, beam: BeamParams | None = None
+    ) -> list[list[int]]:
+        """Of prompts asked together, branch by branch; every `preempt` steps one of them loses all it has."""
+        first, self.count = self.count, self.count + len(asked)
+        names = [f"r{first + i}" for i in range(len(asked))]
+        said = {(name, branch): [] for name in names for branch in range(params.n)}
+        for name, prompt in zip(names, asked, strict=True):
+            self.core.submit(Request(id=name, prompt=prompt, params=params, beam=beam))
+        step = 0
+        while self.core.busy:
+            step += 1
+            running = list(self.core.scheduler.sequences.running)
+            if preempt and step % preempt == 0 and step <= 4 * preempt and running:
+                self.core.scheduler.sequences.preempt(running[step // preempt % len(running)])
+            for event in self.core.step():
+                assert not event.message, event.message
+                said[event.request, event.branch] += event.tokens
+            self.core.scheduler.check()
+        return list(said.values())
