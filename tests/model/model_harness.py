@@ -10,7 +10,7 @@ import torch
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews, allocate_kv
-from quire.kernels.state_views import Round, Run, allocate_states, rounds_of
+from quire.kernels.state_views import Round, Run, cells_in, rounds_of
 from quire.model import Model
 from quire.types.kv import NULL_STATE
 
@@ -31,7 +31,10 @@ def run_model(
     pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)
     tables = [[[pages.pop() for _ in range(-(-len(p) // g.tokens_per_page))] for p in prompts] for g in layout.groups]
-    kv = KVViews(pool, layout, allocate_states(layout, 1 + len(prompts), model.device))
+    cells = None
+    if layout.states:
+        cells = cells_in(allocate_kv(layout, (1 + len(prompts)) * layout.state_pages, model.device), layout)
+    kv = KVViews(pool, layout, cells)
     done, logits = [0] * len(prompts), [[] for _ in prompts]
     while any(n < len(p) for n, p in zip(done, prompts, strict=True)):
         rows = [

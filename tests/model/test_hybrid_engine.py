@@ -178,6 +178,63 @@ def test_drafts_are_rolled_back(models, name, depth):
     assert stats.cached_tokens - before == sum((len(p) - 1) // 8 * 8 for p in answered), "kept at boundaries of drafts"
 
 
+def finish(engine: Engine) -> None:
+    """Transfers under way end."""
+    while engine.core.busy:
+        engine.core.step()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_snapshots_survive_a_restart(models, name, tmp_path):
+    path, room = models(name)[1], {"kv_pages": 200, "kv_disk": f"{tmp_path}:64M", "max_model_len": 128}
+    asked = prompts(33, 21, 40)
+    first = Engine(path, **room)
+    plain = first.answers(asked)
+    first.core.close()
+    second = Engine(path, **room)
+    assert second.answers(asked) == plain
+    assert second.core.scheduler.stats.cached_tokens == 32 + 20 + 36
+    (log,) = second.core.timelines("r0")
+    assert log.tiers == {"disk": 32} and log.snapshot == 32
+    known = [prompt + answer + [7] for prompt, answer in zip(asked, plain, strict=True)]
+    third = second.answers(known)
+    assert third == Engine(path, kv_pages=200, max_model_len=128, prefix_cache=False).answers(known)
+    second.core.close()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_snapshots_that_made_room_come_back_from_host_memory(models, name):
+    path = models(name)[1]
+    engine = Engine(path, kv_pages=60, kv_snapshots=3, kv_host="16M")
+    asked = prompts(33, 21, 40, 25, 30, 37, 39, 28)
+    plain = Engine(path, kv_pages=200, prefix_cache=False).answers(asked)
+    for _ in range(3):
+        for prompt, answer in zip(asked, plain, strict=True):
+            assert engine.answers([prompt]) == [answer]
+    finish(engine)
+    stats = engine.core.scheduler.stats
+    assert stats.cached_tokens > 0.9 * 2 * sum((len(p) - 1) // 4 * 4 for p in asked)
+    engine.core.close()
+
+
+@pytest.mark.parametrize(("session", "cached"), [("s", 56), ("", 0)])
+def test_a_session_keeps_its_snapshot(models, session, cached):
+    path = models("lfm2")[1]
+    engine = Engine(path, kv_pages=200, kv_snapshots=2, max_model_len=128)
+    (mine, *others) = prompts(33, *[45] * 12)
+    (answer,) = Engine(path, kv_pages=200).answers([mine])
+    engine.core.submit(Request(id="mine", prompt=mine, params=GREEDY, session=session, hold=60.0))
+    finish(engine)
+    for other in others:
+        engine.answers([other])
+    before = engine.core.scheduler.stats.cached_tokens
+    engine.answers([[*mine, *answer, 7]])
+    assert engine.core.scheduler.stats.cached_tokens - before == cached
+    engine.core.scheduler.features.sessions.clear()
+    engine.core.scheduler.check()
+    assert engine.core.scheduler.memory.states.used == 0
+
+
 def test_embeddings_and_scores_need_no_more_than_states(models):
     theirs, path = models("qwen3.5")
     (prompt,) = prompts(29)

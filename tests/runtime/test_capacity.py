@@ -118,7 +118,7 @@ def test_the_largest_step_is_warmed_up(context, largest):
     capacity = Capacity(pages=9, slots=3, max_model_len=64, context=context, max_batch_tokens=40, depth=1, drafts=1)
     worker.capacity, worker.slots = capacity, SlotState(LAYOUT, capacity, cpu, Staging(cpu, 1))
     worker.slots.tokens[:3] = -1
-    worker.device, worker._kv, worker.model = cpu, None, Watched()
+    worker.device, worker._kv, worker.model, worker._states = cpu, None, Watched(), None
     worker.warm_up()
     steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), [1] * 6]
     assert worker.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]

@@ -21,7 +21,7 @@ from quire.types.sampling_params import SamplingParams
 
 FULL = KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1)
 WINDOW = KVGroup(layers=(1,), tokens_per_page=8, kv_heads=1, head_dim=1, window=11)
-STATE = StateGroup(layers=(2,), shape=StateShape((1, 1)))
+STATE = StateGroup(layers=(2,), shape=StateShape((3, 10)))  # a cell is of several pages
 VOCAB = 97
 
 

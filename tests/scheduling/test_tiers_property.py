@@ -1,12 +1,13 @@
 """Random life over tiers that are slow, small and lose pages: nobody's tokens change, and nothing leaks."""
 
 import pytest
-from test_scheduler_property import FULL, SHORT_OR_LONG, WINDOW, World, live
+from test_scheduler_property import FULL, SHORT_OR_LONG, STATE, WINDOW, World, live
 
 from quire.types.fake_tiers import FakeTiers
 from quire.types.transfer import TierSpec
 
 HOST = TierSpec("host", 40)
+ROOMY = TierSpec("host", 160)
 DISK = TierSpec("disk", 120, kept=True)
 REMOTE = TierSpec("remote", 0, kept=True)
 
@@ -15,14 +16,16 @@ WORLDS = [
     pytest.param((FULL,), (HOST, DISK), 2, "cost", 0.1, id="host-disk-lossy"),
     pytest.param((FULL, WINDOW), (HOST, DISK, REMOTE), 2, "lfu", 0.1, id="all-two-groups-lossy"),
     pytest.param((FULL,), (REMOTE,), 1, "lru", 0.9, id="remote-mostly-lost"),
+    pytest.param((FULL, STATE), (ROOMY,), 1, "lru", 0.0, id="hybrid-host"),
+    pytest.param((FULL, STATE), (ROOMY, DISK), 2, "cost", 0.1, id="hybrid-host-disk-lossy"),
 ]
 
 
 @SHORT_OR_LONG
 @pytest.mark.parametrize(("groups", "tiers", "depth", "policy", "losses"), WORLDS)
 def test_random_life_over_tiers(groups, tiers, depth, policy, losses, operations):
-    fakes = FakeTiers(tiers, max(g.tokens_per_page for g in groups), seed=3, losses=losses)
-    pages = 60 if len(groups) > 1 else 40
+    fakes = FakeTiers(tiers, max(g.tokens_per_page for g in groups if g is not STATE), seed=3, losses=losses)
+    pages = 60 if WINDOW in groups else 40
     world = World(groups, policy="fcfs", depth=depth, seed=11, pages=pages, tiers=fakes, kv_policy=policy)
     live(world, "fcfs", True, operations)
     found = {tier.name: tier for tier in world.scheduler.snapshot().tiers}

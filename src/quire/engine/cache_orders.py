@@ -94,6 +94,10 @@ class CacheOrders:
         return count + self._memory.drop_cached(keys) if "device" in names else count
 
     def _bundle(self, tokens: list[int], pages: list[int]) -> bytes:
+        if self._memory.layout.states:
+            raise InputError(
+                "this model has recurrent layers: their states are not part of a bundle, and pages alone serve nobody"
+            )
         held = [page for page in pages if page != NULL_PAGE]
         if not held:
             raise InputError("nothing of this prompt is cached; warm it first", param="prompt")

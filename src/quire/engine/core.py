@@ -63,7 +63,7 @@ class EngineCore:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
         if asleep and not self._asleep:
             self.scheduler.features.sessions.reset()  # what they hold stays cached, and that is what is kept
-            self.executor.sleep(self.scheduler.memory.pool.cached_pages())
+            self.executor.sleep(self.scheduler.memory.cached_pages())
         elif self._asleep and not asleep:
             self.executor.wake()
         self._asleep = asleep

@@ -33,11 +33,9 @@ class LayerState(NamedTuple):
     matrix: torch.Tensor  # [cells, ...], strided
 
 
-def allocate_states(layout: KVLayout, cells: int, device: torch.device | str) -> torch.Tensor:
-    """Zeroed: the null cell stays so. On a CPU a cell takes no room before its first use."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(cells, layout.state_numbers, device=device)
-    return torch.from_numpy(np.zeros((cells, layout.state_numbers), dtype=np.float32))
+def cells_in(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """Pages, zeroed bytes, as cells: [cells, numbers] float32. The null cell stays zero."""
+    return pages.view(-1, layout.state_pages * layout.page_bytes).view(torch.float32)[:, : layout.state_numbers]
 
 
 def state_views(cells: torch.Tensor, layout: KVLayout) -> dict[int, LayerState]:

@@ -49,6 +49,7 @@ class KVManager:
         self.slots_filled = 0
         self._sizes = [g.tokens_per_page for g in layout.groups]
         self._step = layout.alignment
+        self._first_cell = pages  # cells are made of pages behind those of tokens
         self.states: StateCells | None = None
         if layout.states:
             self.states = StateCells(
@@ -361,6 +362,16 @@ class KVManager:
         if self.states is not None:
             self.states.drop_cached(keys)
         return self.pool.drop_idle() if keys is None else self.pool.drop_keys(keys)
+
+    def state_pages(self, cell: int) -> list[int]:
+        """The pages that a cell is made of."""
+        size = self.layout.state_pages
+        return list(range(self._first_cell + cell * size, self._first_cell + (cell + 1) * size))
+
+    def cached_pages(self) -> list[int]:
+        """All that holds cached content and is not in use: of tokens, and of snapshots."""
+        cells = self.states.idle_cells() if self.states is not None else []
+        return self.pool.cached_pages() + [page for cell in cells for page in self.state_pages(cell)]
 
     def on_eviction(self, told: Callable[[Key, int], None]) -> None:
         """Have `told` called with content that is about to be lost, and its page."""

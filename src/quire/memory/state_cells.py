@@ -14,7 +14,7 @@ Refuses to know: pages, what a state is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from quire.memory.prefix import PrefixIndex
@@ -68,6 +68,10 @@ class StateCells:
         self._blank = list(range(cells - 1, NULL_STATE, -1))
         self._idle: set[int] = set()  # snapshots that no sequence goes on from now
         self._ranking = Ranking("cost")  # all snapshots; those in use are pinned
+        self.leaving: Callable[[Key, int], None] | None = None  # told of snapshots that are about to be lost
+        self.saves = False  # whether new snapshots are to be saved, and those that are not yet
+        self.unsaved: dict[Key, int] = {}
+        self._left: list[set[int]] = [set()]  # cells that steps in flight, and the next one, read and nobody holds
 
     @property
     def available(self) -> int:
@@ -85,17 +89,49 @@ class StateCells:
 
     def take(self, taker: str = "") -> int | None:
         """A cell with one reference; None if all are in use."""
-        if not self._blank:
-            key = self._ranking.pop(0.0)
-            if key is None:
-                return None
-            (cell,) = self.index.run(self.group, [key[1]])
-            self.index.forget(cell, taker)
-            self._idle.discard(cell)
-            self._blank.append(cell)
-        cell = self._blank.pop()
-        self._refs[cell] = 1
+        cell = self._blank.pop() if self._blank else self._evict(taker)
+        if cell is not None:
+            self._refs[cell] = 1
         return cell
+
+    def _evict(self, taker: str, *, settled: bool = False) -> int | None:
+        """The snapshot that is worth least makes room; if `settled`, not if a step in flight reads it."""
+        key = self._ranking.pop(0.0)
+        if key is None:
+            return None
+        (cell,) = self.index.run(self.group, [key[1]])
+        if settled and self._is_read(cell):
+            self._ranking.add(key)
+            return None
+        if self.leaving is not None:
+            self.leaving(key, cell)
+        self.index.forget(cell, taker)
+        self._idle.discard(cell)
+        return cell
+
+    def _is_read(self, cell: int) -> bool:
+        return any(cell in left for left in self._left)
+
+    def take_settled(self, taker: str = "") -> int | None:
+        """A spare cell that no step in flight reads, to be filled beside the steps."""
+        if not self._spare:
+            return None
+        cell = next((cell for cell in reversed(self._blank) if not self._is_read(cell)), None)
+        if cell is None:
+            cell = self._evict(taker, settled=True)
+        else:
+            self._blank.remove(cell)
+        if cell is not None:
+            self._refs[cell] = 1
+        return cell
+
+    def launched(self) -> None:
+        """A plan with the rows since the last one goes its way."""
+        self._left.append(set())
+
+    def landed(self) -> None:
+        """The oldest of those steps is over."""
+        del self._left[0]
 
     def share(self, cell: int) -> None:
         if cell != NULL_STATE:
@@ -147,6 +183,15 @@ class StateCells:
             self._ranking.use(key, float(tokens))
             self._ranking.pin(key, inf)
 
+    def hold(self, track: StateTrack, names: Sequence[bytes], tokens: int) -> None:
+        """Keep the deepest snapshot of a prefix of `tokens` tokens, if cells can be spared."""
+        for boundary in range(tokens // self._step * self._step, 0, -self._step):
+            name = self.name(names, boundary)
+            if name is not None and (found := self.index.run(self.group, [name])) and self._spare:
+                self.share(found[0])
+                track.cell, track.since = found[0], boundary
+                return
+
     def want(self, track: StateTrack, start: int, shared: int, upto: int, names: Sequence[bytes]) -> None:
         """Choose the boundaries between `start` and `upto` tokens where snapshots are taken, and promise them; pages of
         others reach `shared`."""
@@ -195,6 +240,7 @@ class StateCells:
         fresh = self.take(taker)
         if fresh is not None:
             self.release(cell)
+            self._left[-1].add(cell)
             return fresh
         mine = [tokens for tokens, kept in track.kept if kept == cell]
         track.kept = [(tokens, kept) for tokens, kept in track.kept if kept != cell]
@@ -226,6 +272,8 @@ class StateCells:
         self._ranking.add(key, float(tokens - track.since))
         self._ranking.pin(key, inf)
         track.since = tokens
+        if self.saves and tokens <= track.upto:
+            self.unsaved[key] = cell
         if tokens > track.upto:
             if track.latest is not None:
                 for old in self.index.run(self.group, [track.latest[1]]):
@@ -240,6 +288,16 @@ class StateCells:
             self._ranking.add(key, worth)
             self._ranking.pin(key, inf)
 
+    def to_save(self) -> list[tuple[Key, int]]:
+        """Snapshots that were not saved yet and are still there, once."""
+        found = [(key, cell) for key, cell in self.unsaved.items() if self.index.key_of(cell) == key]
+        self.unsaved.clear()
+        return found
+
+    def idle_cells(self) -> list[int]:
+        """Of snapshots that no sequence goes on from now."""
+        return list(self._idle)
+
     def fork(self, track: StateTrack) -> StateTrack:
         """Another sequence that goes on from the same state."""
         child = StateTrack()
@@ -248,7 +306,10 @@ class StateCells:
         return child
 
     def drop(self, track: StateTrack) -> None:
-        """A sequence gives up its state."""
+        """A sequence gives up its state; of its answer, only the latest snapshot is worth saving."""
+        if self.saves and track.latest is not None:
+            for cell in self.index.run(self.group, [track.latest[1]]):
+                self.unsaved[track.latest] = cell
         for _, cell in track.kept:
             self.release(cell)
         self.release(track.cell)
@@ -263,6 +324,7 @@ class StateCells:
                 self._ranking.remove(key)
             self._blank += self._idle
             self._idle.clear()
+            self.unsaved.clear()
             self.index.clear()
             return
         for cell in [cell for _, name in keys for cell in self.index.run(self.group, [name])]:

@@ -10,11 +10,12 @@ Refuses to know: sequences, bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.memory.costs import Costs
 from quire.memory.prefix import PrefixIndex
 from quire.memory.ranking import Ranking
+from quire.memory.state_cells import StateCells
 from quire.types.clock import Clock
 from quire.types.events import TierStats
 from quire.types.plan import StepPlan
@@ -49,7 +50,11 @@ class Directory:
         page_bytes: int,
         policy: str = "lru",
         clock: Clock | None = None,
+        states: StateCells | None = None,
+        state_pages: Callable[[int], list[int]] = lambda cell: [],
     ):
+        """`states`: snapshots that are moved too; `state_pages`: the pages that a cell is made of."""
+        self._states, self._state_pages = states, state_pages
         self.tiers = [Tier(spec, policy) for spec in specs]
         self.costs = Costs(page_bytes)
         self._clock = clock or Clock()
@@ -65,7 +70,7 @@ class Directory:
 
     @property
     def queued(self) -> bool:
-        return bool(self._queue or self._drops)
+        return bool(self._queue or self._drops or (self._states is not None and self._states.unsaved))
 
     @property
     def kept(self) -> bool:
@@ -78,6 +83,8 @@ class Directory:
 
     def run(self, group: int, names: Iterable[bytes]) -> list[int]:
         """As PrefixIndex.run, with ELSEWHERE for pages that a tier could deliver."""
+        if self._states is not None and group == self._states.group:
+            return self._run_states(names)
         pages = []
         for name in names:
             found = self._index.run(group, [name])
@@ -85,6 +92,22 @@ class Directory:
                 break
             pages.append(found[0] if found else ELSEWHERE)
         return pages
+
+    def _run_states(self, names: Iterable[bytes]) -> list[int]:
+        """Of snapshots: cells, or ELSEWHERE if all pages of one are in tiers."""
+        assert self._states is not None
+        cells = []
+        for name in names:
+            found = self._states.index.run(self._states.group, [name])
+            if not found and not all(self.locate(key) for key in self.state_keys(name)):
+                break
+            cells.append(found[0] if found else ELSEWHERE)
+        return cells
+
+    def state_keys(self, name: bytes) -> list[Key]:
+        """What the pages of a snapshot are called."""
+        assert self._states is not None
+        return [(self._states.group + i, name) for i in range(len(self._state_pages(0)))]
 
     def locate(self, key: Key) -> Tier | None:
         """The fastest tier that has a page."""
@@ -104,6 +127,17 @@ class Directory:
         for tier in self.tiers:
             if tier.spec.kept:
                 self._send(DEVICE, tier, key, page)
+
+    def evict_state(self, key: Key, cell: int) -> None:
+        """A snapshot's cell is about to hold something else."""
+        for part, page in zip(self.state_keys(key[1]), self._state_pages(cell), strict=True):
+            self.evict(part, page)
+
+    def _save_states(self) -> None:
+        """Snapshots that are new: into the tiers that are kept."""
+        for key, cell in self._states.to_save() if self._states is not None else ():
+            for part, page in zip(self.state_keys(key[1]), self._state_pages(cell), strict=True):
+                self.save(part, page)
 
     def unwanted(self, keys: Iterable[Key]) -> None:
         """Do not save these when they leave the device."""
@@ -171,6 +205,7 @@ class Directory:
 
     def hand_over(self, plan: StepPlan) -> None:
         """Put what is queued into a plan."""
+        self._save_states()
         for way in self._queue.values():
             self._moving[way.id] = way
             plan.transfers.append(way)

@@ -61,13 +61,14 @@ def state_room(options: EngineOptions, layout: KVLayout, slots: int, size: int) 
     if not layout.states:
         return StateRoom(slots, 0, 0)
     drafts, asked = draft_limit(options.speculation), options.cache.kv_snapshots
-    cells = size // 2 // layout.state_bytes
+    cell = layout.state_pages * layout.page_bytes
+    cells = size // 2 // cell
     if asked is not None:
         cells = slots * (2 + drafts) + asked
     elif options.scheduler.max_seqs is None:
         slots = max(1, min(slots, cells // (3 + drafts)))
     cells = max(cells - slots * drafts, slots * (3 if asked is None else 2))
-    return StateRoom(slots, cells + 1, (cells + slots * drafts) * layout.state_bytes)
+    return StateRoom(slots, cells + 1, (cells + slots * drafts) * cell)
 
 
 def kv_capacity(

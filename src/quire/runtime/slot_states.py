@@ -2,6 +2,7 @@
 
     cells  [ zeros | handed out by plans ... | waste | drafts of slot 0 ... | drafts of slot 1 ... ]
 
+Cells are made of pages, behind those of tokens, so that they move between tiers as pages do.
 A row with drafts leaves its state in its own cell, each draft token one in a cell beside; once it is known how many
 were accepted, the last of those is copied. Refuses to know: what a state means, who holds which cell.
 """
@@ -10,18 +11,23 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.state_views import Round, Run, allocate_states, rounds_of
+from quire.kernels.state_views import Round, Run, cells_in, rounds_of
 from quire.types.kv import NULL_STATE, KVLayout
 from quire.types.plan import Capacity, Row
 
 
 class SlotStates:
-    def __init__(self, layout: KVLayout, capacity: Capacity, device: torch.device):
-        self._device = device
+    def __init__(self, layout: KVLayout, capacity: Capacity, pages: torch.Tensor):
+        """`pages`: those of tokens, and as many behind them as `pages_for` says."""
+        self._device = pages.device
         self._waste = capacity.states  # where padding writes
         self._drafts = capacity.drafts
         self._ends: dict[int, int] = {}  # by slot: the cell behind its last row
-        self.cells = allocate_states(layout, capacity.states + 1 + capacity.slots * capacity.drafts, device)
+        self.cells = cells_in(pages[capacity.pages :], layout)
+
+    @staticmethod
+    def pages_for(layout: KVLayout, capacity: Capacity) -> int:
+        return layout.state_pages * (capacity.states + 1 + capacity.slots * capacity.drafts) if layout.states else 0
 
     def _draft_cell(self, slot: int, place: int) -> int:
         return self._waste + 1 + slot * self._drafts + place

@@ -61,18 +61,16 @@ class ForwardOutput:
 
 
 class ForwardWorker:
-    _states: SlotStates | None = None  # of recurrent layers
-
     def __init__(self, model: Runnable, layout: KVLayout, capacity: Capacity, device: torch.device):
         self.model = model
         self.capacity = capacity
         self.device = device
-        self.pages = allocate_kv(layout, capacity.pages, device)  # bytes
+        more = SlotStates.pages_for(layout, capacity)
+        self.pages = allocate_kv(layout, capacity.pages + more, device)  # bytes
+        self._states = SlotStates(layout, capacity, self.pages) if layout.states else None  # of recurrent layers
         self.staging = Staging(device, capacity.depth)
         self.slots = SlotState(layout, capacity, device, self.staging)
-        if layout.states:
-            self._states = SlotStates(layout, capacity, device)
-        self._kv = KVViews(self.pages, layout, None if self._states is None else self._states.cells)
+        self._kv = KVViews(self.pages[: capacity.pages], layout, None if self._states is None else self._states.cells)
         self._tap: HiddenStateTap | None = None
         self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None

@@ -32,7 +32,15 @@ class FeatureSet:
         session_quota: float,
         preempt: str,
     ):
-        directory = Directory(capacity.tiers, memory.index, memory.layout.page_bytes, kv_policy, clock)
+        directory = Directory(
+            capacity.tiers,
+            memory.index,
+            memory.layout.page_bytes,
+            kv_policy,
+            clock,
+            memory.states,
+            memory.state_pages,
+        )
         self.timeline = TimelineRecorder(memory, clock)
         self.preemption = PreemptionGuard(memory, self.timeline)
         self.tiers = TierPrefetch(

@@ -182,6 +182,8 @@ class Scheduler:
         for seq in builder.members():
             seq.inflight += 1
         self._in_flight.append(builder)
+        if self.memory.states is not None:
+            self.memory.states.launched()
         self.sequences.tell(
             EventKind.COMPUTED, ((seq, row.count) for row, (seq, _) in zip(plan.rows, builder.rows, strict=True))
         )
@@ -315,6 +317,7 @@ class Scheduler:
         if self.memory.states is not None:
             for row, (seq, _) in zip(plan.rows, step.rows, strict=True):  # before what ended gives up its state
                 self.memory.publish_states(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
+            self.memory.states.landed()
         self.sequences.land(step)
         for step_landed in self.sequences.step_landed:
             step_landed(step, result)
@@ -329,6 +332,8 @@ class Scheduler:
             events += self.sequences.end(request_id, FinishReason.ERROR, message)
         while self._in_flight:
             step = self._in_flight.popleft()
+            if self.memory.states is not None:
+                self.memory.states.landed()
             self.sequences.freed += step.plan.frees  # the step may have failed before it did so
             self.sequences.land(step)
         self.features.eviction.release_until(self._step)

@@ -117,7 +117,6 @@ class FakeExecutor:
         self._kv: Entries = {}
         self._token: dict[int, int] = {}  # that a digest ends with
         self._taken: dict[bytes, dict[int, Entry]] = {}
-        self._states: dict[int, int] = {NULL_STATE: 1}  # by cell: the digest of what led to it
 
     def start(self) -> Capacity:
         return self.capacity
@@ -261,20 +260,34 @@ class FakeExecutor:
             return
         for row in plan.rows:
             slot = self._slots[row.slot]
-            wanted = slot.digest(row.start - 1) if row.start else 1
-            assert self._states.get(row.state) == wanted, f"{slot.admit.key}: goes on from another state"
+            if row.start == 0:
+                assert row.state == NULL_STATE, "the first token follows a state"
+                continue
+            held = [self._kv.get((page, 0)) for page in self._state_pages(row.state)]
+            wanted = slot.digest(row.start - 1), 0, 0
+            assert all(part == wanted for part in held), f"{slot.admit.key}: goes on from another state"
+        for row in plan.rows:
             assert row.states[-1][0] == row.count and all(cell != NULL_STATE for _, cell in row.states)
         written = [cell for row in plan.rows for _, cell in row.states]
         assert len(set(written)) == len(written), "two rows write a cell"
         for row in plan.rows:
             for count, cell in row.states:
-                self._states[cell] = self._slots[row.slot].digest(row.start + count - 1)
+                self._store_state(cell, self._slots[row.slot].digest(row.start + count - 1))
+
+    def _state_pages(self, cell: int) -> range:
+        first, size = self.capacity.pages, self.layout.state_pages
+        return range(first + cell * size, first + (cell + 1) * size)
+
+    def _store_state(self, cell: int, digest: int) -> None:
+        """A state is the digest of what led to it, in each of its pages."""
+        for page in self._state_pages(cell):
+            self._kv[page, 0] = digest, 0, 0
 
     def _keep_accepted(self, plan: StepPlan, result: StepResult) -> None:
         """Behind a draft, the state is that of the last token that was accepted."""
         for i, (_, accepted) in result.drafts.items() if self.layout.states else ():
             row = plan.rows[plan.samples[i].row]
-            self._states[row.states[-1][1]] = self._slots[row.slot].digest(row.start + row.count + accepted - 1)
+            self._store_state(row.states[-1][1], self._slots[row.slot].digest(row.start + row.count + accepted - 1))
 
     def _draw(self, plan: StepPlan, drafts: list[list[int]]) -> StepResult:
         drawn, logprobs, draft_counts = [], {}, {}

@@ -105,8 +105,10 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def page_bytes(self) -> int:
-        """The largest group's need; smaller groups leave a tail unused."""
-        return max(g.tokens_per_page * self._token_bytes(g) for g in self.groups)
+        """The largest group's need; smaller groups leave a tail unused. Cells for states are made of pages too, and
+        their numbers must lie straight."""
+        size = max(g.tokens_per_page * self._token_bytes(g) for g in self.groups)
+        return -(-size // 16) * 16 if self.states else size
 
     @property
     def token_bytes(self) -> int:
@@ -124,6 +126,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def state_numbers(self) -> int:
         return sum(len(s.layers) * s.shape.numbers for s in self.states)
+
+    @property
+    def state_pages(self) -> int:
+        """Pages that a cell takes: behind those of tokens, cell c has so many from c * state_pages on."""
+        return -(-self.state_bytes // self.page_bytes) if self.states else 0
 
     @property
     def alignment(self) -> int:

@@ -54,6 +54,10 @@ class Sessions(SchedulingFeature):
             keys += [(group, table.hashes[group][i]) for i, page in enumerate(named) if page != NULL_PAGE]
         for pages in kept.pages:
             self._memory.hold(pages)
+        if (states := self._memory.states) is not None:
+            size = self._memory.layout.groups[0].tokens_per_page
+            states.hold(kept.state, table.hashes[0], len(kept.pages[0]) * size)
+            keys += [key for name in table.hashes[0][: len(kept.pages[0])] for key in self._directory.state_keys(name)]
         session = Session(name, salt, until, kept, keys, sum(len(pages) for pages in kept.pages))
         self.drop(name, salt)
         self._held[salt, name] = session
@@ -100,6 +104,8 @@ class Sessions(SchedulingFeature):
 
     def _let_go(self, session: Session) -> None:
         del self._held[session.salt, session.name]
+        if self._memory.states is not None:
+            self._memory.states.drop(session.table.state)
         for pages in session.table.pages:
             self._memory.let_go(pages)
 

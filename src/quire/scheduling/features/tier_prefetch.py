@@ -38,6 +38,8 @@ class Landing:
         self.table = table
         self.moving: set[int] = set()
         self.places: dict[Key, tuple[int, bytes]] = {}  # key → (page, name of the page before it)
+        self.snapshot: Key | None = None  # that is being loaded into the table's cell
+        self.parts = 0  # of it, not there yet
         self.tokens: dict[str, int] = {}  # delivered so far, by tier
         self.seconds = 0.0
 
@@ -71,6 +73,8 @@ class TierPrefetch(SchedulingFeature):
         self._looked: set[Sequence] = set()
         if self._on:
             memory.on_eviction(directory.evict)
+        if self._on and memory.states is not None:
+            memory.states.leaving, memory.states.saves = directory.evict_state, directory.kept
 
     @property
     def moving(self) -> bool:
@@ -116,9 +120,20 @@ class TierPrefetch(SchedulingFeature):
         if self._ask(seq, tokens):
             return True
         missing = [(g, i) for g, run in enumerate(pages) for i, page in enumerate(run) if page == ELSEWHERE]
-        if not missing or (room is not None and len(missing) > room) or not self._pays(seq, tokens, missing):
+        snapshot = self._snapshot(seq, tokens)
+        if not missing and snapshot is None:
             return False
-        return self._land(seq, pages, missing)
+        if (room is not None and len(missing) > room) or not self._pays(seq, tokens, missing, snapshot):
+            return False
+        return self._land(seq, tokens, pages, missing, snapshot)
+
+    def _snapshot(self, seq: Sequence, tokens: int) -> Key | None:
+        """The snapshot behind so many tokens, if it is in a tier and not on the device."""
+        states = self._memory.states
+        name = states.name(seq.table.hashes[0], tokens) if states is not None and tokens else None
+        if states is None or name is None or self.directory.run(states.group, [name]) != [ELSEWHERE]:
+            return None
+        return states.group, name
 
     def _ask(self, seq: Sequence, tokens: int) -> bool:
         """Ask a tier that others fill too what it has beyond the `tokens` that are known to be somewhere, once."""
@@ -133,11 +148,16 @@ class TierPrefetch(SchedulingFeature):
         self._asking[self.directory.find(shared[0], keys[:MAX_KEYS_ASKED])] = seq
         return True
 
-    def _pays(self, seq: Sequence, tokens: int, missing: list[tuple[int, int]]) -> bool:
+    def _pays(self, seq: Sequence, tokens: int, missing: list[tuple[int, int]], snapshot: Key | None) -> bool:
         """Whether loading is quicker than computing, as far as either was measured."""
         costs = self.directory.costs
-        compute = costs.compute(tokens - min(i * self._sizes[g] for g, i in missing))
-        ways = Counter(tier.name for g, i in missing if (tier := self.directory.locate((g, seq.table.hashes[g][i]))))
+        here = min((i * self._sizes[g] for g, i in missing), default=tokens)
+        if snapshot is not None:  # without it, pages serve only as far as another one does
+            here = min(here, self._memory.lookup(seq.table, seq.reusable).tokens)
+        compute = costs.compute(tokens - here)
+        keys = [(g, seq.table.hashes[g][i]) for g, i in missing]
+        keys += self.directory.state_keys(snapshot[1]) if snapshot is not None else []
+        ways = Counter(tier.name for key in keys if (tier := self.directory.locate(key)))
         load = sum(costs.move(name, DEVICE, count) or 0.0 for name, count in ways.items())
         if compute is None or load <= compute:
             return True
@@ -145,26 +165,62 @@ class TierPrefetch(SchedulingFeature):
             costs.decay(name, DEVICE)
         return False
 
-    def _land(self, seq: Sequence, pages: list[list[int]], missing: list[tuple[int, int]]) -> bool:
+    def _land(
+        self,
+        seq: Sequence,
+        tokens: int,
+        pages: list[list[int]],
+        missing: list[tuple[int, int]],
+        snapshot: Key | None,
+    ) -> bool:
         """Take device pages and begin to fill them."""
         names = seq.table.hashes
         landing = Landing(seq, PageTable(len(self._sizes)))
         keys = [(g, names[g][i]) for g, i in missing]
-        sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
+        parts = self.directory.state_keys(snapshot[1]) if snapshot is not None else []
+        sources = [self.directory.locate(key) for key in (*keys, *parts)]  # before making room moves anything
+        if not self._hold_state(landing, seq, tokens, snapshot):
+            return False
         here = [page for run in pages for page in run if page != ELSEWHERE]
         fresh = self._memory.begin_load(here, keys, landing, seq.request.id)
         if fresh is None:
+            self._drop_state(landing)
             return False
         for (group, i), page, key in zip(missing, fresh, keys, strict=True):
             pages[group][i] = page
             landing.places[key] = page, names[group][i - 1] if i else b""
         landing.table.pages = pages
-        landing.moving = set(self.directory.load(keys, fresh, sources))
+        cells = self._memory.state_pages(landing.table.state.cell) if parts else []
+        landing.places |= {key: (page, b"") for key, page in zip(parts, cells, strict=True)}
+        landing.moving = set(self.directory.load([*keys, *parts], [*fresh, *cells], sources))
         self._transfers.update(dict.fromkeys(landing.moving, landing))
         self._landings[landing] = None
         self._let_go(self._of.pop(seq, None))
         self._of[seq] = landing
         return True
+
+    def _hold_state(self, landing: Landing, seq: Sequence, tokens: int, snapshot: Key | None) -> bool:
+        """Hold the snapshot that is on the device, or take a cell for the one that comes; False if there is none."""
+        states = self._memory.states
+        if states is None:
+            return True
+        if snapshot is None:
+            for cell in states.index.run(states.group, [states.name(seq.table.hashes[0], tokens) or b""]):
+                states.adopt(landing.table.state, cell, tokens)
+            return True
+        taken = states.take_settled(seq.request.id)
+        if taken is None:
+            return False
+        landing.table.state.cell, landing.table.state.since = taken, tokens
+        landing.snapshot, landing.parts = snapshot, len(self.directory.state_keys(snapshot[1]))
+        landing.table.state.promises = dict.fromkeys(
+            [tokens] if states.index.promise([snapshot], landing.table.state) else [], snapshot
+        )
+        return True
+
+    def _drop_state(self, landing: Landing) -> None:
+        if self._memory.states is not None:
+            self._memory.states.drop(landing.table.state)
 
     def finish(self, done: TransferDone) -> None:
         """A transfer has ended."""
@@ -176,7 +232,9 @@ class TierPrefetch(SchedulingFeature):
             return
         for key, ok in zip(way.keys, done.moved, strict=True):
             page, parent = landing.places[key]
-            if ok:
+            if ok and landing.snapshot is not None and key[0] >= landing.snapshot[0]:
+                self._snapshot_part(landing)
+            elif ok:
                 self._memory.loaded(key, page, parent)
                 if key[0] == 0:
                     landing.tokens[way.source] = landing.tokens.get(way.source, 0) + self._sizes[0]
@@ -184,8 +242,17 @@ class TierPrefetch(SchedulingFeature):
         landing.moving.discard(done.id)
         if not landing.moving:
             self._memory.end_load(landing)
+            if landing.parts and self._memory.states is not None:  # it did not come whole
+                self._memory.states.index.withdraw(landing.table.state.promises.values(), landing.table.state)
             if landing.owner is None:
                 self._let_go(landing)
+
+    def _snapshot_part(self, landing: Landing) -> None:
+        """One more page of a snapshot has come; with the last it can be gone on from."""
+        landing.parts -= 1
+        states, track = self._memory.states, landing.table.state
+        if not landing.parts and states is not None and landing.snapshot is not None:
+            states.loaded(landing.snapshot, track.cell, float(track.since))
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         """The sequence has its pages: what was held for it, it now holds itself."""
@@ -232,6 +299,7 @@ class TierPrefetch(SchedulingFeature):
     def _let_go(self, landing: Landing | None) -> None:
         if landing is not None:
             del self._landings[landing]
+            self._drop_state(landing)
             for pages in landing.table.pages:
                 self._memory.let_go(pages)
 
