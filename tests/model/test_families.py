@@ -14,6 +14,7 @@ from quire.assets import resolve
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.model import Model, load_model
 
+HYBRIDS = ["qwen3-next", "qwen3.5", "granite-hybrid", "nemotron-h", "lfm2"]
 CPU = {"device": "cpu", "dtype": torch.float32}
 
 
@@ -45,7 +46,17 @@ def test_logits_match_transformers(pair):
             close(got, want)
 
 
-@pytest.mark.parametrize("pair", ["llama3", "gpt2", "olmo2", "gemma2"], indirect=True)
+@pytest.mark.parametrize("pair", HYBRIDS, indirect=True)
+def test_states_go_from_chunk_to_chunk(pair):
+    """Prompts of many chunks that are computed in parallel, of different lengths, beside single tokens."""
+    theirs, ours = pair
+    asked = prompts(420, 3, 150, 257, 64, 129)
+    for chunk in (None, 190):
+        for got, prompt in zip(run_model(ours, asked, chunk=chunk), asked, strict=True):
+            close(got, their_logits(theirs, prompt), 5e-4)  # rounding adds up over so many tokens
+
+
+@pytest.mark.parametrize("pair", ["llama3", "gpt2", "olmo2", "gemma2", "qwen3-next", "lfm2"], indirect=True)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_tap_shows_what_transformers_has_behind_a_layer(pair, last):
     theirs, ours = pair
@@ -109,7 +120,7 @@ def test_older_configs(tmp_path, name, rope):
     )
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "olmo2", "gemma2"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3", "gpt2", "olmo2", "gemma2", "qwen3-next", "nemotron-h", "lfm2"])
 def test_stored_in_half_precision(name, tmp_path):
     """Files in bfloat16, computed in float32."""
     tiny(name).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -119,7 +130,9 @@ def test_stored_in_half_precision(name, tmp_path):
     close(run_model(ours, [prompt])[0], their_logits(theirs, prompt))
 
 
-@pytest.mark.parametrize("pair", ["llama3", "qwen2-mixed-windows", "qwen3", "gpt2", "olmo2", "gemma2"], indirect=True)
+@pytest.mark.parametrize(
+    "pair", ["llama3", "qwen2-mixed-windows", "qwen3", "gpt2", "olmo2", "gemma2", *HYBRIDS], indirect=True
+)
 def test_computed_in_bfloat16(pair, tmp_path):
     theirs, _ = pair
     theirs.save_pretrained(tmp_path)

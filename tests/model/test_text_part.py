@@ -14,6 +14,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
 )
 
 from quire.assets import resolve
@@ -37,7 +39,24 @@ def mistral3(text: str):
     )
 
 
+def qwen35():
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_heads": 2,
+        "out_hidden_size": SIZES["hidden_size"],
+        "num_position_embeddings": 16,
+    }
+    text = CONFIGS["qwen3.5"]().to_dict()
+    text["rope_parameters"] |= {"mrope_section": [2, 0, 0], "mrope_interleaved": True}
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True, image_token_id=96)
+    )
+
+
 MODELS = {
+    "qwen3.5": qwen35,
     "gemma3": gemma3,
     "mistral-small-3": lambda: mistral3("mistral-full"),
     "ministral-3": lambda: mistral3("ministral3"),

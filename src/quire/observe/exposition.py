@@ -109,6 +109,14 @@ class _Exposition(Collector):
         yield from self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used)
         yield from self._gauge("kv_waste_ratio", "Share of KV slots given back unfilled.", stats.kv_waste, shared=False)
         yield from self._gauge("kv_pages_cached", "Free pages holding a prefix.", stats.pages_cached, shared=False)
+        if stats.states_total:
+            yield from self._gauge(
+                "state_cells", "Cells for states of recurrent layers.", stats.states_total, shared=False
+            )
+            yield from self._gauge("state_cells_used", "Of them, held by sequences.", stats.states_used, shared=False)
+            yield from self._gauge(
+                "state_snapshots", "Of them, snapshots for prefix hits.", stats.snapshots, shared=False
+            )
         yield from self._gauge("kv_bytes", "Bytes of the KV page pool.", stats.kv_bytes, shared=False)
         yield from self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
         yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)

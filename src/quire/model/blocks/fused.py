@@ -60,7 +60,7 @@ def composed_parts(layer: LayerSpec) -> list[str]:
     if layer.parallel is not None:
         parts.append("attention and MLP beside each other")
     if isinstance(layer.feed, Experts):
-        if layer.feed.activation not in ("silu", "swiglu_oai"):
+        if layer.feed.activation not in ("silu", "swiglu_oai") or not layer.feed.gated:
             parts.append(f"experts with {layer.feed.activation}")
     elif layer.feed is not None and not layer.feed.swiglu:
         parts.append(f"{layer.feed.activation} {'of the gate' if layer.feed.gated else 'without a gate'}")
@@ -125,7 +125,7 @@ class FusedStages(Stages):
         self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         if isinstance(block, ExpertsBlock):
-            if block.spec.activation not in ("silu", "swiglu_oai"):
+            if block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated:
                 return super().feed(block, x, residual)
             mixed = block.fused(self.norm(block.norm, x, residual), self.ops)
             return mixed if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, mixed)
