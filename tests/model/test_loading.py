@@ -188,12 +188,14 @@ def test_random_weights_need_a_config_only(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes(name):
-    """Parameters as transformers counts them, and corrections of routers, which it does not; bytes follow."""
+    """Parameters as transformers counts them, and corrections of routers; bytes follow, of some in float32."""
     theirs = tiny(name)
     spec = read_spec(FakeSource(json.loads(theirs.config.to_json_string()), {}))
-    beside = sum(b.numel() for n, b in theirs.named_buffers() if n.endswith("e_score_correction_bias"))
-    assert parameter_count(spec) == theirs.num_parameters() + beside
-    assert weight_bytes(spec, torch.bfloat16) == 2 * theirs.num_parameters() + 4 * beside
+    corrections = sum(b.numel() for n, b in theirs.named_buffers() if n.endswith(("correction_bias", "expert_bias")))
+    wide = sum(p.numel() for n, p in theirs.named_parameters() if n.endswith((".A_log", ".dt_bias", ".D")))
+    count = theirs.num_parameters() + corrections
+    assert parameter_count(spec) == count
+    assert weight_bytes(spec, torch.bfloat16) == 2 * count + 2 * (corrections + wide)
 
 
 def test_windows_reach_the_kv_layout():

@@ -79,17 +79,19 @@ def test_states_have_half_of_the_room_unless_asked_otherwise():
     """Cells for every sequence twice, and for snapshots; fewer sequences where their states would leave no room."""
     shapes = StateShape((3, 1 << 16), (1 << 16,)), StateShape((1, 1 << 18))
     layout = structs.replace(LAYOUT, states=(StateGroup((4, 5), shapes[0]), StateGroup((6,), shapes[1])))
-    assert (LAYOUT.state_bytes, layout.state_bytes) == (0, 3 << 20) and layout.alignment == LAYOUT.alignment == 16
+    assert (LAYOUT.state_bytes, layout.state_bytes) == (0, 3 << 20)
+    assert (LAYOUT.state_pages, layout.state_pages) == (0, 2), "of 2 MiB"
+    assert layout.alignment == LAYOUT.alignment == 16
     options = EngineOptions.of(kv_memory="2G")
     assert state_room(options, LAYOUT, 64, 2 * GIB) == (64, 0, 0)
-    assert state_room(options, layout, 64, 2 * GIB) == (64, 342, 341 * (3 << 20))
-    assert state_room(options, layout, 1024, 2 * GIB) == (113, 342, 341 * (3 << 20))
-    assert state_room(EngineOptions.of(max_seqs=200), layout, 200, 2 * GIB) == (200, 601, 600 * (3 << 20))
-    assert state_room(EngineOptions.of(kv_snapshots=7), layout, 64, 2 * GIB) == (64, 136, 135 * (3 << 20))
+    assert state_room(options, layout, 64, 2 * GIB) == (64, 257, GIB)
+    assert state_room(options, layout, 1024, 2 * GIB) == (85, 257, GIB)
+    assert state_room(EngineOptions.of(max_seqs=200), layout, 200, 2 * GIB) == (200, 601, 600 * (4 << 20))
+    assert state_room(EngineOptions.of(kv_snapshots=7), layout, 64, 2 * GIB) == (64, 136, 135 * (4 << 20))
     drafting = EngineOptions.of(speculation="ngram", draft_tokens=4)
-    assert state_room(drafting, layout, 1024, 2 * GIB) == (48, 150, 341 * (3 << 20)), "a state for each draft token"
+    assert state_room(drafting, layout, 1024, 2 * GIB) == (36, 113, GIB), "a state for each draft token"
     plain, recurrent = (room(24 * GIB, layout=which, max_seqs=64, kv_memory="2G")[1][0] for which in (LAYOUT, layout))
-    assert plain == 2 * GIB // LAYOUT.page_bytes and recurrent == (2 * GIB - 341 * (3 << 20)) // LAYOUT.page_bytes
+    assert plain == 2 * GIB // LAYOUT.page_bytes and recurrent == GIB // LAYOUT.page_bytes
     assert room(24 * GIB, layout=layout, max_seqs=64, kv_memory="200M")[1][0] == 0, "not even the states fit"
 
 

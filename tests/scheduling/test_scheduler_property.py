@@ -39,7 +39,19 @@ def layout(*groups: KVGroup | StateGroup) -> KVLayout:
 
 class World:
     def __init__(
-        self, groups, *, policy, depth, seed, pages=60, slots=7, prefix_cache=True, drafts=0, tiers=None, **options
+        self,
+        groups,
+        *,
+        policy,
+        depth,
+        seed,
+        pages=60,
+        slots=7,
+        prefix_cache=True,
+        drafts=0,
+        tiers=None,
+        naming=b"",
+        **options,
     ):
         self.rng = random.Random(seed)
         self.depth = depth
@@ -52,6 +64,7 @@ class World:
             step_target=target,
             states=1 + 3 * slots,
             snapshot_tokens=12,
+            naming=naming,
         )
         chosen = SchedulerOptions(scheduler=policy, prefill_chunk=self.rng.choice([None, 7]))
         self.scheduler = Scheduler(chosen, layout(*groups), capacity, prefix_cache=prefix_cache, **options)

@@ -1,9 +1,11 @@
 """Random life over tiers that are slow, small and lose pages: nobody's tokens change, and nothing leaks."""
 
 import pytest
-from test_scheduler_property import FULL, SHORT_OR_LONG, STATE, WINDOW, World, live
+from test_scheduler_property import FULL, SHORT_OR_LONG, STATE, WINDOW, World, alone, live
 
 from quire.types.fake_tiers import FakeTiers
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
 from quire.types.transfer import TierSpec
 
 HOST = TierSpec("host", 40)
@@ -17,8 +19,27 @@ WORLDS = [
     pytest.param((FULL, WINDOW), (HOST, DISK, REMOTE), 2, "lfu", 0.1, id="all-two-groups-lossy"),
     pytest.param((FULL,), (REMOTE,), 1, "lru", 0.9, id="remote-mostly-lost"),
     pytest.param((FULL, STATE), (ROOMY,), 1, "lru", 0.0, id="hybrid-host"),
+    pytest.param((FULL, STATE), (HOST, REMOTE), 2, "lru", 0.1, id="hybrid-remote-lossy"),
     pytest.param((FULL, STATE), (ROOMY, DISK), 2, "cost", 0.1, id="hybrid-host-disk-lossy"),
 ]
+
+
+def test_engines_share_snapshots_through_a_tier():
+    """A second engine finds what the first has computed: pages, and the states behind them."""
+    fakes = FakeTiers((REMOTE,), 4, seed=1)
+    cached = []
+    for seed in range(2):
+        world = World((FULL, STATE), policy="fcfs", depth=1, seed=seed, pages=200, tiers=fakes, naming=b"n" * 32)
+        for i in range(6):
+            prompt = [i] * 30 + [7]
+            request = Request(id=f"r{i}", prompt=prompt, params=SamplingParams(max_tokens=9, seed=3))
+            world.requests[request.id] = request
+            world.scheduler.submit(request)
+            world.drain()
+            assert world.outputs[request.id, 0] == alone(request, 0)[0]
+        world.scheduler.check()
+        cached.append(world.scheduler.stats.cached_tokens)
+    assert cached == [0, 6 * 28]
 
 
 @SHORT_OR_LONG

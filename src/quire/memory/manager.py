@@ -102,12 +102,7 @@ class KVManager:
     def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
         """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
         tokens, runs = self._reach(table, limit, run)
-        while tokens > 0:
-            if self.states is not None and not run(
-                self.states.group, table.hashes[0][tokens // self._sizes[0] - 1 : tokens // self._sizes[0]]
-            ):
-                tokens -= self._step
-                continue
+        while (tokens := self._deepest_state(table, tokens, run)) > 0:
             pages = [
                 runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens, run)
                 for group, size in enumerate(self._sizes)
@@ -116,6 +111,17 @@ class KVManager:
                 return tokens, [found for found in pages if found is not None]
             tokens -= self._step
         return 0, []
+
+    def _deepest_state(self, table: PageTable, tokens: int, run: Run) -> int:
+        """Of the first `tokens` tokens, those that a snapshot serves too, where recurrent layers need one."""
+        states, size = self.states, self._sizes[0]
+        if states is None:
+            return tokens
+        if run == self._run:
+            return states.deepest(table.hashes[0], tokens)
+        while tokens > 0 and not run(states.group, table.hashes[0][tokens // size - 1 : tokens // size]):
+            tokens -= self._step
+        return tokens
 
     def _reach(self, table: PageTable, limit: int, run: Run) -> tuple[int, dict[int, list[int]]]:
         """How many of fewer than `limit` tokens the pages of full groups serve, and those pages, from the start."""

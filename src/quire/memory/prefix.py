@@ -51,6 +51,9 @@ class PrefixIndex:
             pages += found
         return pages
 
+    def holds(self, key: Key) -> bool:
+        return key in self._page
+
     def key_of(self, page: int) -> Key | None:
         return self._key.get(page)
 

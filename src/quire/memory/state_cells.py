@@ -112,7 +112,7 @@ class StateCells:
     def _is_read(self, cell: int) -> bool:
         return any(cell in left for left in self._left)
 
-    def take_settled(self, taker: str = "") -> int | None:
+    def _take_settled(self, taker: str = "") -> int | None:
         """A spare cell that no step in flight reads, to be filled beside the steps."""
         if not self._spare:
             return None
@@ -167,6 +167,12 @@ class StateCells:
         at = tokens // self._size
         return names[at - 1] if at <= len(names) else None
 
+    def deepest(self, names: Sequence[bytes], tokens: int) -> int:
+        """Behind how many of the first `tokens` tokens the deepest snapshot is; 0: there is none."""
+        held, group, size = self.index.holds, self.group, self._size
+        boundaries = range(tokens // self._step * self._step, 0, -self._step) if len(self.index) else ()
+        return next((b for b in boundaries if held((group, names[b // size - 1]))), 0)
+
     def promised(self, names: Sequence[bytes], after: int, limit: int) -> bool:
         """Whether a snapshot behind more than `after` and fewer than `limit` tokens is about to be computed."""
         if not self.index.promises:
@@ -185,12 +191,11 @@ class StateCells:
 
     def hold(self, track: StateTrack, names: Sequence[bytes], tokens: int) -> None:
         """Keep the deepest snapshot of a prefix of `tokens` tokens, if cells can be spared."""
-        for boundary in range(tokens // self._step * self._step, 0, -self._step):
-            name = self.name(names, boundary)
-            if name is not None and (found := self.index.run(self.group, [name])) and self._spare:
-                self.share(found[0])
-                track.cell, track.since = found[0], boundary
-                return
+        boundary = self.deepest(names, tokens)
+        if boundary and self._spare:
+            (track.cell,) = self.index.run(self.group, [names[boundary // self._size - 1]])
+            track.since = boundary
+            self.share(track.cell)
 
     def want(self, track: StateTrack, start: int, shared: int, upto: int, names: Sequence[bytes]) -> None:
         """Choose the boundaries between `start` and `upto` tokens where snapshots are taken, and promise them; pages of
@@ -281,12 +286,27 @@ class StateCells:
                         self._forget(old)  # the answer has gone on: who continues it starts from here
             track.latest = key
 
-    def loaded(self, key: Key, cell: int, worth: float) -> None:
-        """A snapshot has come from elsewhere, into a cell that is held."""
-        self.index.publish(key, cell)
-        if self.index.key_of(cell) == key:
-            self._ranking.add(key, worth)
+    def begin_load(self, track: StateTrack, key: Key, tokens: int, taker: str) -> bool:
+        """Take a cell for a snapshot that comes from elsewhere, and promise it; False if there is none."""
+        cell = self._take_settled(taker)
+        if cell is None:
+            return False
+        track.cell, track.since = cell, tokens
+        if self.index.promise([key], track):
+            track.promises[tokens] = key
+        return True
+
+    def loaded(self, track: StateTrack, key: Key) -> None:
+        """It has come, whole."""
+        self.index.publish(key, track.cell)
+        if self.index.key_of(track.cell) == key:
+            self._ranking.add(key, float(track.since))
             self._ranking.pin(key, inf)
+
+    def end_load(self, track: StateTrack) -> None:
+        """No more of it comes."""
+        self.index.withdraw(track.promises.values(), track)
+        track.promises = {}
 
     def to_save(self) -> list[tuple[Key, int]]:
         """Snapshots that were not saved yet and are still there, once."""

@@ -99,7 +99,7 @@ class Directory:
         cells = []
         for name in names:
             found = self._states.index.run(self._states.group, [name])
-            if not found and not all(self.locate(key) for key in self.state_keys(name)):
+            if not found and self.locate_state(name) is None:
                 break
             cells.append(found[0] if found else ELSEWHERE)
         return cells
@@ -108,6 +108,17 @@ class Directory:
         """What the pages of a snapshot are called."""
         assert self._states is not None
         return [(self._states.group + i, name) for i in range(len(self._state_pages(0)))]
+
+    def locate_state(self, name: bytes) -> list[Tier] | None:
+        """The fastest tiers that have the pages of a snapshot; None: some are missing. Of a tier that others fill too,
+        who has the first is taken to have all."""
+        keys = self.state_keys(name)
+        first = self.locate(keys[0])
+        if first is None:
+            return None
+        found = [self.locate(key) or (None if first.spec.pages else first) for key in keys]
+        known = [tier for tier in found if tier is not None]
+        return known if len(known) == len(keys) else None
 
     def locate(self, key: Key) -> Tier | None:
         """The fastest tier that has a page."""

@@ -57,7 +57,8 @@ class Sessions(SchedulingFeature):
         if (states := self._memory.states) is not None:
             size = self._memory.layout.groups[0].tokens_per_page
             states.hold(kept.state, table.hashes[0], len(kept.pages[0]) * size)
-            keys += [key for name in table.hashes[0][: len(kept.pages[0])] for key in self._directory.state_keys(name)]
+            if kept.state.since:
+                keys += self._directory.state_keys(table.hashes[0][kept.state.since // size - 1])
         session = Session(name, salt, until, kept, keys, sum(len(pages) for pages in kept.pages))
         self.drop(name, salt)
         self._held[salt, name] = session

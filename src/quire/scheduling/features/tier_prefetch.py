@@ -145,6 +145,11 @@ class TierPrefetch(SchedulingFeature):
         keys = [(g, n) for g, size in enumerate(self._sizes) for n in seq.table.hashes[g][tokens // size : end // size]]
         if not keys:
             return False
+        if (states := self._memory.states) is not None:  # of each snapshot, the first page
+            step = self._memory.layout.alignment
+            named = (states.name(seq.table.hashes[0], b) for b in range(end // step * step, 0, -step))
+            first = [(states.group, name) for name in named if name is not None]
+            keys = first[: MAX_KEYS_ASKED // 2] + keys[: MAX_KEYS_ASKED // 2]
         self._asking[self.directory.find(shared[0], keys[:MAX_KEYS_ASKED])] = seq
         return True
 
@@ -156,8 +161,10 @@ class TierPrefetch(SchedulingFeature):
             here = min(here, self._memory.lookup(seq.table, seq.reusable).tokens)
         compute = costs.compute(tokens - here)
         keys = [(g, seq.table.hashes[g][i]) for g, i in missing]
-        keys += self.directory.state_keys(snapshot[1]) if snapshot is not None else []
-        ways = Counter(tier.name for key in keys if (tier := self.directory.locate(key)))
+        tiers = [tier for key in keys if (tier := self.directory.locate(key))]
+        if snapshot is not None:
+            tiers += self.directory.locate_state(snapshot[1]) or []
+        ways = Counter(tier.name for tier in tiers)
         load = sum(costs.move(name, DEVICE, count) or 0.0 for name, count in ways.items())
         if compute is None or load <= compute:
             return True
@@ -178,7 +185,9 @@ class TierPrefetch(SchedulingFeature):
         landing = Landing(seq, PageTable(len(self._sizes)))
         keys = [(g, names[g][i]) for g, i in missing]
         parts = self.directory.state_keys(snapshot[1]) if snapshot is not None else []
-        sources = [self.directory.locate(key) for key in (*keys, *parts)]  # before making room moves anything
+        sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
+        if snapshot is not None:
+            sources += self.directory.locate_state(snapshot[1]) or []
         if not self._hold_state(landing, seq, tokens, snapshot):
             return False
         here = [page for run in pages for page in run if page != ELSEWHERE]
@@ -208,15 +217,8 @@ class TierPrefetch(SchedulingFeature):
             for cell in states.index.run(states.group, [states.name(seq.table.hashes[0], tokens) or b""]):
                 states.adopt(landing.table.state, cell, tokens)
             return True
-        taken = states.take_settled(seq.request.id)
-        if taken is None:
-            return False
-        landing.table.state.cell, landing.table.state.since = taken, tokens
         landing.snapshot, landing.parts = snapshot, len(self.directory.state_keys(snapshot[1]))
-        landing.table.state.promises = dict.fromkeys(
-            [tokens] if states.index.promise([snapshot], landing.table.state) else [], snapshot
-        )
-        return True
+        return states.begin_load(landing.table.state, snapshot, tokens, seq.request.id)
 
     def _drop_state(self, landing: Landing) -> None:
         if self._memory.states is not None:
@@ -242,17 +244,16 @@ class TierPrefetch(SchedulingFeature):
         landing.moving.discard(done.id)
         if not landing.moving:
             self._memory.end_load(landing)
-            if landing.parts and self._memory.states is not None:  # it did not come whole
-                self._memory.states.index.withdraw(landing.table.state.promises.values(), landing.table.state)
+            if self._memory.states is not None:
+                self._memory.states.end_load(landing.table.state)
             if landing.owner is None:
                 self._let_go(landing)
 
     def _snapshot_part(self, landing: Landing) -> None:
         """One more page of a snapshot has come; with the last it can be gone on from."""
         landing.parts -= 1
-        states, track = self._memory.states, landing.table.state
-        if not landing.parts and states is not None and landing.snapshot is not None:
-            states.loaded(landing.snapshot, track.cell, float(track.since))
+        if not landing.parts and self._memory.states is not None and landing.snapshot is not None:
+            self._memory.states.loaded(landing.table.state, landing.snapshot)
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         """The sequence has its pages: what was held for it, it now holds itself."""
