@@ -11,7 +11,7 @@ from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms
 from quire.model.families.architecture import ACTIVATIONS, Target
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.tensor_names import target_of
-from quire.model.loading.stored_tensor import UngroupedQKV
+from quire.model.loading.stored_tensor import Ungrouped
 from quire.types.errors import ModelFileError
 
 _NAMES = {
@@ -70,7 +70,8 @@ class FalconFamily:
         mixer = spec.attention
         if target is None or not target.module.endswith(".qkv") or mixer.kv_heads == 1:
             return target
-        return replace(target, order=UngroupedQKV(mixer.kv_heads, mixer.head_dim))
+        queries = mixer.heads // mixer.kv_heads * mixer.head_dim
+        return replace(target, order=Ungrouped(mixer.kv_heads, (queries, mixer.head_dim, mixer.head_dim)))
 
 
 FAMILY = FalconFamily()

@@ -60,19 +60,6 @@ class RotaryFirst:
 
 
 @dataclass(frozen=True)
-class UngroupedQKV:
-    """Rows are those of each KV head in turn, its queries, its key, its value; wanted are all queries, all keys, all
-    values."""
-
-    kv_heads: int
-    head_dim: int
-
-    def index(self, rows: int) -> torch.Tensor:
-        groups = torch.arange(rows).view(self.kv_heads, -1, self.head_dim)
-        return torch.cat((groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()))
-
-
-@dataclass(frozen=True)
 class Ungrouped:
     """Rows are those of each group in turn, in runs of these sizes; wanted are the first runs of all groups, the second
     ones ..."""
