@@ -11,7 +11,7 @@ from tiny_engine import GREEDY, Engine
 from tiny_models import prompts, tiny
 
 from quire.generation.drafting.speculation import Speculation
-from quire.scheduling.features.beam_group import BeamGroup
+from quire.scheduling.beam_group import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend
 from quire.types.errors import ConfigError, InputError
@@ -230,7 +230,7 @@ def test_a_session_keeps_its_snapshot(models, session, cached):
     before = engine.core.scheduler.stats.cached_tokens
     engine.answers([[*mine, *answer, 7]])
     assert engine.core.scheduler.stats.cached_tokens - before == cached
-    engine.core.scheduler.features.sessions.clear()
+    engine.core.scheduler.features.sessions.reset()
     engine.core.scheduler.check()
     assert engine.core.scheduler.memory.states.used == 0
 

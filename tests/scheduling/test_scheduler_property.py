@@ -293,4 +293,4 @@ def live(world, policy, cache, operations, drafts=0):
     if policy != "static":
         assert world.scheduler.stats.preemptions > 20
     if cache and policy != "static":
-        assert world.scheduler.stats.cached_tokens > 500
+        assert world.scheduler.stats.cached_tokens > (500 if states is None else 300)  # hits need a snapshot too

@@ -105,7 +105,7 @@ class StateCells:
             return None
         if self.leaving is not None:
             self.leaving(key, cell)
-        self.index.forget(cell, taker)
+        self.index.remove(cell, taker)
         self._idle.discard(cell)
         return cell
 
@@ -155,7 +155,7 @@ class StateCells:
     def _forget(self, cell: int, taker: str = "") -> None:
         if (key := self.index.key_of(cell)) is not None:
             self._ranking.remove(key)
-            self.index.forget(cell, taker)
+            self.index.remove(cell, taker)
             if not self._refs[cell]:
                 self._idle.discard(cell)
                 self._blank.append(cell)

@@ -145,8 +145,9 @@ def capacity_for(
     if longest < asked:
         why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
     drafts = draft_limit(options.speculation)
-    # On a GPU steps with drafts are captured, and have room, only where they are asked for at start.
-    predicted_only = not drafts and resolved.device == "cpu"
+    # On a GPU steps with drafts are captured, and have room, only where they are asked for at start; so have the states
+    # of recurrent layers behind draft tokens.
+    predicted_only = not drafts and resolved.device == "cpu" and not model.spec.recurrent
     capacity = Capacity(
         pages=pages,
         slots=states.slots,
