@@ -280,6 +280,10 @@ def test_text_goes_on_after_tokens_that_another_engine_drew(default_model) -> No
     delta, end = resumed.take(TokenEvent("r", 0, cut - 1, whole[cut - 1 :]))
     assert delta is not None and delta.stop_reason == "— STOP" and delta.text == "", "a stop that began before"
     assert end == cut + len(delta.token_ids)
+    early = SamplingParams(n=1, stop=["one", "three"], min_tokens=len(whole) - 1)
+    resumed = RequestText(Request(id="r", prompt=[1], params=early, outputs=whole[:cut]), text)
+    delta, _ = resumed.take(TokenEvent("r", 0, cut, whole[cut:]))
+    assert delta is not None and delta.stop_reason == "three", "a stop that came too early there is none here"
 
 
 async def test_a_waiting_reader_is_spared_what_its_sink_takes() -> None:

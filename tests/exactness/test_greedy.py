@@ -83,7 +83,8 @@ def test_on_a_prefix_hit(llm, prompts, alone, comparison):
 )
 def test_other_ways_to_run(prompts, alone, comparison, what, options):
     short = [(p, a) for p, a in zip(prompts, alone, strict=True) if len(p) + 24 < 256]
-    with LLM("smollm2-135m", dtype="float32", **{"kv_memory": "256M", **options}) as other:
+    room = {} if "kv_pages" in options else {"kv_memory": "256M"}
+    with LLM("smollm2-135m", dtype="float32", **room, **options) as other:
         results = other.generate([p for p, _ in short], SHORT)
         stats = other.stats()
     assert stats.running == stats.waiting == stats.pages_used == 0

@@ -43,7 +43,8 @@ def texts(result):
 
 
 def engine(speculation, **options):
-    return LLM("smollm2-135m", **{"kv_memory": "256M", "speculation": speculation, **options})
+    room = {} if "kv_pages" in options else {"kv_memory": "256M"}
+    return LLM("smollm2-135m", **room, **{"speculation": speculation, **options})
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ from quire.model.blocks.stages import Stages
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
-from quire.types.errors import ModelFileError
 
 CPU = torch.device("cpu")
 HIDDEN, FFN, RANKS = 32, 48, 2
@@ -83,12 +82,12 @@ def test_ranks_add_up_before_anything_else(after, residual_scale):
     torch.testing.assert_close(got, wanted)
 
 
-def test_layers_may_differ_but_not_in_what_pages_and_positions_are():
+def test_layers_may_differ_and_those_that_keep_the_same_share_pages():
     layer = spec_of().layers[0]
     other = LayerSpec(Attention(heads=4, kv_heads=2, head_dim=16, scale=0.1, window=3), Dense(8), Norms(after=True))
     spec = DecoderSpec("test", 8, HIDDEN, 8, (layer, other, layer))
     assert spec.mixer_kinds == spec.layer_kinds == [0, 1, 0]
     assert [group.layers for group in spec.kv_layout(page_size=4, dtype="float32").groups] == [(0, 2), (1,)]
     wide = LayerSpec(Attention(heads=2, kv_heads=2, head_dim=32, scale=1.0), Dense(8))
-    with pytest.raises(ModelFileError, match="different KV heads"):
-        DecoderSpec("test", 8, HIDDEN, 8, (layer, wide))
+    layout = DecoderSpec("test", 8, HIDDEN, 8, (layer, wide)).kv_layout(page_size=4, dtype="float32")
+    assert [(group.layers, group.kv_heads, group.head_dim) for group in layout.groups] == [((0,), 2, 16), ((1,), 2, 32)]

@@ -60,7 +60,8 @@ class Running:
 
     @property
     def engine(self) -> psutil.Process:
-        [child] = psutil.Process(self.process.pid).children()
+        children = psutil.Process(self.process.pid).children()
+        [child] = [each for each in children if "quire.engine.engine_process" in each.cmdline()]
         return child
 
     def ready(self) -> bool:

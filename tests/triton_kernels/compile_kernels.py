@@ -17,12 +17,13 @@ from triton.runtime.jit import JITFunction
 from quire.generation.sampling.noise import row_keys, streams
 from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv_views import LayerKV
-from quire.kernels.triton import activation, cascade, gemm, gemv, launch, norm
+from quire.kernels.triton import activation, cascade, expert_kernels, gemm, gemv, launch, norm
 from quire.kernels.triton import batch_gather as batch
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import rope_kernel as rope
 from quire.kernels.triton import sampling_kernels as sampling
 from quire.kernels.triton.configs import GATED_MATMUL, INVARIANT_MATMUL, small_matmul
+from quire.kernels.triton.latent_attention import LatentAttention
 from quire.kernels.triton.paged_attention import TritonAttention
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -131,6 +132,29 @@ def draws():
     sampling.draw(logits, keys, heat, ids + 50, torch.full((4,), 0.9, dtype=torch.float64), heat)
 
 
+def experts():
+    """Of the sizes of a 30B with 3B at a time, few rows to an expert and many."""
+    for tokens in (1, 64, 4096):
+        chosen, weights = expert_kernels.choose_experts(random(tokens, 128), 8)
+        lists = expert_kernels.list_rows(chosen, 128, expert_kernels.block_rows(chosen.numel(), 128))
+        up = expert_kernels.expert_matmul(
+            random(tokens, 2048), random(1, 1536, 2048).expand(128, -1, -1), lists, chosen.numel(), gate="silu"
+        )
+        down = random(1, 2048, 768).expand(128, -1, -1)
+        expert_kernels.expert_matmul(up, down, lists, chosen.numel(), scale=weights.view(-1))
+
+
+def latent():
+    for tokens in (1, 512):
+        group = GroupBatch(PAGE, torch.ones(tokens, 8, dtype=torch.int32), torch.arange(tokens))
+        start, lens = torch.arange(tokens + 1).int(), torch.full((tokens,), 100).int()
+        step = Batch(torch.full((tokens,), 99), start, lens, [1] * tokens, [100] * tokens, (group,))
+        keys = random(9, PAGE, 1, 576)
+        kv, spec = LayerKV(keys, keys[..., 64:], shared=True), AttentionSpec(16, 1, 576, 0.1, values_from=64)
+        backend = LatentAttention()
+        backend.forward(spec, random(tokens, 16, 576), kv, step, group, backend.plan(step, group, spec))
+
+
 def attending():
     for dtype in (BF16, FP8, torch.int8):
         for rows in (1, 8, 40, 120, 200):
@@ -149,7 +173,7 @@ def spilled(cubin):
     return int(re.search(r"STACK:(\d+)", found.stdout + found.stderr)[1])
 
 
-launch.compile_together((elementwise, products, draws, attending), None)
+launch.compile_together((elementwise, products, draws, experts, latent, attending), None)
 for name, kernel in made:
     kernel = getattr(kernel, "result", lambda kernel=kernel: kernel)()
     assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)

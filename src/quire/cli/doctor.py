@@ -47,7 +47,7 @@ def doctor(
     refused = (
         "dtype was chosen"
         if engine.model.dtype != "auto"
-        else compiled_refusal(source, device, quantize=decisions.quantize)
+        else compiled_refusal(source, device, random_weights=engine.model.random_weights, quantize=decisions.quantize)
     )
     if refused is None:
         weights, kinds = packed_bytes(source, decisions.quantize), CompiledModel.kv_kinds

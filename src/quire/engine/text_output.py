@@ -37,9 +37,10 @@ class _Branch:
         self.push = self.decoder.push
         self.stops = StopMatcher(params.stop, params.include_stop) if params.stop else None
         if request.outputs:  # what another engine drew is out already; what it held back is held back here
-            said = self.push(request.outputs)
-            if self.stops is not None:
-                self.stops.push(said)
+            for count, token in enumerate(request.outputs, 1):
+                said = self.push([token])
+                if self.stops is not None:
+                    self.stops.push(said, early=count <= self.min_tokens)
 
 
 class RequestText:

@@ -64,7 +64,7 @@ def page_of(batches: list[MessageBatch], request: Request) -> MessageBatchList:
 
 def router(serving: Serving) -> APIRouter:
     kept = serving.options.files
-    held = None if kept else tempfile.TemporaryDirectory(prefix="quire-message-batches-")
+    held = None if kept else tempfile.TemporaryDirectory(prefix="quire-files-messages-")
     folder = Path(kept or held.name)  # type: ignore[union-attr]
     batches: list[MessageBatches] = []
 

@@ -18,7 +18,7 @@ Conversation = list[dict[str, Any]]
 Count = Callable[[Conversation], Awaitable[int]]
 
 
-class InputTokens(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="input_tokens"):
+class InputTokenLimit(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="input_tokens"):
     value: Number
 
 
@@ -37,9 +37,9 @@ class AllTurns(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag
 class ClearToolUses(
     msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="clear_tool_uses_20250919"
 ):
-    trigger: InputTokens | ToolUses | None = None
+    trigger: InputTokenLimit | ToolUses | None = None
     keep: ToolUses | None = None
-    clear_at_least: InputTokens | None = None
+    clear_at_least: InputTokenLimit | None = None
     exclude_tools: list[str] | None = None
     clear_tool_inputs: bool | list[str] | None = None
 
@@ -53,7 +53,7 @@ class ClearThinking(
 class Compact(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="compact_20260112"):
     """Accepted without effect: nothing is summed up here."""
 
-    trigger: InputTokens | None = None
+    trigger: InputTokenLimit | None = None
     instructions: str | None = None
     pause_after_compaction: bool | None = None
 
