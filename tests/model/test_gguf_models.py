@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import gguf
 import numpy as np
 import pytest
@@ -25,7 +27,8 @@ def pair_heads(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
-    config, arch = model.config, model.config.model_type
+    config, arch = model.config, model.config.model_type.replace("_moe", "moe").replace("_text", "")
+    paired = arch in ("llama", "granite", "smollm3")
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -38,14 +41,31 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
     else:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        if arch == "cohere2":
+            writer.add_layer_norm_eps(config.layer_norm_eps)
+            writer.add_logit_scale(config.logit_scale)
+        else:
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_rope_dimension_count(head_dim)
+        rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+        writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if arch == "gemma2":
+        writer.add_rope_freq_base(rope["rope_theta"])
+    if arch == "granite":
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if arch.endswith("moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if arch in ("gemma2", "gemma3", "cohere2"):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
@@ -54,13 +74,19 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
         if tied and name == "lm_head.weight":
             continue
         weight = tensor.float().numpy()
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\w+)_proj", name):
+            layer, which = match.groups()
+            halves = np.split(weight, 2, axis=1) if which == "gate_up" else [weight]
+            for part, half in zip(("gate", "up") if which == "gate_up" else ("down",), halves, strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", np.ascontiguousarray(half))
+            continue
         if name.endswith(GPT2_TRANSPOSED):
             weight = weight.T
-        if arch == "llama" and ".q_proj." in name:
+        if paired and ".q_proj." in name:
             weight = pair_heads(weight, config.num_attention_heads)
-        if arch == "llama" and ".k_proj." in name:
+        if paired and ".k_proj." in name:
             weight = pair_heads(weight, config.num_key_value_heads)
-        if arch == "gemma2" and "norm" in name:
+        if arch.startswith("gemma") and "norm" in name:
             weight = weight + 1
         stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
         data = gguf.quants.quantize(np.ascontiguousarray(weight), stored)
@@ -76,6 +102,8 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
 
 
 GGUF_FAMILIES = ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2", "qwen3", "gpt2", "olmo2", "gemma2"]
+GGUF_FAMILIES += ["granite", "phi3-partial", "glm4", "qwen2-moe-everywhere", "qwen3-moe"]
+GGUF_FAMILIES += ["smollm3-gguf", "cohere2-gguf", "gemma3-gguf"]
 
 
 @pytest.mark.parametrize("name", GGUF_FAMILIES)

@@ -123,6 +123,11 @@ CONFIGS = {
         **SIZES, head_dim=8, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4}
     ),
     "smollm3": lambda: hf.SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1, 0], pad_token_id=0),
+    "smollm3-gguf": lambda: hf.SmolLM3Config(**SIZES, pad_token_id=0),
+    "cohere2-gguf": lambda: hf.Cohere2Config(**SIZES, sliding_window=9, logit_scale=0.5),
+    "gemma3-gguf": lambda: hf.Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 7}, head_dim=12, query_pre_attn_scalar=12, sliding_window=9
+    ),
     "olmo3": lambda: hf.Olmo3Config(
         **SIZES,
         sliding_window=9,
@@ -193,6 +198,9 @@ CONFIGS = {
         moe_intermediate_size=24,
         shared_expert_intermediate_size=40,
         mlp_only_layers=[1],
+    ),
+    "qwen2-moe-everywhere": lambda: hf.Qwen2MoeConfig(
+        **SIZES, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, shared_expert_intermediate_size=40
     ),
     "qwen3-moe": lambda: hf.Qwen3MoeConfig(
         **SIZES, head_dim=12, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True

@@ -9,9 +9,9 @@ from typing import Any
 from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec, Norms, Router
 from quire.model.families.architecture import IGNORED, Target
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, layer_of, target_of
+from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, layer_of, target_of
 
-_NAMES = {**LLAMA_NAMES, **EXPERTS, "post_attention_norm": ("feed_norm", 0)}
+_NAMES = {**LLAMA_NAMES, **EXPERTS}
 
 
 def grouped_experts(fields: DecoderConfig, **facts: Any) -> Experts:
@@ -32,22 +32,11 @@ def grouped_experts(fields: DecoderConfig, **facts: Any) -> Experts:
 
 class Glm4MoeFamily:
     names: tuple[str, ...] = ("Glm4MoeForCausalLM", "glm4_moe")
-    gguf_names: tuple[str, ...] = ("glm4moe",)
-    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
-        "n_routed_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
-        "moe_intermediate_size": "expert_feed_forward_length",
-        "n_shared_experts": "expert_shared_count",
-        "first_k_dense_replace": "leading_dense_block_count",
-        "routed_scaling_factor": "expert_weights_scale",
-        "norm_topk_prob": "expert_weights_norm",
-        "num_nextn_predict_layers": "nextn_predict_layers",
-    }
+    gguf_names: tuple[str, ...] = ()
+    gguf_keys: Mapping[str, str] = {}
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         fields = DecoderConfig(config, {"num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5})
-        if config.get("model_type") == "glm4moe":  # GGUF counts the layers that draft among them
-            fields.layers -= fields.integer("num_nextn_predict_layers", 0, least=0)
         attention = fields.attention(qk_norm="head" if fields.flag("use_qk_norm") else None, o_bias=False)
         dense = fields.integer("first_k_dense_replace", 1, least=0)
         experts, norms = grouped_experts(fields), Norms(eps=fields.number("rms_norm_eps", 1e-5))

@@ -16,14 +16,12 @@ from quire.model.loading.stored_tensor import UnpairedHeads
 
 class GraniteFamily:
     names: tuple[str, ...] = ("GraniteForCausalLM", "granite", "GraniteMoeForCausalLM", "granitemoe")
-    gguf_names: tuple[str, ...] = ("granite", "granitemoe")
+    gguf_names: tuple[str, ...] = ("granite",)
     gguf_keys: Mapping[str, str] = GGUF_KEYS | {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
-        "num_local_experts": "expert_count",
-        "num_experts_per_tok": "expert_used_count",
     }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
