@@ -249,7 +249,7 @@ class Forgetful(World):
 
 
 @SHORT_OR_LONG
-@pytest.mark.parametrize(("depth", "seed"), [(1, 11), (2, 11), (3, 101)])
+@pytest.mark.parametrize(("depth", "seed"), [(1, 11), (2, 11), (3, 11)])
 def test_random_life_with_budgets(depth, seed, operations):
     world = Forgetful(depth=depth, seed=seed)
     actions = [world.submit] * 4 + [world.step] * 30 + [world.abort, world.stop_string, world.preempt]

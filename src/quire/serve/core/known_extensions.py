@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 IGNORED: dict[str, tuple[str, ...]] = {
     "vLLM": (
-        *("chat_template", "detokenize", "echo", "guided_decoding_backend", "guided_whitespace_pattern"),
+        *("chat_template", "detokenize", "echo", "guided_decoding_backend"),
         *("kv_transfer_params", "logits_processors"),
         *("logprob_token_ids", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds", "repetition_detection"),
         *("request_id", "return_prompt_text", "spaces_between_special_tokens", "thinking_token_budget"),
