@@ -7,9 +7,14 @@ import torch
 from tiny_engine import TOKENS, Engine
 from tiny_models import prompts, tiny
 
-FAMILIES = ["llama3", "qwen2-mixed-windows", "gpt2", "olmo2", "gemma2", "granite", "gemma3", "smollm3", "cohere2"]
-FAMILIES += ["qwen3-moe", "qwen3-next", "granite-hybrid", "lfm2"]
+FAMILIES = ["llama3", "gpt2", "olmo2", "gemma3", "cohere2", "qwen3-moe", "qwen3-next"]
 MORE = [
+    "qwen2-mixed-windows",
+    "gemma2",
+    "granite",
+    "smollm3",
+    "granite-hybrid",
+    "lfm2",
     "ministral",
     "ministral3",
     "olmo3",

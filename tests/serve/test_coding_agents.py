@@ -76,6 +76,7 @@ CALLED = ("Bash", "Read", "TodoWrite")
 SCHEMAS = {tool["name"]: tool["input_schema"] for tool in CLAUDE_TOOLS if "input_schema" in tool}
 
 
+@pytest.mark.slow
 def test_claude_code(http: httpx.Client, model: str) -> None:
     """Tools called one or several at a time, answers in words between them, counts, and the reads of the cache."""
     cached = []
@@ -142,6 +143,7 @@ def output_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event["item"] for event in found if event["type"] == "response.output_item.done"]
 
 
+@pytest.mark.slow
 def test_codex(http: httpx.Client, model: str) -> None:
     pytest.importorskip("quire.serve.openai.custom_tools", reason="custom tools are not there yet")
     items = list(CODEX_BEGIN)
