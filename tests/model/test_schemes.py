@@ -9,9 +9,11 @@ from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.stages import Stages
-from quire.model.decoder_spec import Attention, DecoderSpec, Dense, LayerSpec, Norms
+from quire.model.decoder import Model
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
+from quire.types.errors import ConfigError
 
 CPU = torch.device("cpu")
 HIDDEN, FFN, RANKS = 32, 48, 2
@@ -80,6 +82,15 @@ def test_ranks_add_up_before_anything_else(after, residual_scale):
     Stages(spec, CPU, reduce=lambda part: seen.append(part) or part).feed(ranks[1], x, residual.clone())
     got = Stages(spec, CPU, reduce=lambda part: part + seen[0]).feed(ranks[0], x, residual.clone())
     torch.testing.assert_close(got, wanted)
+
+
+def test_what_invariance_and_8_bits_do_not_reach_is_said():
+    layer = LayerSpec(spec_of().layers[0].mixer, Experts(count=4, top_k=2, intermediate=8))
+    spec = DecoderSpec("test", 8, HIDDEN, 8, (layer,))
+    with pytest.raises(ConfigError, match="not to be had with experts"):
+        Model(spec, device=CPU, dtype=torch.float32, invariant=True)
+    made = Model(spec, device=torch.device("meta"), dtype=torch.bfloat16, scheme=Fp8Scheme())
+    assert any(line.startswith("experts: in bfloat16") for line in made.describe())
 
 
 def test_layers_may_differ_and_those_that_keep_the_same_share_pages():

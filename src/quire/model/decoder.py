@@ -179,7 +179,16 @@ class Model:
 
     def describe(self) -> list[str]:
         """What was chosen to run it and why, for people."""
-        return [*self.stages.describe(self.scheme), *self.notes]
+        dense = [] if isinstance(self.scheme, DenseScheme) else sorted(self._kept_dense())
+        kept = (
+            [f"{' and '.join(dense)}: in {self.kv_dtype}, {self.scheme.name} has no products for them"] if dense else []
+        )
+        return [*self.stages.describe(self.scheme), *kept, *self.notes]
+
+    def _kept_dense(self) -> set[str]:
+        """What the scheme of the other matrices leaves as it is, the head aside."""
+        experts = {"experts" for layer in self.spec.layers if isinstance(layer.feed, Experts)}
+        return experts | {"latent up-projections" for layer in self.spec.layers if isinstance(layer.mixer, Latent)}
 
     def to(self, device: torch.device) -> None:
         """Move all weights, each tensor staying the object it is (a head may be tied to the embeddings)."""

@@ -24,9 +24,9 @@ from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
 from quire.runtime.kv_deviation import probe
 from quire.runtime.prefix_groups import SharedPrefixes
+from quire.runtime.recurrent_states import RecurrentStates
 from quire.runtime.rope_shift import begin_rope_shifts
 from quire.runtime.slot_state import SlotState
-from quire.runtime.slot_states import SlotStates
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
@@ -65,9 +65,9 @@ class ForwardWorker:
         self.model = model
         self.capacity = capacity
         self.device = device
-        more = SlotStates.pages_for(layout, capacity)
+        more = RecurrentStates.pages_for(layout, capacity)
         self.pages = allocate_kv(layout, capacity.pages + more, device)  # bytes
-        self._states = SlotStates(layout, capacity, self.pages) if layout.states else None  # of recurrent layers
+        self._states = RecurrentStates(layout, capacity, self.pages) if layout.states else None  # of recurrent layers
         self.staging = Staging(device, capacity.depth)
         self.slots = SlotState(layout, capacity, device, self.staging)
         self._kv = KVViews(self.pages[: capacity.pages], layout, None if self._states is None else self._states.cells)

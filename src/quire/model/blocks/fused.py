@@ -30,6 +30,8 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
     """Fused stages where they can run, plain ones elsewhere; `reasons` says which. `invariant`: a row's bits may not
     depend on what runs beside it."""
     refusal = why_not(device)
+    if invariant and (varying := batch_dependent(spec)):
+        raise ConfigError(f"invariant results are not to be had with {varying}: their bits depend on the batch")
     if refusal is None:
         return InvariantStages(spec, device) if invariant else FusedStages(spec, device)
     if invariant:
@@ -37,6 +39,15 @@ def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = 
     stages = Stages(spec, device)
     stages.reasons.append(f"stages: plain torch, not fused: {refusal}")
     return stages
+
+
+def batch_dependent(spec: DecoderSpec) -> str | None:
+    """What of a decoder has no products of one tiling for any batch."""
+    if any(isinstance(layer.feed, Experts) for layer in spec.layers):
+        return "experts"
+    if spec.recurrent:
+        return "recurrent layers"
+    return "latent attention" if any(isinstance(layer.mixer, Latent) for layer in spec.layers) else None
 
 
 def composed_parts(layer: LayerSpec) -> list[str]:

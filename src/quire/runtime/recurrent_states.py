@@ -16,7 +16,7 @@ from quire.types.kv import NULL_STATE, KVLayout
 from quire.types.plan import Capacity, Row
 
 
-class SlotStates:
+class RecurrentStates:
     def __init__(self, layout: KVLayout, capacity: Capacity, pages: torch.Tensor):
         """`pages`: those of tokens, and as many behind them as `pages_for` says."""
         self._device = pages.device
