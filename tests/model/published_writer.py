@@ -80,6 +80,38 @@ def gptq(bits: int, group: int, *, act_order: bool = False, second: bool = False
     return pack
 
 
+def cut_gptq(group: int) -> Packer:
+    """4 bits in groups of which a row's last is cut short."""
+
+    def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        columns = weight.shape[1]
+        parts, value = gptq(4, group)(torch.nn.functional.pad(weight, (0, -columns % group)))
+        parts |= {"qweight": parts["qweight"][: columns // 8], "g_idx": parts["g_idx"][:columns]}
+        return parts, value[:, :columns]
+
+    return pack
+
+
+def packed_integers(group: int) -> Packer:
+    """compressed-tensors, 4 bits around zero; a row's last group may be cut short."""
+
+    def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        columns = weight.shape[1]
+        runs = torch.nn.functional.pad(weight, (0, -columns % group)).unflatten(1, (-1, group))
+        scales = runs.abs().amax(-1) / 7.5
+        numbers = (runs / scales[..., None]).round().clamp(-8, 7)
+        value = (numbers * scales[..., None]).flatten(1)[:, :columns]
+        stored = (numbers.flatten(1)[:, :columns] + 8).long()
+        parts = {
+            "weight_packed": words(stored.t(), 4).t(),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        return parts, value
+
+    return pack
+
+
 def awq(group: int) -> Packer:
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         numbers, scales, zeros = grouped(weight, 4, group)
@@ -94,20 +126,20 @@ def awq(group: int) -> Packer:
     return pack
 
 
-def fp8(kind: str) -> Packer:
+def fp8(kind: str, *, block: int = 16, scale_name: str = "weight_scale_inv") -> Packer:
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         if kind == "block":
-            rows, columns = -(-weight.shape[0] // 16), -(-weight.shape[1] // 16)
-            padded = torch.zeros(rows * 16, columns * 16)
+            rows, columns = -(-weight.shape[0] // block), -(-weight.shape[1] // block)
+            padded = torch.zeros(rows * block, columns * block)
             padded[: weight.shape[0], : weight.shape[1]] = weight
-            scale = padded.view(rows, 16, columns, 16).abs().amax((1, 3)) / 448
-            wide = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: weight.shape[0], : weight.shape[1]]
+            scale = padded.view(rows, block, columns, block).abs().amax((1, 3)) / 448
+            wide = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)[: weight.shape[0], : weight.shape[1]]
         else:
             scale = weight.abs().max().reshape(1) if kind == "tensor" else weight.abs().amax(1, keepdim=True)
             scale = scale / 448
             wide = scale.reshape(-1, 1)
         numbers = (weight / wide).to(torch.float8_e4m3fn)
-        name = "weight_scale_inv" if kind == "block" else "weight_scale"
+        name = scale_name if kind == "block" else "weight_scale"
         return {"weight": numbers, name: scale, "input_scale": torch.ones(1)}, numbers.float() * wide
 
     return pack

@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 from model_harness import run_model
-from published_writer import awq, fp8, gptq, write
-from safetensors.torch import save_file
+from published_writer import awq, cut_gptq, fp8, gptq, packed_integers, write
+from safetensors.torch import load_file, save_file
 from tiny_models import CONFIGS, prompts, their_logits, tiny
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +18,14 @@ from quire.model import load_model
 from quire.types.errors import ModelFileError
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+INTEGERS = {"num_bits": 4, "type": "int", "strategy": "group"}
+BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [40, 40]}
+
+
+def of_weights(name: str, weights: dict) -> dict:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights, "format": name}}}
+
+
 FORMATS = {
     "gptq": (GPTQ, gptq(4, 32)),
     "gptq-act-order": (GPTQ | {"desc_act": True}, gptq(4, 32, act_order=True)),
@@ -29,6 +37,11 @@ FORMATS = {
     "fp8-block": ({"quant_method": "fp8", "weight_block_size": [16, 16]}, fp8("block")),
     "fp8-tensor": ({"quant_method": "fp8"}, fp8("tensor")),
     "fp8-channel": ({"quant_method": "fp8"}, fp8("channel")),
+    "gptq-cut-groups": (GPTQ | {"group_size": 64}, cut_gptq(64)),
+    "fp8-cut-blocks": ({"quant_method": "fp8", "weight_block_size": [40, 40]}, fp8("block", block=40)),
+    "compressed-cut-blocks": (of_weights("float-quantized", BLOCKS), fp8("block", block=40, scale_name="weight_scale")),
+    "compressed-groups": (of_weights("pack-quantized", INTEGERS | {"group_size": 32}), packed_integers(32)),
+    "compressed-cut-groups": (of_weights("pack-quantized", INTEGERS | {"group_size": 64}), packed_integers(64)),
 }
 
 
@@ -157,3 +170,62 @@ def test_what_is_not_supported_is_named(tmp_path, config, match):
     write(tiny("block-sized"), tmp_path, config, FORMATS["gptq"][1])
     with pytest.raises(ModelFileError, match=match):
         load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float32)
+
+
+ONE = "model.layers.1.mlp.down_proj."
+ACT_ORDER = FORMATS["gptq-act-order"]
+AWQ = FORMATS["awq"]
+FP8 = FORMATS["fp8-block"]
+
+
+@pytest.mark.parametrize(
+    ("form", "part", "change", "match"),
+    [
+        (FORMATS["gptq"], "qzeros", lambda _: None, "is not complete: it has no 'qzeros'"),
+        (FORMATS["gptq"], "qzeros", lambda stored: stored[:1], "scales and zeros are"),
+        (
+            FORMATS["gptq"],
+            "scales",
+            lambda stored: stored[:1],
+            "96 columns have 1 groups of scales.* says groups of 32",
+        ),
+        (FORMATS["gptq"], "scales", lambda stored: stored[:0], "96 columns have 0 groups of scales"),
+        (FORMATS["gptq"], "scales", lambda stored: stored * float("nan"), "not all of its numbers are finite"),
+        (FORMATS["gptq"], "qweight", lambda stored: stored.float(), "packed integers are torch.float32, not int32"),
+        (ACT_ORDER, "g_idx", lambda _: None, "is not complete: it has no 'g_idx'"),
+        (ACT_ORDER, "g_idx", lambda stored: stored * 0 - 1, "not every one of 96 columns has one of 3 groups"),
+        (AWQ, "scales", lambda stored: stored.flatten(), "has parts that do not fit"),
+        (AWQ, "qzeros", lambda stored: torch.cat((stored, stored)), "scales and zeros are"),
+        (FP8, "weight_scale_inv", lambda stored: torch.cat((stored, stored)), r"scales \(8, 6\) do not fit \(64, 96\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(tmp_path, form, part, change, match):
+    refused(tmp_path, *form, {part: change}, match)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (GPTQ | {"bits": None}, "quantization_config of gptq does not work out"),
+        (GPTQ | {"group_size": 16}, "the config says groups of 16"),
+        ({"quant_method": ["gptq"]}, "which is not supported"),
+        ({"quant_method": "fp8", "weight_block_size": ["a", "b"]}, "two whole numbers, and the config says"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "does not work out"),
+    ],
+)
+def test_a_config_that_does_not_work_out_is_refused(tmp_path, config, match):
+    refused(tmp_path, config, FORMATS["gptq"][1], {}, match)
+
+
+def refused(path, config, pack, changes, match):
+    """The model with parts of one matrix changed."""
+    write(tiny("block-sized"), path, config, pack)
+    tensors = load_file(path / "model.safetensors")
+    for part, change in changes.items():
+        changed = change(tensors.pop(ONE + part))
+        if changed is not None:
+            tensors[ONE + part] = changed.contiguous()
+    (path / "model.safetensors").unlink()
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ModelFileError, match=match):
+        load_model(resolve(str(path)).open(), device="cpu", dtype=torch.float32)

@@ -49,4 +49,4 @@ def quantised_4_bits(weight: torch.Tensor) -> IntegerMatrix:
     low, high = blocks.aminmax(dim=-1)
     scales = ((high - low) / 15).clamp(min=1e-12)
     numbers = ((blocks - low.unsqueeze(-1)) / scales.unsqueeze(-1)).round_().clamp_(0, 15)
-    return IntegerMatrix(numbers.flatten(1).to(torch.uint8), scales, -low / scales, 4)
+    return IntegerMatrix(numbers.flatten(1).to(torch.uint8), scales, -low / scales, 4, BLOCK)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.model.loading.formats.packed_matrix import IntegerMatrix, Parts, block_kind, unpack
+from quire.model.loading.formats.packed_matrix import IntegerMatrix, Parts, block_kind, group_size, unpack
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -21,6 +21,7 @@ class Awq:
 
     def __init__(self, config: Mapping[str, Any]):
         bits = config.get("bits", config.get("w_bit", 4))
+        self._groups = [config[name] for name in ("group_size", "q_group_size") if name in config]
         version = str(config.get("version", "gemm")).lower()
         if bits != 4 or version != "gemm":
             raise ModelFileError(f"AWQ with {bits} bits, version {version!r}, is not supported; 4 bits of 'gemm' are")
@@ -31,7 +32,8 @@ class Awq:
 
     def matrix(self, infos: Mapping[str, TensorInfo], small: Parts) -> tuple[tuple[int, ...], str] | None:
         (columns, packed), groups = infos["qweight"].shape, infos["scales"].shape[0]
-        return (packed * 8, columns), block_kind(4, columns, columns // groups, signed_zero=False, ordered=False)
+        group = group_size(columns, groups, self._groups)
+        return (packed * 8, columns), block_kind(4, columns, group, signed_zero=False, ordered=False)
 
     def decode(self, parts: Parts, kind: str) -> torch.Tensor:
         numbers, zeros = (
@@ -39,4 +41,5 @@ class Awq:
             for name in ("qweight", "qzeros")
         )
         scales = parts["scales"].t()
-        return IntegerMatrix(numbers, scales, zeros, 4).encoded(kind)
+        group = group_size(numbers.shape[1], scales.shape[1], self._groups)
+        return IntegerMatrix(numbers, scales, zeros, 4, group).encoded(kind)

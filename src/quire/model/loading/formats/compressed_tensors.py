@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from quire.model.loading.formats.fp8_weights import spread
+from quire.model.loading.formats.fp8_weights import block_size, spread
 from quire.model.loading.formats.mxfp4 import E2M1, nibbles
-from quire.model.loading.formats.packed_matrix import BLOCK, IntegerMatrix, Parts, block_kind, unpack
+from quire.model.loading.formats.packed_matrix import BLOCK, IntegerMatrix, Parts, block_kind, group_size, unpack
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -35,6 +35,11 @@ class CompressedTensors:
             )
         weights = [group["weights"] for group in schemes if isinstance(group.get("weights"), Mapping)]
         self._bits = int(weights[0].get("num_bits", 8)) if weights else 8
+        self._groups = [each["group_size"] for each in weights if "group_size" in each]
+        blocks = {tuple(each["block_structure"]) for each in weights if each.get("block_structure")}
+        if len(blocks) > 1:
+            raise ModelFileError("compressed-tensors with blocks of different sizes are not supported")
+        self._block = block_size(blocks.pop()) if blocks else None
         if any(int(each.get("num_bits", 8)) != self._bits for each in weights):
             raise ModelFileError("compressed-tensors with groups of different bits are not supported")
 
@@ -57,13 +62,12 @@ class CompressedTensors:
     def _packed_kind(self, columns: int, scales: tuple[int, ...], parts: Mapping[str, Any]) -> str:
         groups = scales[1] if len(scales) > 1 else 1
         centred = "weight_zero_point" not in parts
-        return block_kind(
-            self._bits, columns, -(-columns // groups), signed_zero=centred, ordered="weight_g_idx" in parts
-        )
+        group = group_size(columns, groups, self._groups)
+        return block_kind(self._bits, columns, group, signed_zero=centred, ordered="weight_g_idx" in parts)
 
     def decode(self, parts: Parts, kind: str) -> torch.Tensor:
         if "weight_packed" not in parts:
-            return _whole(parts, kind)
+            return _whole(parts, kind, self._block)
         if "weight_global_scale" in parts:
             numbers = E2M1[nibbles(parts["weight_packed"]).long()]
             return numbers * spread(parts["weight_scale"].float() / parts["weight_global_scale"].float(), numbers.shape)
@@ -74,7 +78,8 @@ class CompressedTensors:
         zeros = torch.full(scales.shape, middle, dtype=torch.int16)
         if "weight_zero_point" in parts:
             zeros = unpack(parts["weight_zero_point"], self._bits, dim=0, count=rows).short()
-        return IntegerMatrix(numbers, scales, zeros, self._bits, parts.get("weight_g_idx")).encoded(kind)
+        group = group_size(columns, scales.shape[1], self._groups)
+        return IntegerMatrix(numbers, scales, zeros, self._bits, group, parts.get("weight_g_idx")).encoded(kind)
 
 
 def _whole_kind(weight: TensorInfo, scale: TensorInfo, shifted: bool) -> str:
@@ -83,15 +88,16 @@ def _whole_kind(weight: TensorInfo, scale: TensorInfo, shifted: bool) -> str:
     return "Q8_0" if centred else "F32"
 
 
-def _whole(parts: Parts, kind: str) -> torch.Tensor:
+def _whole(parts: Parts, kind: str, block: tuple[int, int] | None) -> torch.Tensor:
     """8-bit numbers, not packed."""
     weight, scale = parts["weight"], parts["weight_scale"]
     zeros = parts.get("weight_zero_point")
     if kind == "Q8_0":
         rows = scale.reshape(-1, 1).expand(len(weight), 1)
         shifted = (weight.short() + 128).to(torch.uint8)
-        return IntegerMatrix(shifted, rows, torch.full(rows.shape, 128, dtype=torch.int16), 8).encoded("Q8_0")
+        zeros = torch.full(rows.shape, 128, dtype=torch.int16)
+        return IntegerMatrix(shifted, rows, zeros, 8, weight.shape[1]).encoded("Q8_0")
     numbers = weight.float()
     if zeros is not None:
-        numbers = numbers - spread(zeros.float(), weight.shape)
-    return numbers * spread(scale.float(), weight.shape)
+        numbers = numbers - spread(zeros.float(), weight.shape, block)
+    return numbers * spread(scale.float(), weight.shape, block)

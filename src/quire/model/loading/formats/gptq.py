@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from quire.model.loading.formats.packed_matrix import IntegerMatrix, Parts, block_kind, unpack
+from quire.model.loading.formats.packed_matrix import IntegerMatrix, Parts, block_kind, group_size, unpack
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -22,6 +22,9 @@ class Gptq:
         self._bits = int(config.get("bits", 4))
         if self._bits not in (2, 3, 4, 8):
             raise ModelFileError(f"GPTQ with {self._bits} bits is not supported; 2, 3, 4 and 8 are")
+        dynamic = config.get("dynamic")  # GPTQModel: what differs in some modules
+        said = [config, *(dynamic.values() if isinstance(dynamic, Mapping) else ())]
+        self._groups = [each["group_size"] for each in said if isinstance(each, Mapping) and "group_size" in each]
         self._ordered = bool(config.get("desc_act"))
         self._offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
 
@@ -32,13 +35,15 @@ class Gptq:
     def matrix(self, infos: Mapping[str, TensorInfo], small: Parts) -> tuple[tuple[int, ...], str] | None:
         packed, scales = infos["qweight"].shape, infos["scales"].shape
         columns = packed[0] * 32 // self._bits
-        ordered = self._ordered and "g_idx" in infos
-        kind = block_kind(self._bits, columns, columns // scales[0], signed_zero=False, ordered=ordered)
+        group = group_size(columns, scales[0], self._groups)
+        ordered = self._ordered and scales[0] > 1
+        kind = block_kind(self._bits, columns, group, signed_zero=False, ordered=ordered)
         return (packed[1], columns), kind
 
     def decode(self, parts: Parts, kind: str) -> torch.Tensor:
         numbers = unpack(parts["qweight"], self._bits, dim=0).t().contiguous()
         scales = parts["scales"].t()
         zeros = unpack(parts["qzeros"], self._bits, dim=1, count=scales.shape[0]).t().short() + self._offset
-        ordered = parts.get("g_idx") if self._ordered else None
-        return IntegerMatrix(numbers, scales, zeros, self._bits, ordered).encoded(kind)
+        ordered = parts["g_idx"] if self._ordered and scales.shape[1] > 1 else None
+        group = group_size(numbers.shape[1], scales.shape[1], self._groups)
+        return IntegerMatrix(numbers, scales, zeros, self._bits, group, ordered).encoded(kind)

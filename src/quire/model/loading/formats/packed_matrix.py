@@ -3,9 +3,9 @@ scale and a zero for each group as blocks that the rest of the loader knows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -48,6 +48,8 @@ class PublishedFormat(Protocol):
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int, count: int | None = None) -> torch.Tensor:
     """Integers of `bits` out of 32-bit words, the low bits first, along `dim`; may cross from word to word."""
+    if words.dtype != torch.int32:
+        raise ValueError(f"packed integers are {words.dtype}, not int32")
     words = words.movedim(dim, -1).contiguous()
     shifts = torch.arange(32, dtype=torch.int64, device=words.device)
     stream = ((words.to(torch.int64).unsqueeze(-1) & 0xFFFFFFFF) >> shifts & 1).flatten(-2)
@@ -65,7 +67,18 @@ class IntegerMatrix:
     scales: torch.Tensor  # [rows, groups]
     zeros: torch.Tensor  # [rows, groups]
     bits: int
-    group_of: torch.Tensor | None = None  # [columns]; None: groups are runs of equal length
+    group: int  # columns of a group, of which the last may have fewer
+    group_of: torch.Tensor | None = None  # [columns]; None: groups are runs of columns
+
+    def __post_init__(self) -> None:
+        rows, columns = self.numbers.shape
+        groups = (rows, -(-columns // self.group))
+        if self.scales.shape != groups or self.zeros.shape != groups:
+            found = f"{tuple(self.scales.shape)} and {tuple(self.zeros.shape)}"
+            raise ValueError(f"scales and zeros are {found}, and {groups} are needed")
+        order = self.group_of
+        if order is not None and (order.shape != (columns,) or order.min() < 0 or order.max() >= groups[1]):
+            raise ValueError(f"not every one of {columns} columns has one of {groups[1]} groups")
 
     def encoded(self, kind: str) -> torch.Tensor:
         match kind:
@@ -77,10 +90,9 @@ class IntegerMatrix:
                 return self._float()
 
     def _by_column(self, values: torch.Tensor) -> torch.Tensor:
-        columns = self.numbers.shape[1]
         group = self.group_of
         if group is None:
-            group = torch.arange(columns) // -(-columns // values.shape[1])
+            group = torch.arange(self.numbers.shape[1]) // self.group
         return values[:, group.long()]
 
     def _float(self) -> torch.Tensor:
@@ -88,7 +100,10 @@ class IntegerMatrix:
         return (self.numbers.float() - zeros) * scales
 
     def _by_block(self, values: torch.Tensor) -> torch.Tensor:
-        return self._by_column(values)[:, ::BLOCK].half().contiguous().view(torch.uint8).unflatten(1, (-1, 2))
+        halves = self._by_column(values)[:, ::BLOCK].half()
+        if not halves.isfinite().all():
+            raise ValueError("scales are not finite in 16 bits")
+        return halves.contiguous().view(torch.uint8).unflatten(1, (-1, 2))
 
     def _q4_1(self) -> torch.Tensor:
         """Blocks of (scale, minimum, 16 bytes): number i in the low bits of byte i, i + 16 in the high ones."""
@@ -101,6 +116,18 @@ class IntegerMatrix:
         """Blocks of (scale, 32 signed bytes)."""
         numbers = (self.numbers.short() - self._by_column(self.zeros.short())).to(torch.int8).view(torch.uint8)
         return torch.cat((self._by_block(self.scales), numbers.unflatten(1, (-1, BLOCK))), dim=2).flatten(1)
+
+
+def group_size(columns: int, groups: int, declared: Collection[Any]) -> int:
+    """Columns of a group, by what the config declares (-1 or None: there is one group) and how many there are."""
+    sizes = [columns if size in (-1, None) else size for size in declared]
+    for size in sizes:
+        if isinstance(size, int) and size > 0 and -(-columns // size) == groups:
+            return size
+    if sizes or groups < 1 or columns % groups:
+        said = f"groups of {', '.join(map(str, sizes))}" if sizes else "no size of groups"
+        raise ValueError(f"{columns} columns have {groups} groups of scales, and the config says {said}")
+    return columns // groups
 
 
 def block_kind(bits: int, columns: int, group: int, *, signed_zero: bool, ordered: bool) -> str:

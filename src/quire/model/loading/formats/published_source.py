@@ -39,9 +39,13 @@ def unquantised(source: WeightSource, *, blocks: bool) -> WeightSource:
     if not config:
         return source
     method = config.get("quant_method", "compressed-tensors") if isinstance(config, Mapping) else config
-    if not isinstance(config, Mapping) or method not in METHODS:
+    if not isinstance(config, Mapping) or not isinstance(method, str) or method not in METHODS:
         raise ModelFileError(f"model is quantised with {method!r}, which is not supported; {', '.join(METHODS)} are")
-    return PublishedSource(source, METHODS[method](config), blocks)
+    try:
+        form = METHODS[method](config)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ModelFileError(f"quantization_config of {method} does not work out: {error}") from error
+    return PublishedSource(source, form, blocks)
 
 
 class PublishedSource:
@@ -70,8 +74,13 @@ class PublishedSource:
         try:
             small = {p: self._part(p, parts) for p, info in infos.items() if info.nbytes <= SMALL_BYTES}
             what = self._format.matrix(infos, small)
-        except (KeyError, IndexError, ValueError) as error:
-            raise ModelFileError(f"{self._format.name} matrix {name!r} is not complete: {error!r}") from error
+        except KeyError as error:
+            raise self._incomplete(name, error) from error
+        except (IndexError, ValueError) as error:
+            shapes = ", ".join(f"{part} {info.shape}" for part, info in infos.items())
+            raise ModelFileError(
+                f"{self._format.name} matrix {name!r} has parts that do not fit ({shapes}): {error}"
+            ) from error
         if what is None:
             self._tensors |= {stored: self._stored[stored] for stored in parts.values()}
             return
@@ -79,6 +88,9 @@ class PublishedSource:
         unit, nbytes = _BLOCK_BYTES[kind]
         self._tensors[name] = TensorInfo(name, shape, kind, int(np.prod(shape)) // unit * nbytes)
         self._parts[name] = parts
+
+    def _incomplete(self, name: str, error: KeyError) -> ModelFileError:
+        return ModelFileError(f"{self._format.name} matrix {name!r} is not complete: it has no {error.args[0]!r}")
 
     def metadata(self) -> dict[str, Any]:
         return self._source.metadata()
@@ -96,8 +108,13 @@ class PublishedSource:
     def _decode(self, name: str) -> np.ndarray:
         parts: Parts = {part: self._part(part, self._parts[name]) for part in self._parts[name]}
         try:
-            made = self._format.decode(parts, self._tensors[name].kind).contiguous().view(torch.uint8).flatten()
-        except (KeyError, IndexError, RuntimeError, ValueError) as error:
+            numbers = self._format.decode(parts, self._tensors[name].kind).contiguous()
+            if numbers.is_floating_point() and not numbers.isfinite().all():
+                raise ValueError("not all of its numbers are finite")
+            made = numbers.view(torch.uint8).flatten()
+        except KeyError as error:
+            raise self._incomplete(name, error) from error
+        except (IndexError, RuntimeError, ValueError) as error:
             raise ModelFileError(f"{self._format.name} matrix {name!r} does not work out: {error}") from error
         if made.numel() != self._tensors[name].nbytes:
             raise ModelFileError(f"{self._format.name} matrix {name!r} does not have the shape that its parts say")
@@ -107,5 +124,7 @@ class PublishedSource:
         info = self._stored[parts[part]]
         if info.kind not in DTYPES:
             raise ModelFileError(f"tensor {info.name!r} has type {info.kind}, which is not supported")
+        if not info.nbytes:
+            return torch.empty(info.shape, dtype=DTYPES[info.kind])
         raw = torch.from_numpy(self._source.read(info.name).copy())
         return raw.view(DTYPES[info.kind]).reshape(info.shape)
