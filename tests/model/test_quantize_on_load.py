@@ -58,7 +58,7 @@ def test_what_cannot_be_quantised_says_why(tmp_path):
     [
         ("cuda:0", "int8", "auto", "on a GPU use quantize fp8"),
         ("cpu", "fp8", "auto", "on a CPU use int8 or int4"),
-        ("cpu", "int4", "bfloat16", "with dtype auto"),
+        ("cpu", "int4", "bfloat16", "goes with dtype auto"),
         ("cpu", "int3", "auto", "quantize.*int3"),
         ("cuda:0", "fp8", "float16", "computes the rest in bfloat16"),
     ],

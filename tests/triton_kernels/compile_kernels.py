@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from quire.generation.sampling.noise import row_keys, streams
 from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv_views import LayerKV
-from quire.kernels.triton import activation, cascade, expert_kernels, gemm, gemv, launch, norm
+from quire.kernels.triton import activation, cascade, expert_kernels, gemm, gemv, int4_matmul, launch, norm
 from quire.kernels.triton import batch_gather as batch
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import rope_kernel as rope
@@ -110,6 +110,23 @@ def products():
         for config in {config for _, config in GATED_MATMUL[dtype.itemsize]} - {None}:
             gemm.gated_matmul(x, weight, config, **scales)
     small_products()
+    four_bits()
+
+
+def four_bits():
+    """Every tiling of the layers, zeros that are whole numbers and not, and groups within a chunk."""
+    for outputs, width, group, whole in (
+        (6144, HIDDEN, 128, True),
+        (2 * FFN, HIDDEN, 128, False),
+        (HIDDEN, FFN, 32, True),
+    ):
+        words = torch.zeros(width // 128, outputs, 32, dtype=torch.int16)
+        scale = torch.ones(width // group, outputs, dtype=torch.float16)
+        zero = torch.ones_like(scale, dtype=torch.uint8 if whole else torch.float16)
+        for rows in (1, 32, 64, 128):
+            tile = int4_matmul.choose_tile(rows, outputs, len(words))
+            int4_matmul.int4_matmul(random(rows, width), words, scale, zero, tile=tile)
+        int4_matmul.unpack(words, scale, zero, BF16)
 
 
 def small_products():

@@ -16,6 +16,7 @@ from quire.bench.verify import Agreement, agreement
 from quire.bench.workloads import H200, fixed
 from quire.engine.gc_control import settle
 from quire.engine.link import LocalLink, open_link
+from quire.model.blocks.linear import Linear
 from quire.types.config import EngineOptions, ModelOptions
 from quire.types.errors import ConfigError
 
@@ -31,10 +32,9 @@ def report_suite(
         raise ConfigError(f"no suite is called {name!r}; there is: h200")
     console = Console(width=140)
     table = anchors(name)
-    if options.model == ModelOptions(dtype=options.model.dtype):
-        model = ModelOptions(
-            model=str(DATA / table["model"]), random_weights=True, max_model_len=MAX_LEN, dtype=options.model.dtype
-        )
+    asked = options.model
+    if asked == ModelOptions(dtype=asked.dtype, quantize=asked.quantize):
+        model = dataclasses.replace(asked, model=str(DATA / table["model"]), random_weights=True, max_model_len=MAX_LEN)
         options = dataclasses.replace(options, model=model)
     began = time.perf_counter()
     link = open_link(options, process=False)
@@ -72,7 +72,7 @@ def work_of(link: LocalLink) -> Work:
     spec = model.spec
     tensors = [t for name, m in model.modules().items() if name != "embed" for t in m.tensors().values()]
     return Work(
-        matrix_parameters=sum(t.numel() for t in tensors if t.dim() == 2),
+        matrix_parameters=sum(sum(m.parts) * m.columns for m in model.modules().values() if isinstance(m, Linear)),
         weight_bytes=sum(t.nbytes for t in tensors),
         kv_bytes=layout.token_bytes,
         attention_flops=sum(4 * mixer.heads * mixer.head_dim for mixer in spec.attending.values()),

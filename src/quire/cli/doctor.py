@@ -30,7 +30,7 @@ def doctor(
 
     from quire.assets import resolve
     from quire.kernels import cpu
-    from quire.model import CompiledModel, compiled_refusal, packed_bytes, parameter_count, read_spec, weight_bytes
+    from quire.model import CompiledModel, compiled_refusal, packed_bytes, parameter_count, read_spec, resident_bytes
     from quire.model.blocks.fused import choose_stages
     from quire.model.quantization.dense_scheme import DenseScheme
     from quire.model.quantization.fp8 import Fp8Scheme
@@ -55,7 +55,8 @@ def doctor(
         kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
     else:
         stages, own = choose_stages(spec, device), decisions.dtype
-        weights, kinds = weight_bytes(spec, dtype), (own, *stages.kv_kinds)
+        weights = resident_bytes(source, device, dtype, decisions.quantize)
+        kinds = (own, *stages.kv_kinds)
         scheme = Fp8Scheme() if decisions.fp8 else DenseScheme()
         kernels = [f"decoder: not the compiled one, {refused}", *stages.describe(scheme)]
     layout = kv_layout(engine, decisions, spec, own, kinds)

@@ -10,7 +10,7 @@ from quire.model.compiled import CompiledModel
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.registry import read_spec
-from quire.model.loading.load import compiled_refusal, load_model, packed_bytes
+from quire.model.loading.load import compiled_refusal, load_model, packed_bytes, resident_bytes
 from quire.model.loading.memory_estimate import parameter_count, weight_bytes
 from quire.model.runnable import Runnable
 
@@ -26,5 +26,6 @@ __all__ = [
     "packed_bytes",
     "parameter_count",
     "read_spec",
+    "resident_bytes",
     "weight_bytes",
 ]

@@ -198,6 +198,8 @@ class Model:
 
     def finish(self) -> None:
         """Compute what depends on weights or lives beside them, once they are in place."""
+        for linear in (m for m in self.modules().values() if isinstance(m, Linear)):
+            linear.scheme.finish(linear.state)
         self._ropes: dict[int, Scaled] = {}  # inverse frequencies and scale, by kind
         for kind in set(self.spec.rope_kinds):
             rope = self.spec.layers[kind].mixer.rope

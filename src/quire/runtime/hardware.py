@@ -122,8 +122,10 @@ def _without_effect(options: EngineOptions, gpu: bool, tokens: int, most: int) -
 def _quantize(options: EngineOptions, gpu: bool) -> Quantize:
     """What the loader is told; fp8 is a scheme of the layers, not of the loader."""
     asked, dtype = options.model.quantize, options.model.dtype
-    if asked in ("int8", "int4") and (gpu or dtype not in ("auto", "float32")):
-        raise ConfigError(f"quantize {asked} is for a CPU with dtype auto; on a GPU use quantize fp8")
+    if asked == "int8" and gpu:
+        raise ConfigError("quantize int8 is for a CPU with dtype auto; on a GPU use quantize fp8 or int4")
+    if asked in ("int8", "int4") and dtype not in (("auto", "bfloat16", "float16") if gpu else ("auto", "float32")):
+        raise ConfigError(f"quantize {asked} goes with dtype auto, not {dtype}")
     if asked == "fp8" and not gpu:
         raise ConfigError("quantize fp8 needs a GPU with 8-bit matrix units; on a CPU use int8 or int4")
     if asked == "fp8" and dtype not in ("auto", "bfloat16", "fp8"):

@@ -27,8 +27,8 @@ class ModelOptions(Checked):
     )
     quantize: str = option(
         "auto",
-        "plain weights on load: auto (int8 where the compiled CPU decoder runs them, else none), none, int8 or int4 "
-        "(CPU), fp8 (GPU)",
+        "plain weights on load: auto (int8 where the compiled CPU decoder runs them, else none), none, int8 (CPU), "
+        "int4, fp8 (GPU)",
         forms=("auto", "none", "int8", "int4", "fp8"),
     )
     max_model_len: int | None = option(

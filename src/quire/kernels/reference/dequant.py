@@ -143,3 +143,18 @@ FORMATS = {
     "Q5_K": BlockFormat(256, 176, _q5_k),
     "Q6_K": BlockFormat(256, 210, _q6_k),
 }
+FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")  # kinds that are integers of 4 bits times a scale and more
+
+
+def four_bit_blocks(raw: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of bytes → integers [rows, columns], and of each block of 32 of them a scale and what is added, float32
+    [rows, columns / 32]."""
+    blocks = raw.reshape(-1, FORMATS[kind].nbytes)
+    if kind == "Q4_K":
+        scales, mins = _scales_and_mins(blocks[:, 4:16])
+        numbers, scale, low = _fields(blocks[:, 16:144], 4, 32), _half(blocks, 0) * scales, -_half(blocks, 2) * mins
+    else:
+        one = kind == "Q4_1"
+        numbers, scale = _fields(blocks[:, 4 if one else 2 :], 4, 16), _half(blocks, 0)
+        low = _half(blocks, 2) if one else -8 * scale
+    return numbers.view(len(raw), -1), scale.view(len(raw), -1), low.view(len(raw), -1)

@@ -6,6 +6,8 @@ layers, how a scheme keeps its numbers.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from quire.model.loading.stored_tensor import StoredTensor
@@ -29,11 +31,17 @@ class Linear:
     ):
         self.columns = columns
         self.parts = parts
-        self.scheme = scheme
-        self.state = scheme.create(sum(parts), columns, device, dtype) if tied is None else {"weight": tied}
+        self.scheme = scheme  # may be changed until the state is first asked for
+        self._device, self._dtype = device, dtype
         self.tied = tied is not None
+        if tied is not None:
+            self.state = {"weight": tied}
         assert tied is None or isinstance(scheme, DenseScheme), "a table of embeddings is dense"
         self.bias = torch.empty(sum(parts), device=device, dtype=dtype) if bias else None
+
+    @cached_property
+    def state(self) -> State:
+        return self.scheme.create(sum(self.parts), self.columns, self._device, self._dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self.state, x, self.bias)

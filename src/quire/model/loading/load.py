@@ -22,6 +22,7 @@ from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architect
 from quire.model.families.registry import read_family
 from quire.model.loading.expert_tensors import ExpertTensors
 from quire.model.loading.formats.published_source import unquantised
+from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE
 from quire.model.quantization.scheme import QuantScheme
@@ -54,9 +55,9 @@ def load_model(
 
     `length`: the longest context to be served, if it is beyond what the model was trained for. `compiled`: threads
     for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `quantize`: to how
-    many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch. `scheme`: how the
-    layers' matrices are kept; dense in `dtype` if not said. `invariant`: a row's bits may not depend on its batch (the
-    compiled decoder's never do).
+    many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch; "int4" is for GPUs too, where
+    matrices that are stored in 4 bits stay so. `scheme`: how the layers' others are kept; dense in `dtype` if not said.
+    `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do).
     """
     family, spec = read_family(source)
     why_not = None
@@ -67,14 +68,18 @@ def load_model(
             targets = _targets(family, spec, source)
             _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
-    if quantize in ("int8", "int4"):
+    packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant
+    if quantize == "int8" or (quantize == "int4" and not packs):
         why = why_not or "it runs on a CPU, with dtype auto"
         raise ConfigError(f"quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
-    source = ExpertTensors(unquantised(source, blocks=False))
+    source = ExpertTensors(unquantised(source, blocks=packs))
+    targets = {}
     if not random_weights:
         targets = _targets(family, spec, source)
         _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
     model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant)
+    if packs:
+        keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     if random_weights:
         fill_random(model, seed)
     else:
@@ -86,6 +91,16 @@ def load_model(
             log.warning("%s; until then steps take several times as long, on plain torch", why_not)
         model.notes.append(f"decoder: plain torch, not compiled: {why_not}")
     return model
+
+
+def resident_bytes(source: WeightSource, device: torch.device, dtype: torch.dtype, quantize: Quantize = "auto") -> int:
+    """What the weights take where torch runs them, by the shapes that they will have."""
+    family, spec = read_family(source)
+    model = Model(spec, device=torch.device("meta"), dtype=dtype)
+    if can_keep(device, dtype):
+        source = ExpertTensors(unquantised(source, blocks=True))
+        keep_four_bits(model, None if quantize == "int4" else four_bit_modules(_targets(family, spec, source), source))
+    return sum(tensor.nbytes for module in model.modules().values() for tensor in module.tensors().values())
 
 
 def compiled_refusal(

@@ -32,6 +32,9 @@ class DenseScheme:
     def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
         state["weight"][first_row : first_row + rows.shape[0]] = rows
 
+    def finish(self, state: State) -> None:
+        pass
+
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["weight"] *= factors[:, None].to(state["weight"].dtype)
 

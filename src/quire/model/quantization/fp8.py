@@ -42,6 +42,9 @@ class Fp8Scheme:
         state["scale"][place] = scale
         state["weight"][place] = (rows.float() / scale[:, None]).to(torch.float8_e4m3fn)
 
+    def finish(self, state: State) -> None:
+        pass
+
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["scale"] *= factors
 

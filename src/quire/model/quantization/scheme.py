@@ -21,8 +21,10 @@ class Matrix(Protocol):
 
     columns: int
     parts: tuple[int, ...]
-    state: State
     bias: torch.Tensor | None
+
+    @property
+    def state(self) -> State: ...
 
 
 class RMSNorm(Protocol):
@@ -46,6 +48,10 @@ class QuantScheme(Protocol):
 
     def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
         """Put plain numbers there."""
+        ...
+
+    def finish(self, state: State) -> None:
+        """Called once all rows are in place."""
         ...
 
     def scale(self, state: State, factors: torch.Tensor) -> None:
