@@ -77,6 +77,57 @@ def test_what_cannot_be_kept_to_is_refused_in_plain_words(judge, schema, reason)
     assert not any(word in str(caught.value).lower() for word in ("lexer", "derivre", "earley", "llguidance", "fuel"))
 
 
+def closed_object(**properties):
+    return {"type": "object", "properties": properties, "required": [*properties][:1], "additionalProperties": False}
+
+
+TEN = {f"p{i}": {"type": "integer"} for i in range(10)}
+DAYS = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+KEPT_TO = {
+    "closed objects with names of their own": (
+        {"oneOf": [closed_object(a={"type": "string"}), closed_object(b={"type": "integer"})]},
+        ['{"a": "x"}', '{"b": 1}'],
+        ["{}", '{"a": "x", "b": 1}'],
+    ),
+    "closed objects that share a name": (
+        {"oneOf": [closed_object(a=True, b={"type": "integer"}), closed_object(a=True, c={"type": "integer"})]},
+        ['{"a": 1, "b": 1}', '{"a": 1, "c": 1}'],
+        ['{"a": 1}', '{"a": 1, "b": 1, "c": 1}', '{"b": 1}'],
+    ),
+    "one of many": (
+        {"type": "object", "properties": TEN, "minProperties": 1, "additionalProperties": False},
+        ['{"p0": 1}', '{"p9": 1}', '{"p1": 1, "p9": 2}'],
+        ["{}", '{"q": 1}'],
+    ),
+    "two of many": (
+        {"type": "object", "properties": TEN, "minProperties": 2, "additionalProperties": False},
+        ['{"p0": 1, "p9": 1}', '{"p1": 1, "p2": 2, "p3": 3}'],
+        ["{}", '{"p4": 1}'],
+    ),
+    "one of many, or another": (
+        {"type": "object", "properties": TEN, "minProperties": 1},
+        ['{"p3": 1}', '{"z": 1}'],
+        ["{}"],
+    ),
+    "at most one of many": (
+        {"type": "object", "properties": TEN, "maxProperties": 1, "additionalProperties": False},
+        ["{}", '{"p3": 1}'],
+        ['{"p3": 1, "p4": 1}'],
+    ),
+    "different days, as they are listed": (
+        {"type": "array", "items": {"enum": DAYS}, "uniqueItems": True, "minItems": 1},
+        ['["tue"]', '["mon", "sun"]', json.dumps(DAYS)],
+        ["[]", '["mon", "mon"]', '["mon", "tue", "mon"]'],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), KEPT_TO.values(), ids=KEPT_TO)
+def test_ordinary_schemas_are_kept_to(judge, schema, good, bad):
+    grammar = judge.compile(schema)
+    assert taken(judge, grammar, [*good, *bad]) == good
+
+
 def closed(schema):
     return {CLOSED: True} | schema
 
@@ -144,6 +195,8 @@ def test_gbnf(judge):
     grammar = compiled(judge, context_free(source, "p"))
     texts = ["A1", "A12,Aé", "(A7)", "B1", "A", "A1,"]
     assert taken(judge, grammar, texts) == texts[:3]
+    lines = compiled(judge, context_free('root ::= "a"  # one\n  | "|"\n\n  | b\nb ::= "b"', "p"))
+    assert taken(judge, lines, ["a", "|", "b", "c"]) == ["a", "|", "b"]
     for wrong, reason in (('root ::= "a" b', "'b' not found"), ('root ::= ("a"', "Expected"), ('x ::= "a"', "root")):
         with pytest.raises(InputError, match=reason):
             compiled(judge, context_free(wrong, "p"))
@@ -176,6 +229,53 @@ def test_structural_tags(judge, given):
     good = ["nothing of the kind", '<f=x>{"a": 1}</f>', 'so: <f=x>{}</f> and <f=x>{"b": 2}</f>.', "a <f is no tag"]
     bad = ["<f=y>", '<f=x>{"c": 1}</f>', "<f=x>{}"]
     assert taken(judge, grammar, [*good, *bad]) == good
+
+
+THINK = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": ["</think>", "<|/think|>"]}
+JSON_TAG = {"type": "tag", "begin": "<j>", "end": "</j>", "content": {"type": "json_schema", "json_schema": AB}}
+FORMATS = {
+    "any text ends with its tag": (
+        THINK,
+        ["<think>a < b\n</think>", "<think></think>"],
+        ["<think>a", "<think>a</think>b"],
+    ),
+    "text, then JSON": (
+        {"type": "sequence", "elements": [THINK, {"type": "json_schema", "json_schema": AB}]},
+        ['<think>hm</think>{"a": 1}'],
+        ["<think>hm</think>x", '{"a": 1}'],
+    ),
+    "tags within a tag": (
+        {
+            "type": "tag",
+            "begin": "(",
+            "end": ")",
+            "content": {"type": "triggered_tags", "triggers": ["<j"], "tags": [JSON_TAG]},
+        },
+        ['(so <j>{"a": 1}</j>, <j>{}</j> it is)', "(no)"],
+        ["(no", "(<j>{}</j>", "(a) b"],
+    ),
+    "words left out": (
+        {"type": "triggered_tags", "triggers": ["<j"], "tags": [JSON_TAG], "excludes": ["bad"]},
+        ["good <j>{}</j>"],
+        ["bad <j>{}</j>", "<j>{}</j> bad"],
+    ),
+    "slashes": ({"type": "regex", "pattern": r"https?:\/\/[a-z]+/\d"}, ["http://ab/1"], [r"http:\/\/ab/1"]),
+    "any value": ({"type": "json_schema", "json_schema": True}, ["1", '"x"'], ["x"]),
+    "no end": (JSON_TAG | {"end": ""}, ['<j>{"a": 1}'], ["<j>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "good", "bad"), FORMATS.values(), ids=FORMATS)
+def test_formats_of_structural_tags(judge, format, good, bad):
+    grammar = compiled(judge, structural_tag({"type": "structural_tag", "format": format}, "p"))
+    assert taken(judge, grammar, [*good, *bad]) == good
+
+
+def test_json_in_a_grammar_is_written_as_elsewhere(judge):
+    texts = ['{"a": 1, "b": 2}', '{"a":1,"b":2}', '{ "a": 1}', '{"a": \n\n 1}']
+    for schema, good in (({}, texts[:1]), ({"x-guidance": {"item_separator": ",", "key_separator": ":"}}, texts[1:2])):
+        source = "start: %json " + json.dumps({"type": "object"} | AB | schema)
+        assert taken(judge, compiled(judge, GrammarSpec("lark", source)), texts) == good
 
 
 def test_structural_tags_that_make_no_sense():

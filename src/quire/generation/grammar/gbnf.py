@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*', re.DOTALL)
+TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*|\s+(?=\|)', re.DOTALL)
 ESCAPE = re.compile(r"\\x([0-9A-Fa-f]{2})|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})|\\(.)", re.DOTALL)
 KEPT = 'nrt\\"[]'  # escapes that mean the same in both
 
@@ -25,10 +25,10 @@ def lark_of(source: str) -> str:
 
 
 def _plain(found: re.Match[str]) -> str:
-    """A literal or a class whose characters are written as they are, where that can be."""
+    """A literal or a class whose characters are written as they are, where that can be; nothing for a comment."""
     text = found[0]
-    if text[0] == "#":
-        return text
+    if text[0] == "#" or text.isspace():  # a line may begin with another alternative
+        return " "
     in_class = text[0] == "["
 
     def char(escape: re.Match[str]) -> str:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.gbnf import GbnfError, lark_of
 from quire.generation.grammar.plain_reasons import plain_reason
-from quire.generation.grammar.schema_sources import ESCAPES, SchemaRefusal, as_is, in_plain_keywords
+from quire.generation.grammar.schema_sources import ESCAPES, JSON_STYLE, SchemaRefusal, as_is, in_plain_keywords
 from quire.generation.grammar.trial import openings, strings
 from quire.types.errors import ConfigError, InputError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -39,8 +39,6 @@ MAX_WAIT_RATIO = 1.7  # of wall-clock to CPU seconds, on a machine that is busy 
 POLL_INTERVAL_S = 0.02
 MAX_COMPILERS = 4  # threads at once; an abandoned one counts until it ends
 STACK_BYTES = 512 << 20  # bytes of address space, touched only as far as a grammar is nested
-# A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
-JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 JSON_EXACTLY: Any = {"json_allowed_escapes": ESCAPES, "lenient": False, "coerce_one_of": False}
 LIMITS: dict[str, Any] = {"max_lexer_states": 50_000, "verbose_errors": False}
 MAX_TRIAL_S = 0.2  # for the strings of a grammar, one by one

@@ -21,6 +21,8 @@ EMBEDDED, DECODER = re.compile(r"%json\s*(?=\{)"), json.JSONDecoder()
 STYLE = "x-guidance"  # how JSON is written: the compiler's own key
 ESCAPES = 'nrbtf\\"'  # one way to spell each string: no declared name is written otherwise to pass for another
 STYLE_KEYS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
+# A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
+JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def as_is(spec: GrammarSpec) -> GrammarSpec | None:
@@ -46,6 +48,12 @@ def parsed_at(text: str, at: int) -> tuple[Any, int] | None:
         return None  # the compiler says it better
 
 
+def _style(schema: Any) -> dict[str, Any]:
+    """What a schema says itself of how JSON is written."""
+    style = schema.get(STYLE) if isinstance(schema, dict) else None
+    return {key: style[key] for key in STYLE_KEYS if key in style} if isinstance(style, dict) else {}
+
+
 def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec | None:
     if spec.kind == "json_schema":
         schema = _parsed(spec.source)
@@ -53,8 +61,8 @@ def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec
         if found is None:
             return None
         found = {} if found is True else found
-        if isinstance(style := schema.get(STYLE), dict):
-            found = found | {STYLE: {key: style[key] for key in STYLE_KEYS if key in style}}
+        if style := _style(schema):
+            found = found | {STYLE: style}
         return GrammarSpec(spec.kind, json.dumps(found, ensure_ascii=False))
     parts, end = [], 0
     for embedded in EMBEDDED.finditer(spec.source):
@@ -66,7 +74,8 @@ def _with_schemas(spec: GrammarSpec, write: Callable[[Any], Any]) -> GrammarSpec
         found = write(schema)
         if found is None:
             return None
-        found = ({} if found is True else found) | {STYLE: {"json_allowed_escapes": ESCAPES}}
+        style = JSON_STYLE | _style(schema) | {"json_allowed_escapes": ESCAPES}
+        found = ({} if found is True else found) | {STYLE: style}
         parts += [spec.source[end : embedded.end()], json.dumps(found, ensure_ascii=False)]
         end = after
     return GrammarSpec(spec.kind, "".join([*parts, spec.source[end:]]))

@@ -149,23 +149,24 @@ class Alternatives:
         return found
 
     def _apart(self, one: Any, other: Any) -> bool:
-        """Whether it is plain to see that nothing fits both: other types, or other constants in the same property."""
+        """Whether it is plain to see that nothing fits both: other types, other constants; of objects, the same in a
+        property that both have, or one that must be there and may not be."""
         one, other = self._followed(one), self._followed(other)
         if not (isinstance(one, dict) and isinstance(other, dict)):
             return one is False or other is False
         if not _types(one) & _types(other):
             return True
-        mine, theirs = _constants(one), _constants(other)
-        if mine is not None and theirs is not None and not any(value in theirs for value in mine):
+        if _other_constants(one, other):
             return True
-        for name in set(_list(one, "required")) & set(_list(other, "required")) if "object" in _types(one) else ():
+        if not _types(one) == _types(other) == {"object"}:
+            return False
+        here, there = (_list(each, "required") for each in (one, other))
+        if any(_bars(other, name) for name in here) or any(_bars(one, name) for name in there):
+            return True
+        for name in set(here) & set(there):
             a, b = (self._followed((each.get("properties") or {}).get(name)) for each in (one, other))
-            if isinstance(a, dict) and isinstance(b, dict) and _types(one) == _types(other) == {"object"}:
-                mine, theirs = _constants(a), _constants(b)
-                if mine is not None and theirs is not None and not any(value in theirs for value in mine):
-                    return True
-                if not _types(a) & _types(b):
-                    return True
+            if isinstance(a, dict) and isinstance(b, dict) and (_other_constants(a, b) or not _types(a) & _types(b)):
+                return True
         return False
 
     def _followed(self, schema: Any) -> Any:
@@ -174,6 +175,18 @@ class Alternatives:
                 break
             schema = self._document.target(schema, schema["$ref"])
         return schema
+
+
+def _other_constants(one: Node, other: Node) -> bool:
+    mine, theirs = _constants(one), _constants(other)
+    return mine is not None and theirs is not None and not any(value in theirs for value in mine)
+
+
+def _bars(schema: Node, name: Any) -> bool:
+    """Whether a property must not be there."""
+    if name in (schema.get("properties") or {}):
+        return schema["properties"][name] is False
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def _constants(schema: Node) -> list[tuple[str, Any]] | None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from itertools import combinations, product
-from math import inf
+from math import comb, inf
 from typing import Any, Protocol
 
 from quire.generation.grammar.json_schema.negation import NOT_IN
@@ -16,6 +16,7 @@ from quire.generation.grammar.json_schema.schema_document import Node, SchemaRef
 MAX_CONTAINS_REACH = 8  # the first items, among which those that `contains` asks for are
 MAX_ARRAYS = 64  # alternatives
 MAX_UNIQUE = 5  # values whose orders are written out
+MAX_ROWS = 1280  # arrays that are
 Origins = tuple[int, ...]
 Layout = tuple[list[list[Any]], list[Any], int]  # what holds for each of the first items, for others; how many
 
@@ -150,24 +151,30 @@ def _unique(prefix: list[list[Any]], rest: list[Any], low: int, high: float, emi
     if high <= len(prefix) and _all_apart(prefix[: int(high)], emits):
         return [found for found in [_plain(prefix, rest, low, high, emits, False)] if found is not None]
     if (others is None and high > len(prefix)) or any(value is None for value in values):
-        raise SchemaRefusal(
-            "uniqueItems can be kept to only where items have few values (an enum of at most "
-            f"{MAX_UNIQUE}), or maxItems is 1"
-        )
+        raise SchemaRefusal("uniqueItems can be kept to only where items have few values (an enum), or maxItems is 1")
     pool = [value or [] for value in values]
-    kinds = {repr(value) for value in others or []}
+    kinds = list({_name(value): value for value in others or []}.values())
     longest = int(min(high, len(prefix) + len(kinds)))
+    if len(kinds) > MAX_UNIQUE and not prefix:
+        return _in_order(kinds, low, longest)
     if len(kinds) > MAX_UNIQUE or longest > MAX_UNIQUE + len(prefix):
         raise SchemaRefusal(f"uniqueItems of more than {MAX_UNIQUE} values cannot be kept to")
     found = []
     for length in range(low, longest + 1):
-        columns = [pool[i] if i < len(pool) else others or [] for i in range(length)]
+        columns = [pool[i] if i < len(pool) else kinds for i in range(length)]
         for row in product(*columns):
             if len({_name(value) for value in row}) == length:
                 found.append(list(row))
-            if len(found) > 4 * MAX_ARRAYS * MAX_UNIQUE:
+            if len(found) > MAX_ROWS:
                 raise SchemaRefusal("uniqueItems of so many values cannot be kept to")
     return [{"const": row} for row in found]
+
+
+def _in_order(values: list[Any], low: int, high: int) -> list[Node]:
+    """More values than whose orders can be written out come in the order they are listed in."""
+    if sum(comb(len(values), length) for length in range(low, high + 1)) > MAX_ROWS:
+        raise SchemaRefusal(f"uniqueItems of {len(values)} values cannot be kept to; set a maxItems, or take fewer")
+    return [{"const": list(row)} for length in range(low, high + 1) for row in combinations(values, length)]
 
 
 def _all_apart(items: list[list[Any]], emits: Emits) -> bool:

@@ -13,7 +13,8 @@ from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.schema_document import Document, Node
 from quire.generation.grammar.json_schema.values import TYPES, types_named
 
-NOT_IN, REFUSE = "\0not in", "\0refuse"  # keywords that no document has
+# Keywords that no document has; an object has a property OTHER_THAN these.
+NOT_IN, REFUSE, OTHER_THAN = "\0not in", "\0refuse", "\0other than"
 FLIPPED = {
     "minimum": ("number", "exclusiveMaximum"), "maximum": ("number", "exclusiveMinimum"),
     "exclusiveMinimum": ("number", "maximum"), "exclusiveMaximum": ("number", "minimum"),
@@ -114,6 +115,8 @@ def _objects(node: Node, option: Any, options: list[list[Task]], makes: Makes) -
     more = node.get("additionalProperties", True)
     if more is False and not node.get("properties") and not node.get("patternProperties"):
         option(type="object", minProperties=1)
+    elif more is False and not node.get("patternProperties"):
+        option(type="object", **{OTHER_THAN: frozenset(declared)})
     elif more is not True and more != {}:
         option(type="object", **{REFUSE: "what does not fit additionalProperties cannot be told"})
 

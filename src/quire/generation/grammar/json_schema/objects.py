@@ -7,16 +7,17 @@ Refuses to know: other types of values.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from itertools import combinations
-from math import inf
+from math import comb, inf
 from typing import Any, Protocol
 
-from quire.generation.grammar.json_schema.negation import NOT_IN
+from quire.generation.grammar.json_schema.negation import NOT_IN, OTHER_THAN
 from quire.generation.grammar.json_schema.scalars import count
 from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import matches
 
-MAX_COUNTED = 7  # optional properties beside minProperties or maxProperties
+MAX_COUNTED = 128  # choices of optional properties that minProperties and maxProperties leave
 Origins = tuple[int, ...]
 
 
@@ -67,7 +68,23 @@ def objects(schemas: list[tuple[Node, Origins]], emits: Emits, closed: bool) -> 
         found["patternProperties"] = _merged(by_pattern)
     if others is not True:
         found["additionalProperties"] = others
-    return _counted(found, nodes, properties, required)
+    results = [found]
+    for node in nodes:
+        if OTHER_THAN in node:
+            results = [one for result in results for one in _with_another(result, node[OTHER_THAN])]
+    return [one for result in results for one in _counted(result, nodes)]
+
+
+def _with_another(found: Node, than: Collection[str]) -> list[Node]:
+    """Alternatives, in each of which another property is there: of those that are declared, since the grammar cannot
+    tell which name another one has."""
+    properties, required = found.get("properties", {}), found.get("required", [])
+    names = [name for name, schema in properties.items() if name not in than and schema is not False]
+    if any(name in required for name in names):
+        return [found]
+    if not names and (found.get("additionalProperties", True) is not False or found.get("patternProperties")):
+        raise SchemaRefusal("what does not fit additionalProperties cannot be told")
+    return [found | {"required": [*required, name]} for name in names]
 
 
 def _merged(by_pattern: Node) -> Node:
@@ -112,8 +129,10 @@ def _own(node: Node, name: str | None, pattern: str | None) -> tuple[list[Any], 
     return found, bool(found)
 
 
-def _counted(found: Node, nodes: list[Node], properties: Node, required: list[str]) -> list[Node]:
-    """With as many properties as there must be: which of the optional ones are there is an alternative each."""
+def _counted(found: Node, nodes: list[Node]) -> list[Node]:
+    """With as many properties as there must be: which of the optional ones are there is an alternative each. Where
+    there may be any number, only those that come first are told apart."""
+    properties, required = found.get("properties", {}), found.get("required", [])
     low = max((count(node, "minProperties") for node in nodes if "minProperties" in node), default=0)
     high: float = min((count(node, "maxProperties") for node in nodes if "maxProperties" in node), default=inf)
     out = [value for node in nodes for value in node.get(NOT_IN, ()) if isinstance(value, dict)]
@@ -126,23 +145,27 @@ def _counted(found: Node, nodes: list[Node], properties: Node, required: list[st
     optional = [name for name, schema in properties.items() if schema is not False and name not in required]
     if not more and high >= len(required) + len(optional) and low <= len(required):
         return [found]
-    if len(optional) > MAX_COUNTED:
-        raise SchemaRefusal(f"minProperties and maxProperties beside more than {MAX_COUNTED} optional properties")
+    lacking = max(0, low - len(required))
+    at_least = high == inf or (not more and high >= len(required) + len(optional))
+    most = lacking if at_least else min(len(optional), int(high) - len(required))
+    if sum(comb(len(optional), size) for size in range(most + 1)) > MAX_COUNTED:
+        raise SchemaRefusal("minProperties and maxProperties beside so many optional properties cannot be kept to")
     results = []
-    for size in range(len(optional) + 1):
+    for size in range(most + 1):
         for present in combinations(optional, size):
             have = len(required) + size
-            if have > high or (not more and have < low):
+            if not more and have < low:
                 continue
             if low - have > 1:
                 raise SchemaRefusal(
                     "minProperties can be kept to only where all but one of so many properties are declared: "
                     "two others may have the same name"
                 )
-            kept = {n: s if n in required or n in present else False for n, s in properties.items()}
+            after = optional.index(present[-1]) if at_least and size == lacking and present else len(optional)
+            dropped = {name for name in optional[:after] if name not in present}
             one = found | {"required": [*required, *present]}
-            if kept:
-                one["properties"] = kept
+            if properties:
+                one["properties"] = {n: False if n in dropped else s for n, s in properties.items()}
             if not one["required"]:
                 del one["required"]
             if low > have:
