@@ -62,7 +62,7 @@ def output_for(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_codex(fake_server: str, turns: Callable[[int], None], fake_frontend: FakeFrontend) -> None:
-    """It keeps the conversation itself: store false, thoughts sealed, everything sent again in each turn."""
+    """It keeps the conversation itself: store false, thoughts encoded, everything sent again in each turn."""
     history = [message("developer", "Be careful."), message("user", "Fix it.")]
     session = str(uuid.uuid4())
     for number in range(TURNS):

@@ -1,8 +1,7 @@
-"""Things kept for callers: bounded, owned, fair, and found again by the next server; and text sealed for them."""
+"""Things kept for callers: bounded, owned, fair, and found again by the next server."""
 
 from __future__ import annotations
 
-import base64
 import os
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 
 from quire.serve.http.http_io import NotFoundError
 from quire.serve.openai.object_store import ObjectStore
-from quire.serve.openai.sealed_text import Sealer
 
 
 def name(number: int) -> str:
@@ -77,19 +75,3 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "s" / f"{name(1)}.part").mkdir()  # in the way
     store.keep(name(1), "me", b"{}")
     assert store.find(name(1), "me") == b"{}" and "will not outlive" in caplog.text
-
-
-@pytest.mark.parametrize("text", ["", "a thought", "€😀" * 1000])
-def test_sealed_text(tmp_path: Path, text: str) -> None:
-    sealer = Sealer(tmp_path)
-    sealed = sealer.seal(text, "me")
-    assert sealer.seal(text, "me") != sealed and (not text or text not in sealed)
-    assert Sealer(tmp_path).open(sealed, "me") == text  # the next server's
-    assert sealer.open(sealed, "you") is None and Sealer().open(sealed, "me") is None
-    assert (tmp_path / "reasoning.key").stat().st_mode & 0o777 == 0o600
-    raw = bytearray(base64.urlsafe_b64decode(sealed[4:]))
-    for place in {0, 15, 16, len(raw) // 2, len(raw) - 33, len(raw) - 1} & set(range(len(raw))):
-        changed = bytes(byte ^ (i == place) for i, byte in enumerate(raw))
-        assert sealer.open("qr1_" + base64.urlsafe_b64encode(changed).decode(), "me") is None
-    for wrong in ("", "qr1_", "x", "é", sealed[:-8], sealed + "AAAA"):
-        assert sealer.open(wrong, "me") is None

@@ -1,5 +1,5 @@
 """Responses beyond the plain ones, through the `openai` client: background, streams that are read again, conversations,
-references, sealed thoughts, custom tools; and what the next server finds of them."""
+references, thoughts sent back, custom tools; and what the next server finds of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fake_frontend import CONTEXT, FakeFrontend
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
 from quire.serve.openai import responses_run, responses_store
+from quire.serve.openai.carried_thoughts import carried, thought_in
 from quire.types.serving import ServeOptions
 
 MODEL = FakeFrontend.model_name
@@ -221,7 +222,7 @@ def test_summaries(client: openai.OpenAI, says: Callable[..., None]) -> None:
     assert client.responses.create(input="x", model=MODEL).output[0].summary == []  # type: ignore[union-attr]
 
 
-def test_thoughts_travel_sealed(client: openai.OpenAI, says: Callable[..., None], fake_frontend: FakeFrontend) -> None:
+def test_thoughts_are_sent_back(client: openai.OpenAI, says: Callable[..., None], fake_frontend: FakeFrontend) -> None:
     says("<think>Rome is sunny.</think>Yes.", reasons=True)
     made = client.responses.create(input="x", include=["reasoning.encrypted_content"], store=False, model=MODEL)
     thought = made.output[0].to_dict()
@@ -239,6 +240,21 @@ def test_thoughts_travel_sealed(client: openai.OpenAI, says: Callable[..., None]
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(input=items, store=False, model=MODEL)
     assert caught.value.code == "invalid_encrypted_content"
+
+
+@pytest.mark.parametrize("text", ["", "a thought", "€😀" * 1000])
+def test_thoughts_as_they_are_carried(text: str) -> None:
+    made = carried(text)
+    assert thought_in(made) == text and (not text or text not in made)
+    for wrong in ("", "qr2_", "x", "é", made[:-8], made + "AAAA", made.removeprefix("qr2_"), made[:-2] + "xx"):
+        assert thought_in(wrong) is None
+
+
+def test_thoughts_of_another_server(client: openai.OpenAI, fake_frontend: FakeFrontend) -> None:
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": carried("Hm.")}
+    items: list[Any] = [{"role": "user", "content": "x"}, thought, {"role": "user", "content": "y"}]
+    client.responses.create(input=items, store=False, model=MODEL)
+    assert fake_frontend.text.rendered[-1]["messages"][1]["reasoning_content"] == "Hm."
 
 
 def test_custom_tools(client: openai.OpenAI, says: Callable[..., None], fake_frontend: FakeFrontend) -> None:

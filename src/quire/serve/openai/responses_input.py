@@ -11,6 +11,7 @@ import msgspec
 
 from quire.serve.core.context import current
 from quire.serve.core.turns import ToolChoice
+from quire.serve.openai.carried_thoughts import thought_in
 from quire.serve.openai.responses_bodies import (
     AllowedFunctions,
     ConversationId,
@@ -34,7 +35,7 @@ _PREFIX = {
 def items_of(
     given: str | list[InputItem] | None, kept: Kept | None, owner: str, param: str = "input"
 ) -> list[InputItem]:
-    """The items of a body, each with an id; references followed and sealed thoughts opened."""
+    """The items of a body, each with an id; references followed and thoughts that were sent back read."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -56,10 +57,13 @@ def _settled(item: InputItem, kept: Kept | None, owner: str, param: str) -> Inpu
         said = item.role == "assistant"
         item.content = [Part("output_text" if said else "input_text", item.content, annotations=[] if said else None)]
     if item.encrypted_content and not item.content:
-        thought = kept.sealer.open(item.encrypted_content, owner) if kept else None
+        thought = thought_in(item.encrypted_content)
         if thought is None:
-            message = "encrypted_content is not what this server made, or was made for another key"
-            raise InputError(message, param=f"{param}.encrypted_content", code="invalid_encrypted_content")
+            raise InputError(
+                "encrypted_content is not what a response had",
+                param=f"{param}.encrypted_content",
+                code="invalid_encrypted_content",
+            )
         item.content = [Part("reasoning_text", thought)]
     return item
 

@@ -13,6 +13,7 @@ import msgspec
 
 from quire.serve.core.token_logprobs import ChatTokenLogprob
 from quire.serve.http.http_io import json
+from quire.serve.openai.carried_thoughts import carried
 from quire.serve.openai.responses_objects import (
     OutputCall,
     OutputItem,
@@ -42,8 +43,8 @@ class Events:
 class Output:
     """The items of one answer. Each call adds what is new and returns the events for it.
 
-    `texts`: names of the tools that take plain text. `summarised`: thoughts are shown as summaries too. `seal`: makes
-    of a thought what its caller is to send back."""
+    `texts`: names of the tools that take plain text. `summarised`: thoughts are shown as summaries too. `carried`:
+    also as what their caller is to send back."""
 
     def __init__(
         self,
@@ -51,14 +52,14 @@ class Output:
         *,
         texts: Collection[str] = (),
         summarised: bool = False,
-        seal: Callable[[str], str] | None = None,
+        carried: bool = False,
         new_id: Callable[[str], str] | None = None,
     ):
         self.items: list[OutputItem] = []
         self._events = events
         self._texts = texts
         self._summarised = summarised
-        self._seal = seal
+        self._carried = carried
         self._new_id = new_id or item_id
         self._parts: list[str] = []  # of the open item
         self._input = TextInput()  # of the open call, if it is of text
@@ -136,8 +137,8 @@ class Output:
             item.summary = [SummaryText(text=text)]
             out += self._event("response.reasoning_summary_text.done", summary_index=0, text=text)
             out += self._event("response.reasoning_summary_part.done", summary_index=0, part=item.summary[0])
-        if self._seal is not None:
-            item.encrypted_content = self._seal(text)
+        if self._carried:
+            item.encrypted_content = carried(text)
         return out
 
     def _open(self, item: OutputItem) -> bytes:

@@ -105,12 +105,11 @@ class Run:
         self.events = Events()
         self._scores: list[ChatTokenLogprob] = []
         thinking = body.reasoning
-        encrypted = kept is not None and ENCRYPTED in (body.include or ())
         self._output = Output(
             self.events,
             texts={tool.name for tool in self.tools if tool.takes_text},
             summarised=thinking is not None and bool(thinking.summary or thinking.generate_summary),
-            seal=(lambda text: kept.sealer.seal(text, owner)) if kept is not None and encrypted else None,
+            carried=ENCRYPTED in (body.include or ()),
         )
 
     def _response(self) -> ResponseObject:

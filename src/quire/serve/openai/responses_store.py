@@ -15,7 +15,6 @@ from quire.serve.http.http_io import json
 from quire.serve.openai.object_store import MAX_BYTES, MAX_OBJECT, MAX_OBJECTS, ObjectStore
 from quire.serve.openai.responses_bodies import InputItem
 from quire.serve.openai.responses_objects import ResponseFailure, ResponseObject
-from quire.serve.openai.sealed_text import Sealer
 from quire.types.errors import InputError
 
 MAX_WHERE = 1 << 16  # items whose places are remembered
@@ -46,7 +45,6 @@ class Kept:
     """What one server keeps for the responses API. With a folder it outlives the server."""
 
     def __init__(self, folder: Path | None = None, max_objects: int = MAX_OBJECTS, max_bytes: int = MAX_BYTES):
-        self.sealer = Sealer(folder)
         self.responses = ObjectStore(folder and folder / "responses", max_objects, max_bytes)
         self.conversations = ObjectStore(folder and folder / "conversations", max_objects, max_bytes)
         self._where: dict[str, tuple[ObjectStore, str]] = {}  # item → what holds it
