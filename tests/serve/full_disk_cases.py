@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "serve"), str(TESTS / "assets"), str(TESTS / "runtime")]
@@ -89,6 +90,41 @@ def batches(disk: Path) -> None:
         assert alice.state(again["id"]) == again
 
 
+def messages(disk: Path) -> None:
+    from test_batch_shares import Patient, User, serving
+
+    from quire.serve.anthropic import message_batches
+
+    message_batches.DISK_SECONDS = 0.05
+    frontend = Patient()
+
+    def ask(*words: str) -> dict[str, Any]:
+        bodies = [
+            {"model": frontend.model_name, "max_tokens": 4, "messages": [{"role": "user", "content": word}]}
+            for word in words
+        ]
+        return {"requests": [{"custom_id": f"r{number}", "params": body} for number, body in enumerate(bodies)]}
+
+    with serving(frontend, disk / "files") as url:
+        alice = User(url, "alice").http
+        batch = alice.post("/v1/messages/batches", json=ask(*["wait"] * 81)).json()
+        assert frontend.stuck.acquire(timeout=20)
+        ballast = fill(disk)
+        refused = alice.post("/v1/messages/batches", json=ask("y" * 8192))
+        assert refused.status_code == 507, refused.text
+        assert len(alice.get("/v1/messages/batches").json()["data"]) == 1
+        met = threading.Event()
+        message_batches.logger.warning = lambda *_: met.set()  # type: ignore[method-assign]
+        frontend.may.set()
+        assert met.wait(20)
+        ballast.unlink()
+        while (state := alice.get(f"/v1/messages/batches/{batch['id']}").json())["ended_at"] is None:
+            pass
+        assert state["request_counts"]["succeeded"] == 81, state
+        lines = alice.get(f"/v1/messages/batches/{batch['id']}/results").text.splitlines()
+        assert {json.loads(line)["custom_id"] for line in lines} == {f"r{number}" for number in range(81)}
+
+
 def pages(disk: Path) -> None:
     import numpy as np
     from test_tier_contract import LAYOUT, SIZE, do, key, page
@@ -130,5 +166,7 @@ def downloads(disk: Path) -> None:
 if __name__ == "__main__":
     case, folder = sys.argv[1:]
     os.environ["TMPDIR"] = folder
-    {"files": files, "batches": batches, "pages": pages, "downloads": downloads}[case](Path(folder))
+    {"files": files, "batches": batches, "messages": messages, "pages": pages, "downloads": downloads}[case](
+        Path(folder)
+    )
     print(json.dumps("well"))

@@ -21,13 +21,15 @@ import pytest
 from fake_frontend import FakeClient, FakeFrontend
 
 from quire.serve import create_serving
+from quire.serve.core import stored_records
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
+from quire.serve.core.background_lanes import Lanes
 from quire.serve.core.generation import BACKGROUND
+from quire.serve.core.stored_records import LOCK, Shares, sweep_temporary
 from quire.serve.http.server import background_server
-from quire.serve.openai import batches, file_store, stored_records, upload_parts
+from quire.serve.openai import batches, file_store, upload_parts
 from quire.serve.openai.batches import Batches
 from quire.serve.openai.file_store import FileStore
-from quire.serve.openai.stored_records import LOCK, Shares, sweep_temporary
 from quire.types.errors import ConfigError, OverloadedError
 from quire.types.outputs import Delta
 from quire.types.request import Request
@@ -248,7 +250,7 @@ def test_batches_go_on_after_a_restart(tmp_path: Path) -> None:
 
 def test_long_lines_go_on_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts are prepared in threads, which a batch has after a restart as well."""
-    monkeypatch.setattr(Batches, "at_once", lambda self: 1)
+    monkeypatch.setattr(Lanes, "at_once", lambda self: 1)
     id = stopped(tmp_path, "one", "wait", "wait" + "x" * 5000)
     frontend = Patient()
     frontend.may.set()
@@ -323,12 +325,12 @@ def test_a_folder_has_one_server(tmp_path: Path) -> None:
 # ---- behind what callers wait for ---------------------------------------------------------------------------
 
 
-async def test_lines_leave_room_to_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_lines_leave_room_to_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     info = FakeClient.info.__class__(**{**{f: getattr(FakeClient.info, f) for f in FakeClient.info.__struct_fields__}})
     info.slots, info.priorities = 16, False
     monkeypatch.setattr(FakeClient, "info", info)
     serving = create_serving(FakeFrontend())  # type: ignore[arg-type]
-    admission, made = serving.admission, Batches(serving, FileStore(tmp_path))
+    admission, made = serving.admission, serving.lanes
     key = serving.keys.find(None)
     assert made.at_once() == 8
     lines = [admission.enter(key, background=True) for _ in range(8)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,14 @@ from typing import Any
 
 import anthropic
 import httpx
+import openai
 import pytest
 from fake_frontend import FakeFrontend
 
 from quire.serve.anthropic import message_batches
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
+from quire.serve.core.background_lanes import Lanes
+from quire.serve.http import background_work
 from quire.serve.http.server import background_server
 from quire.types.serving import ServeOptions
 
@@ -121,7 +126,7 @@ def test_what_is_no_batch(fake_server: str, wrong: list[Any]) -> None:
 
 
 def test_keys_have_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_batches, "MAX_BATCHES", 2)
+    monkeypatch.setattr(message_batches, "MAX_BATCHES", 4)
     frontend = FakeFrontend()
     with background_server(lambda: frontend, ServeOptions(port=0, grace=1), keys=KEYS) as url:  # type: ignore[arg-type, return-value]
         ada, bob = (client(url, secret) for secret in USERS.values())
@@ -138,7 +143,7 @@ def test_keys_have_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_restart_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(message_batches, "AT_ONCE", 1)
+    monkeypatch.setattr(Lanes, "at_once", lambda self: 1)
     options = ServeOptions(port=0, grace=0.1, files=str(tmp_path))
     frontend = FakeFrontend()
     with background_server(lambda: frontend, options) as url:  # type: ignore[arg-type, return-value]
@@ -148,7 +153,7 @@ def test_a_restart_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
     assert results.read_bytes().count(b"\n") == 2
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("msgbatch_*"))
     results.write_bytes(results.read_bytes() + b'{"custom_id":"r2","resu')  # as a kill would leave it
-    monkeypatch.setattr(message_batches, "MAX_DEATHS", 0)
+    monkeypatch.setattr(background_work, "MAX_DEATHS", 0)
     again = FakeFrontend()
     again.client.ended.set()  # what hung ends now
     with background_server(lambda: again, options) as url:  # type: ignore[arg-type, return-value]
@@ -157,6 +162,54 @@ def test_a_restart_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.
         names = [entry.custom_id for entry in client(url).messages.batches.results(batch.id)]
         assert names == ["r0", "r1", "r2", "r3"]
         assert len(again.requests) == 2  # what had a result was not asked again
+
+
+def test_a_key_has_one_batch_under_way(tmp_path: Path) -> None:
+    """Whichever API ordered it; other keys' go on beside it."""
+    frontend = FakeFrontend()
+    with background_server(lambda: frontend, ServeOptions(port=0, grace=0.1), keys=KEYS) as url:  # type: ignore[arg-type, return-value]
+        ada, bob = (client(url, secret) for secret in USERS.values())
+        api = openai.OpenAI(base_url=f"{url}/v1", api_key=USERS["ada"], max_retries=0)
+        body = {"model": MODEL, "max_tokens": 40, "messages": [{"role": "user", "content": "hang"}]}
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body})
+        file = api.files.create(file=("a.jsonl", line.encode()), purpose="batch")
+        first = api.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+        assert frontend.hanging.acquire(timeout=20)
+        second = ada.messages.batches.create(requests=asked("two"))
+        ended(bob, bob.messages.batches.create(requests=asked("three")).id)
+        assert ada.messages.batches.retrieve(second.id).request_counts.processing == 1
+        api.batches.cancel(first.id)
+        assert ended(ada, second.id).request_counts.succeeded == 1
+
+
+def test_the_batch_of_a_key_that_is_gone(tmp_path: Path) -> None:
+    options = ServeOptions(port=0, grace=0.1, files=str(tmp_path))
+    frontend = FakeFrontend()
+    with background_server(lambda: frontend, options, keys=KEYS) as url:  # type: ignore[arg-type, return-value]
+        client(url, USERS["ada"]).messages.batches.create(requests=asked("hang", max_tokens=40))
+        assert frontend.hanging.acquire(timeout=20)
+    with background_server(FakeFrontend, options, keys=KeyRing(KEYS.keys[1:])):  # type: ignore[arg-type]
+        [path] = tmp_path.glob("msgbatch_*.json")
+        until(lambda: json.loads(path.read_bytes())["batch"]["ended_at"])
+    [line] = path.with_suffix(".results").read_bytes().splitlines()
+    assert json.loads(line)["result"]["type"] == "errored" and not path.with_suffix(".requests").exists()
+
+
+def test_no_other_server_sweeps_it_away(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with background_server(FakeFrontend, ServeOptions(port=0, grace=0.1)) as url:  # type: ignore[arg-type]
+        for folder in tmp_path.iterdir():
+            os.utime(folder, (0, 0))  # it was started long ago
+        with background_server(FakeFrontend, ServeOptions(port=0, grace=0.1)):  # type: ignore[arg-type]
+            batch = client(url).messages.batches.create(requests=asked("hi"))
+            assert ended(client(url), batch.id).request_counts.succeeded == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_strict_fields_hold_in_batches(tmp_path: Path) -> None:
+    with background_server(FakeFrontend, ServeOptions(port=0, grace=0.1, strict_fields=True)) as url:  # type: ignore[arg-type]
+        batch = client(url).messages.batches.create(requests=asked("hi", no_such_field=1))
+        assert ended(client(url), batch.id).request_counts.errored == 1
 
 
 async def test_a_window_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

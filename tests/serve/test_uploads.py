@@ -15,9 +15,9 @@ from fake_frontend import FakeFrontend
 from starlette.requests import ClientDisconnect, Request
 
 from quire.serve import create_app, create_serving
+from quire.serve.core.stored_records import LOCK, DiskFullError
 from quire.serve.http.http_io import BodyTooSlowError
 from quire.serve.openai.file_store import FileObject, FileStore, upload
-from quire.serve.openai.stored_records import LOCK, DiskFullError
 from quire.types.errors import InputError, OverloadedError
 from quire.types.serving import ServeOptions
 

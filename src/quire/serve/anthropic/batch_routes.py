@@ -16,8 +16,8 @@ from starlette.responses import FileResponse, Response
 
 from quire.serve.anthropic.message_batches import PATH, MessageBatch, MessageBatches, MessageBatchRequest
 from quire.serve.anthropic.message_bodies import AnthropicError
-from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
+from quire.serve.core.stored_records import PREFIX, open_folder
 from quire.serve.http.http_io import decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
 from quire.types.errors import InputError
@@ -64,20 +64,22 @@ def page_of(batches: list[MessageBatch], request: Request) -> MessageBatchList:
 
 def router(serving: Serving) -> APIRouter:
     kept = serving.options.files
-    held = None if kept else tempfile.TemporaryDirectory(prefix="quire-files-messages-")
+    held = None if kept else tempfile.TemporaryDirectory(prefix=PREFIX)
     folder = Path(kept or held.name)  # type: ignore[union-attr]
     batches: list[MessageBatches] = []
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        batches.append(MessageBatches(serving, folder))
-        try:
-            yield
-        finally:
-            await batches.pop().close()
-            if held is not None:
-                with contextlib.suppress(OSError):
-                    held.cleanup()
+        # A folder that was given is locked by what holds the files in it.
+        with contextlib.nullcontext() if held is None else open_folder(folder):
+            batches.append(MessageBatches(serving, folder))
+            try:
+                yield
+            finally:
+                await batches.pop().close()
+                if held is not None:
+                    with contextlib.suppress(OSError):
+                        held.cleanup()
 
     routes = APIRouter(tags=["Anthropic"], lifespan=lifespan)
 
@@ -95,7 +97,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def create(request: Request) -> Response:
         body = decode(_DECODER, await read_body(request, serving.max_body))
-        return reply(told(request, batches[0].create(body, current().key)))
+        return reply(told(request, await batches[0].create(body, owner_of(request))))
 
     @routes.get(
         PATH,

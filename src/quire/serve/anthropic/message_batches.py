@@ -14,33 +14,39 @@ import logging
 import os
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.serve.anthropic.messages_api import whole
-from quire.serve.core import prepare_pool
-from quire.serve.core.api_keys import OPEN_KEY, Key
-from quire.serve.core.context import Context, enter
 from quire.serve.core.generation import Serving
-from quire.serve.http.auth import own_place, salt_of
+from quire.serve.core.stored_records import (
+    DiskFullError,
+    Shares,
+    created,
+    disk_full,
+    remembered,
+    write_all,
+    write_record,
+)
+from quire.serve.http.background_work import act_for, patiently, side_by_side
 from quire.serve.http.error_bodies import describe
 from quire.serve.http.http_io import NotFoundError, json
-from quire.types.errors import EngineDeadError, InputError, OverloadedError
+from quire.types.errors import InputError, OverloadedError
 
 logger = logging.getLogger("quire.serve")
 
-AT_ONCE = 32  # requests of a batch in the engine together
 MAX_REQUESTS = 100_000  # of a batch, as with Anthropic
-MAX_BATCHES = 1000  # of one key, ended ones included
-MAX_BYTES = 1 << 30  # of one key's batches: requests and results
-MAX_DEATHS = 10  # engines a request may lose before it is given up
+MAX_BATCHES = 10_000  # ended ones included
+MAX_BYTES = 2 << 30  # of requests and results
 WINDOW = 24 * 3600  # seconds a batch may take
 KEPT = 29 * 24 * 3600  # ... and its results are there, from its beginning
+DISK_SECONDS = 30.0  # between attempts to write to a disk that is full
 _ONE_LINE = bytes.maketrans(b"\r\n", b"  ")
 PATH = "/v1/messages/batches"
 
@@ -86,36 +92,33 @@ class KeptBatch(msgspec.Struct):
 
 
 class MessageBatches:
-    """Batches of one server. Those of one key are worked off one after another, those of several side by side."""
+    """Batches of one server, in a folder; each key has its share of the room."""
 
     def __init__(self, serving: Serving, folder: Path):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._serving = serving
         self._folder = folder
         self._kept: dict[str, KeptBatch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
-        for path in sorted(folder.glob("msgbatch_*.json")):
-            try:
-                kept = msgspec.json.decode(path.read_bytes(), type=KeptBatch)
-            except msgspec.DecodeError:
-                logger.warning("%s is damaged and left alone", path)
-                continue
-            self._kept[kept.batch.id] = kept
-        keys = {key.name: key for key in (*serving.keys.keys, *([OPEN_KEY] if serving.keys.open else []))}
-        for kept in sorted(self._kept.values(), key=lambda kept: kept.batch.created_at):
-            if kept.batch.ended_at is None and (key := keys.get(kept.owner)) is not None:
-                self._start(kept, key)
+        shared = len(serving.keys.keys) > 1
+        self._count, self._bytes = Shares(MAX_BATCHES, shared), Shares(MAX_BYTES, shared)
+        found = [kept for path in folder.glob("msgbatch_*.json") if (kept := remembered(path, KeptBatch)) is not None]
+        for kept in sorted(found, key=lambda kept: (kept.batch.created_at, kept.batch.id)):
+            kept.size = sum(path.stat().st_size for path in self._contents(kept.batch.id))
+            self._add(kept)
+            if kept.batch.ended_at is None:
+                self._start(kept)
+        for path in [*folder.glob("msgbatch_*.requests"), *folder.glob("msgbatch_*.results")]:
+            if not path.with_suffix(".json").exists():  # a killed server had not finished it
+                path.unlink()
 
-    def create(self, body: MessageBatchRequest, key: Key) -> MessageBatch:
+    async def create(self, body: MessageBatchRequest, owner: str) -> MessageBatch:
         self._expire()
         names = {request.custom_id for request in body.requests}
         if len(names) < len(body.requests):
             raise InputError("two requests have the same custom_id", param="requests")
-        mine = [kept for kept in self._kept.values() if kept.owner == key.name]
         # Ends of lines in JSON are only between its parts: a string has none.
         lines = b"".join([json(request).translate(_ONE_LINE) + b"\n" for request in body.requests])
-        if len(mine) >= MAX_BATCHES or sum(kept.size for kept in mine) + len(lines) > MAX_BYTES:
+        if not (self._count.fits(owner, 1) and self._bytes.fits(owner, len(lines))):
             raise OverloadedError("there are too many batches of this key; delete some that have ended", retry_after=60)
         now = datetime.now(UTC)
         batch = MessageBatch(
@@ -124,11 +127,14 @@ class MessageBatches:
             created_at=now,
             expires_at=datetime.fromtimestamp(now.timestamp() + WINDOW, UTC),
         )
-        kept = self._kept[batch.id] = KeptBatch(batch, key.name, len(lines))
-        with _opened(self._path(batch.id, "requests"), "wb") as out:
-            out.write(lines)
-        self._save(kept)
-        self._start(kept, key)
+        kept = KeptBatch(batch, owner, len(lines))
+        self._add(kept)
+        try:
+            await asyncio.to_thread(self._write_requests, kept, lines)
+        except BaseException:
+            self._remove(batch.id)
+            raise
+        self._start(kept)
         return batch
 
     def get(self, id: str, owner: str) -> MessageBatch:
@@ -145,9 +151,10 @@ class MessageBatches:
         batch = kept.batch
         if batch.ended_at is None and batch.cancel_initiated_at is None:
             batch.processing_status, batch.cancel_initiated_at = "canceling", datetime.now(UTC)
-            self._save(kept)
             if id in self._tasks:
                 self._tasks[id].cancel()
+            with suppress(DiskFullError):  # it is written down when it has ended
+                self._save(kept)
         return batch
 
     def delete(self, id: str, owner: str) -> None:
@@ -169,59 +176,55 @@ class MessageBatches:
 
     # ---- working off ----------------------------------------------------------------------------------------
 
-    def _start(self, kept: KeptBatch, key: Key) -> None:
-        async def run() -> None:
-            enter(Context(kept.batch.id, key, salt_of(self._serving, key)))  # not that of the request that ordered it
-            prepare_pool.enter(self._serving.prepare_pool)
-            await self._run(kept)
-
-        task = self._tasks[kept.batch.id] = asyncio.create_task(run())
+    def _start(self, kept: KeptBatch) -> None:
+        task = self._tasks[kept.batch.id] = asyncio.create_task(self._run(kept))
         task.add_done_callback(lambda _: self._tasks.pop(kept.batch.id, None))
 
     async def _run(self, kept: KeptBatch) -> None:
+        while True:
+            try:
+                await self._work_off(kept)
+                return
+            except DiskFullError:
+                logger.warning("message batch %s waits for room on the disk", kept.batch.id)
+            try:
+                await asyncio.sleep(DISK_SECONDS)
+            except asyncio.CancelledError:
+                if kept.batch.cancel_initiated_at is None:
+                    return
+
+    async def _work_off(self, kept: KeptBatch) -> None:
         batch = kept.batch
         rest, why = "canceled", b""  # what becomes of requests that are not reached
         requests: dict[str, BatchedMessage] = {}
         try:
             requests = await asyncio.to_thread(self._unanswered, kept)
+            act_for(self._serving, kept.owner, batch.id)
             left = batch.expires_at.timestamp() - time.time()
             if batch.cancel_initiated_at is None:
-                async with asyncio.timeout(left), self._turns.setdefault(kept.owner, asyncio.Lock()):
-                    await self._work(kept, requests)
+                async with asyncio.timeout(left), self._serving.lanes.turn(kept.owner):
+                    await self._answer_all(kept, requests)
         except TimeoutError:
             rest = "expired"
         except asyncio.CancelledError:
             if batch.cancel_initiated_at is None:
                 return  # the server stops; the next one goes on
+        except DiskFullError:
+            raise
         except Exception as error:
             rest, why = "errored", b'"error":' + describe(error).encode(PATH)
         self._finish(kept, requests, rest, why)
 
-    async def _work(self, kept: KeptBatch, requests: dict[str, BatchedMessage]) -> None:
-        """Answer the requests, a bounded number at a time; those that are answered are taken out."""
-        pending: set[asyncio.Task[tuple[str, str, bytes]]] = set()
-        waiting = iter([*requests.values()])
-        more = True
-        with _opened(self._path(kept.batch.id, "results"), "ab") as out:
-            try:
-                while more or pending:
-                    while more and len(pending) < AT_ONCE:
-                        request = next(waiting, None)
-                        if request is None:
-                            more = False
-                        else:
-                            pending.add(asyncio.create_task(self._answer(request)))
-                    if pending:
-                        done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                        for task in done:
-                            custom_id, kind, line = task.result()
-                            self._note(kept, out, kind, line)
-                            del requests[custom_id]
-            finally:
-                for task in pending:
-                    task.cancel()
-                if pending:
-                    await asyncio.wait(pending)
+    async def _answer_all(self, kept: KeptBatch, requests: dict[str, BatchedMessage]) -> None:
+        """Those that are answered are taken out."""
+        answers = side_by_side(_each([*requests.values()]), self._answer, self._serving.lanes.at_once)
+        with self._results(kept) as out:
+            async with aclosing(answers) as answered:
+                async for custom_id, kind, line in answered:
+                    if not self._bytes.fits(kept.owner, len(line)):
+                        raise OverloadedError("there is no room for more results of this key; delete some batches")
+                    self._note(kept, out, kind, line)
+                    del requests[custom_id]
 
     def _unanswered(self, kept: KeptBatch) -> dict[str, BatchedMessage]:
         """Requests without a result, by custom_id; a line that was cut off when the server died is dropped."""
@@ -243,41 +246,30 @@ class MessageBatches:
             raw = bytes(request.params)
             if msgspec.json.decode(raw, type=_Streams).stream:
                 raise InputError("a batch is not streamed; leave stream out", param="stream")
-            kind, body = "succeeded", b'"message":' + await self._patiently(raw)
+            kind, body = "succeeded", b'"message":' + await patiently(self._serving, whole, raw)
         except Exception as error:
             body = b'"error":' + describe(error).encode(PATH)
         return request.custom_id, kind, _line(request.custom_id, kind, body)
 
-    async def _patiently(self, raw: bytes) -> bytes:
-        deaths = 0
-        while True:  # it waits for its turn as long as it may; what bounds it is the batch's window
-            try:
-                with own_place(self._serving):
-                    return await whole(self._serving, raw)
-            except OverloadedError as error:
-                await asyncio.sleep(error.retry_after)
-            except EngineDeadError as error:
-                deaths += 1
-                if deaths > MAX_DEATHS:
-                    raise
-                await asyncio.sleep(error.retry_after)
-
-    def _note(self, kept: KeptBatch, out: Any, kind: str, line: bytes) -> None:
-        out.write(line)
-        out.flush()
+    def _note(self, kept: KeptBatch, out: IO[bytes], kind: str, line: bytes) -> None:
+        with disk_full():
+            write_all(out, line)
         counts = kept.batch.request_counts
         setattr(counts, kind, getattr(counts, kind) + 1)
         counts.processing -= 1
-        kept.size += len(line)
+        self._weigh(kept, len(line))
 
     def _finish(self, kept: KeptBatch, requests: dict[str, BatchedMessage], rest: str, why: bytes) -> None:
         """What has no result by now has one that says so."""
-        with _opened(self._path(kept.batch.id, "results"), "ab") as out:
+        with self._results(kept) as out:
             for custom_id in requests:
                 self._note(kept, out, rest, _line(custom_id, rest, why))
         kept.batch.processing_status, kept.batch.ended_at = "ended", datetime.now(UTC)
-        self._path(kept.batch.id, "requests").unlink(missing_ok=True)
         self._save(kept)
+        asked = self._path(kept.batch.id, "requests")
+        with suppress(FileNotFoundError):
+            self._weigh(kept, -asked.stat().st_size)
+            asked.unlink()
 
     # ---- keeping --------------------------------------------------------------------------------------------
 
@@ -291,11 +283,30 @@ class MessageBatches:
     def _path(self, id: str, kind: str) -> Path:
         return self._folder / f"{id}.{kind}"
 
+    def _contents(self, id: str) -> list[Path]:
+        return [path for kind in ("requests", "results") if (path := self._path(id, kind)).is_file()]
+
+    def _results(self, kept: KeptBatch) -> IO[bytes]:
+        path = self._path(kept.batch.id, "results")
+        with disk_full():
+            return path.open("ab", buffering=0) if path.exists() else created(path)
+
+    def _write_requests(self, kept: KeptBatch, lines: bytes) -> None:
+        with disk_full(), created(self._path(kept.batch.id, "requests")) as out:
+            write_all(out, lines)
+        self._save(kept)
+
     def _save(self, kept: KeptBatch) -> None:
-        scratch = self._path(kept.batch.id, "scratch")
-        with _opened(scratch, "wb") as out:
-            out.write(json(kept))
-        os.replace(scratch, self._path(kept.batch.id, "json"))
+        write_record(self._path(kept.batch.id, "json"), json(kept))
+
+    def _add(self, kept: KeptBatch) -> None:
+        self._kept[kept.batch.id] = kept
+        self._count.take(kept.owner, 1)
+        self._bytes.take(kept.owner, kept.size)
+
+    def _weigh(self, kept: KeptBatch, more: int) -> None:
+        kept.size += more
+        self._bytes.take(kept.owner, more)
 
     def _expire(self) -> None:
         oldest = datetime.fromtimestamp(time.time() - KEPT, UTC)
@@ -304,7 +315,9 @@ class MessageBatches:
             self._remove(id)
 
     def _remove(self, id: str) -> None:
-        del self._kept[id]
+        kept = self._kept.pop(id)
+        self._count.take(kept.owner, -1)
+        self._bytes.take(kept.owner, -kept.size)
         for kind in ("json", "requests", "results"):
             with suppress(OSError):
                 self._path(id, kind).unlink(missing_ok=True)
@@ -314,9 +327,9 @@ class _Streams(msgspec.Struct):
     stream: bool | None = None
 
 
-def _opened(path: Path, mode: str) -> Any:
-    """A file that nobody else may read."""
-    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+async def _each(requests: list[BatchedMessage]) -> AsyncIterator[BatchedMessage]:
+    for request in requests:
+        yield request
 
 
 def _line(custom_id: str, kind: str, body: bytes) -> bytes:

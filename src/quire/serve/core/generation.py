@@ -20,6 +20,7 @@ from quire.engine.collector import Collector
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics, RequestMeter
 from quire.serve.core.api_keys import KeyRing
+from quire.serve.core.background_lanes import Lanes
 from quire.serve.core.context import Context, current
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
@@ -69,6 +70,7 @@ class Serving:
     keys: KeyRing
     admission: RequestAdmission
     prepare_pool: PreparePool
+    lanes: Lanes
     lag: LagMonitor
     fingerprint: str
     created: int

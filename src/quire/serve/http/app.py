@@ -24,6 +24,7 @@ from quire.observe.metrics import Metrics
 from quire.serve.anthropic import batch_routes as anthropic_batches
 from quire.serve.anthropic import messages_api as anthropic
 from quire.serve.core.api_keys import ADMIN, INFERENCE, KeyRing
+from quire.serve.core.background_lanes import Lanes
 from quire.serve.core.generation import Serving
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import PreparePool
@@ -95,21 +96,23 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     if not energy.available:
         logger.info("no energy metrics: %s", "; ".join(energy.reasons))
     metrics = Metrics(frontend.model_name, energy, info)
+    admission = RequestAdmission(
+        max_queue=options.max_queue or info.slots + QUEUE,
+        max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
+        max_queue_wait=options.max_queue_wait,
+        key_concurrency=options.key_concurrency,
+        key_tokens_per_minute=options.key_tokens_per_minute,
+        slots=info.slots,
+    )
     return Serving(
         frontend=frontend,
         metrics=metrics,
         ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
-        admission=RequestAdmission(
-            max_queue=options.max_queue or info.slots + QUEUE,
-            max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
-            max_queue_wait=options.max_queue_wait,
-            key_concurrency=options.key_concurrency,
-            key_tokens_per_minute=options.key_tokens_per_minute,
-            slots=info.slots,
-        ),
+        admission=admission,
         prepare_pool=PreparePool(options.prepare_workers, options.prepare_seconds),
+        lanes=Lanes(admission, info),
         lag=LagMonitor(),
         fingerprint=fingerprint(frontend),
         created=int(time.time()),

@@ -14,16 +14,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from quire.serve.core.background_lanes import AT_ONCE
 from quire.serve.core.generation import Serving
-from quire.serve.http.auth import own_place
+from quire.serve.http.background_work import patiently, side_by_side
 from quire.serve.http.error_bodies import describe
 from quire.serve.http.http_io import BodyTooLargeError, decode, json
 from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import completions, embeddings, responses
-from quire.types.errors import EngineDeadError, InputError, OverloadedError
-
-AT_ONCE = 64  # lines in the engine together
-MAX_DEATHS = 10  # engines a line may lose before it is given up
+from quire.types.errors import InputError
 
 ENDPOINTS: dict[str, Callable[[Serving, bytes], Awaitable[bytes]]] = {
     "/v1/chat/completions": chat.whole,
@@ -93,18 +91,7 @@ async def _answer(serving: Serving, line: BatchLine) -> bytes:
     raw = bytes(line.body)
     if decode(_STREAMS, raw).stream:
         raise InputError("a batch is not streamed; leave stream out", param="stream")
-    deaths = 0
-    while True:  # a batch waits for its turn as long as it may; what bounds it is its window
-        try:
-            with own_place(serving):
-                return await ENDPOINTS[line.url](serving, raw)
-        except OverloadedError as error:
-            await asyncio.sleep(error.retry_after)
-        except EngineDeadError as error:
-            deaths += 1
-            if deaths > MAX_DEATHS:
-                raise
-            await asyncio.sleep(error.retry_after)
+    return await patiently(serving, ENDPOINTS[line.url], raw)
 
 
 class _Streams(msgspec.Struct):
@@ -114,29 +101,11 @@ class _Streams(msgspec.Struct):
 _STREAMS = msgspec.json.Decoder(_Streams)
 
 
-async def answer_lines(
+def answer_lines(
     serving: Serving,
     lines: AsyncIterator[bytes],
     endpoint: str | None = None,
     at_once: Callable[[], int] = lambda: AT_ONCE,
 ) -> AsyncGenerator[Answered, None]:
     """Answers in the order they are ready, so many under way as `at_once` says then. Closing it ends them all."""
-    pending: set[asyncio.Task[Answered]] = set()
-    more = True
-    try:
-        while more or pending:
-            while more and len(pending) < at_once():
-                line = await anext(lines, None)
-                if line is None:
-                    more = False
-                else:
-                    pending.add(asyncio.create_task(answer_line(serving, line, endpoint)))
-            if pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield task.result()
-    finally:
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending)
+    return side_by_side(lines, lambda line: answer_line(serving, line, endpoint), at_once)

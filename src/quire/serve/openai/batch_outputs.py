@@ -13,10 +13,10 @@ from typing import IO
 
 import msgspec
 
+from quire.serve.core.stored_records import created, disk_full, remembered, write_all
 from quire.serve.openai.batch_bodies import OwnedBatch
 from quire.serve.openai.batch_lines import read_line
 from quire.serve.openai.file_store import FileStore
-from quire.serve.openai.stored_records import created, disk_full, remembered, write_all
 
 
 async def unanswered(lines: AsyncIterator[bytes], done: set[str]) -> AsyncGenerator[bytes, None]:

@@ -1,8 +1,7 @@
 """/v1/batches: files of requests that are worked off in the background, their answers files again.
 
-Each key has one batch under way, these share the lines that may be (`Batches.at_once`), and lines run behind what
-callers wait for. A batch that the server's end cut short goes on at the next start, where it was. Refuses to know:
-how a line is answered (batch_lines), where files lie (file_store).
+A batch that the server's end cut short goes on at the next start, where it was. Refuses to know: whose turn it is
+(background_lanes), how a line is answered (batch_lines), where files lie (file_store).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 import tempfile
 import time
 import uuid
-from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -24,12 +22,17 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core import prepare_pool as prepare_pool
-from quire.serve.core.api_keys import OPEN_KEY, Key
-from quire.serve.core.context import Context, enter
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving
-from quire.serve.http.auth import salt_of
+from quire.serve.core.stored_records import (
+    PREFIX,
+    DiskFullError,
+    Shares,
+    remembered,
+    sweep_temporary,
+    write_record,
+)
+from quire.serve.http.background_work import act_for
 from quire.serve.http.http_io import NotFoundError, decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers, queried
 from quire.serve.openai import file_store as files
@@ -45,17 +48,9 @@ from quire.serve.openai.batch_bodies import (
     Endpoint,
     OwnedBatch,
 )
-from quire.serve.openai.batch_lines import AT_ONCE, ENDPOINTS, answer_lines, lines_of, read_line
+from quire.serve.openai.batch_lines import ENDPOINTS, answer_lines, lines_of, read_line
 from quire.serve.openai.batch_outputs import Output, outputs_in, unanswered
 from quire.serve.openai.file_store import PAGE, FileStore, page_of
-from quire.serve.openai.stored_records import (
-    PREFIX,
-    DiskFullError,
-    Shares,
-    remembered,
-    sweep_temporary,
-    write_record,
-)
 from quire.types.errors import InputError, OverloadedError, QuireError
 
 logger = logging.getLogger("quire.serve")
@@ -67,8 +62,6 @@ MAX_RECORDS = 16 << 20  # bytes of what is remembered of them
 RECORD = 1024  # bytes that a record counts beside its own
 WINDOW = 24 * 3600  # seconds a batch may take
 KEPT = 30 * 24 * 3600  # seconds that one which is over is remembered, if it does not have to make room
-
-GONE = InputError("the key that ordered the batch is not known any more", code="key_removed")
 
 _DECODER = msgspec.json.Decoder(BatchRequest)
 
@@ -83,8 +76,6 @@ class Batches:
         self._sizes: dict[str, int] = {}  # what each record counts
         self._unsaved: dict[str, OwnedBatch] = {}  # whose record the disk had no room for
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._lanes: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by key: one batch at a time
-        self._working: set[str] = set()  # keys whose batch is under way
         self._closing = False
         shared = store.bytes.shared
         self._active, self._count = Shares(MAX_ACTIVE, shared), Shares(MAX_BATCHES, shared)
@@ -214,16 +205,6 @@ class Batches:
 
     # ---- work -----------------------------------------------------------------------------------------------
 
-    def at_once(self) -> int:
-        """Lines of one batch that may be under way. Where the scheduler knows priorities it keeps them behind what
-        callers wait for; elsewhere they have half the engine's slots less what callers use, one where those wait."""
-        admission, info = self._serving.admission, self._serving.frontend.client.info
-        room = min(AT_ONCE, info.slots or AT_ONCE)
-        if not info.priorities:
-            room = 1 if admission.waiting else min(room, (info.slots or AT_ONCE) // 2)
-            room -= admission.inflight - admission.background
-        return max(1, room // max(1, len(self._working)))
-
     def _begin(self, owned: OwnedBatch) -> None:
         self._active.take(owned.owner, 1)
         self._tasks[owned.batch.id] = asyncio.create_task(self._run(owned))
@@ -233,17 +214,12 @@ class Batches:
         try:
             if batch.status == "cancelling":  # when the server ended
                 raise asyncio.CancelledError
-            enter(self._context(owned))
-            prepare_pool.enter(self._serving.prepare_pool)
-            async with asyncio.timeout(batch.expires_at - time.time()), self._lanes[owned.owner]:
-                try:
-                    self._working.add(owned.owner)
-                    await self._validate(owned)
-                    batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
-                    self._save(owned)
-                    await self._work(owned)
-                finally:
-                    self._working.discard(owned.owner)
+            act_for(self._serving, owned.owner, batch.id)
+            async with asyncio.timeout(batch.expires_at - time.time()), self._serving.lanes.turn(owned.owner):
+                await self._validate(owned)
+                batch.status, batch.in_progress_at = "in_progress", batch.in_progress_at or int(time.time())
+                self._save(owned)
+                await self._work(owned)
             batch.status, batch.completed_at = "completed", int(time.time())
         except TimeoutError:
             batch.status, batch.expired_at = "expired", int(time.time())
@@ -263,13 +239,6 @@ class Batches:
                 self._keep(owned, self._outputs(owned))
             if saved:
                 self._save(owned)
-
-    def _context(self, owned: OwnedBatch) -> Context:
-        keys = self._serving.keys
-        known: dict[str, Key] = {OPEN_KEY.name: OPEN_KEY} if keys.open else {key.name: key for key in keys.keys}
-        if (key := known.get(owned.owner)) is None:
-            raise GONE
-        return Context(owned.batch.id, key, salt_of(self._serving, key))
 
     async def _validate(self, owned: OwnedBatch) -> None:
         batch, seen = owned.batch, set()
@@ -305,6 +274,7 @@ class Batches:
 
     async def _work(self, owned: OwnedBatch) -> None:
         batch, counts = owned.batch, owned.batch.request_counts
+        at_once = self._serving.lanes.at_once
         outputs = self._outputs(owned)
         done = {ok: await asyncio.to_thread(output.answered) for ok, output in outputs.items()}
         counts.completed, counts.failed = len(done[True]), len(done[False])
@@ -312,7 +282,7 @@ class Batches:
             async with (
                 aclosing(self._lines(batch)) as lines,
                 aclosing(unanswered(lines, done[True] | done[False])) as left,
-                aclosing(answer_lines(self._serving, left, batch.endpoint, self.at_once)) as answered_lines,
+                aclosing(answer_lines(self._serving, left, batch.endpoint, at_once)) as answered_lines,
             ):
                 async for answered in answered_lines:
                     await outputs[answered.ok].write(answered.line)

@@ -25,9 +25,7 @@ from starlette.types import Message
 
 from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
-from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, json, owner_of
-from quire.serve.http.openapi import answers, queried
-from quire.serve.openai.stored_records import (
+from quire.serve.core.stored_records import (
     DiskFullError,
     Shares,
     created,
@@ -36,6 +34,8 @@ from quire.serve.openai.stored_records import (
     remembered,
     write_record,
 )
+from quire.serve.http.http_io import BODY_SECONDS, BodyTooLargeError, BodyTooSlowError, NotFoundError, json, owner_of
+from quire.serve.http.openapi import answers, queried
 from quire.types.errors import InputError, OverloadedError
 
 logger = logging.getLogger("quire.serve")

@@ -23,10 +23,10 @@ from starlette.responses import Response
 from quire.serve.core.context import current
 from quire.serve.core.fields import noted, unused
 from quire.serve.core.generation import Serving
+from quire.serve.core.stored_records import Shares, created, remembered, write_record
 from quire.serve.http.http_io import NotFoundError, decode, json, owner_of, read_body
 from quire.serve.http.openapi import answers
 from quire.serve.openai.file_store import MAX_FILE, PART, FileObject, FileStore, read_form
-from quire.serve.openai.stored_records import Shares, created, remembered, write_record
 from quire.types.errors import InputError, OverloadedError
 
 MAX_PENDING = 1024
