@@ -50,9 +50,9 @@ def finished(client: openai.OpenAI, id: str) -> Any:
     raise AssertionError(f"the batch is still {batch.status}")
 
 
-def run(client: openai.OpenAI, *lines: bytes) -> Any:
+def run(client: openai.OpenAI, *lines: bytes, **more: Any) -> Any:
     file = uploaded(client, *lines)
-    made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h")
+    made = client.batches.create(input_file_id=file, endpoint="/v1/chat/completions", completion_window="24h", **more)
     return finished(client, made.id)
 
 
@@ -100,6 +100,15 @@ def test_bad_forms(fake_server: str, fields: dict[str, str], files: dict[str, by
 @pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e%2fx", "file-" + "0" * 32, "batch-x.json"])
 def test_paths_lead_nowhere(fake_server: str, path: str) -> None:
     assert httpx.get(f"{fake_server}/v1/files/{path}/content").status_code == 404
+
+
+def test_outputs_that_expire(client: openai.OpenAI) -> None:
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    batch = run(client, line("a", max_tokens=3), output_expires_after=expiry)
+    file = client.files.retrieve(batch.output_file_id or "")
+    assert file.expires_at == file.created_at + 7200
+    with pytest.raises(openai.BadRequestError, match="seconds"):
+        run(client, line("a"), output_expires_after=expiry | {"seconds": 1})
 
 
 def test_batch(client: openai.OpenAI) -> None:

@@ -304,7 +304,13 @@ def test_unsupported_fields_are_refused_unless_neutral(http: httpx.Client, field
 
 
 def test_neutral_fields_are_accepted(http: httpx.Client) -> None:
-    fields = {"user": "u", "metadata": {"a": "b"}, "safety_identifier": "s", "prompt_cache_key": "k"}
+    fields = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+    }
     nulls = dict.fromkeys(set(ChatRequest.__struct_fields__) - {"model", "messages", *fields})
     response = http.post(CHAT, json=chat(**fields, **nulls) | {"parallel_tool_calls": True})
     assert response.status_code == 200, response.text

@@ -57,6 +57,19 @@ def test_chat(fake: ollama.Client, says: Any, fake_frontend: FakeFrontend) -> No
     assert fake.chat(model=f"{MODEL}:latest", messages=QUESTION).message.content == "Sunny."
 
 
+def test_older_names_and_nothing_to_embed(fake_server: str) -> None:
+    http = httpx.Client(base_url=fake_server)
+    assert http.post("/api/show", json={"name": MODEL}).json()["details"]
+    assert http.post("/api/show", json={}).status_code == 400
+    for nothing in ({}, {"input": ""}, {"input": []}, {"input": None}):
+        assert http.post("/api/embed", json={"model": MODEL, **nothing}).json()["embeddings"] == []
+    assert http.post("/api/embed", json={"model": MODEL, "input": ["x", ""]}).status_code == 400
+    for nothing in ({}, {"prompt": ""}):
+        assert http.post("/api/embeddings", json={"model": MODEL, **nothing}).json() == {"embedding": []}
+    for path in ("/api/tags", "/api/version"):
+        assert http.head(path).status_code == 200
+
+
 def test_chat_streams_lines(fake: ollama.Client, fake_server: str, says: Any) -> None:
     says("<think>Hm.</think>Sunny.", reasons=True)
     parts = list(fake.chat(model=MODEL, messages=QUESTION, stream=True))

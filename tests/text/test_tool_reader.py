@@ -51,6 +51,7 @@ CASES = [
     (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", {"a": 1})]),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
     (HERMES, "a <tool_c b < <tool", None, []),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", {})]),  # cut short behind the call
     (HERMES, "<tool_call>nothing</tool_call>", None, []),
     (
         LLAMA3,

@@ -145,6 +145,8 @@ class ToolReader:
         out: list[Segment] = []
         if self._step == self._python_call:
             self._finish_python(out)
+        elif self._step == self._between:
+            pass  # the beginning of a mark
         elif self._call is None:
             out.append(Said(self._head + self._held))
         elif not self._call.begun:

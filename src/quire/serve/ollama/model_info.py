@@ -130,7 +130,7 @@ def shown(serving: Serving) -> OllamaShowAnswer:
 
 async def embedded(serving: Serving, body: OllamaEmbedRequest) -> OllamaEmbedAnswer:
     begun = time.perf_counter()
-    inputs = prompts_of(body.input, "input")  # type: ignore[arg-type]
+    inputs = prompts_of(body.input, "input") if body.input else []  # type: ignore[arg-type]
     room = serving.frontend.client.info.max_model_len - 1
 
     def work() -> list[str | list[int]]:
@@ -164,6 +164,7 @@ def router(serving: Serving) -> APIRouter:
     def reply(answer: msgspec.Struct) -> Response:
         return Response(json(answer), media_type="application/json")
 
+    @routes.head("/api/tags", include_in_schema=False)
     @routes.get("/api/tags", summary="List models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def tags() -> Response:
         models = [listed(serving, await digests.of(serving.frontend.client.info.weights.path))]
@@ -177,6 +178,7 @@ def router(serving: Serving) -> APIRouter:
     async def ps() -> Response:
         return reply(OllamaModels([running(serving, await digests.of(serving.frontend.client.info.weights.path))]))
 
+    @routes.head("/api/version", include_in_schema=False)
     @routes.get(
         "/api/version", summary="This server's version", openapi_extra=answers(OllamaVersion, error=OllamaError)
     )
@@ -189,7 +191,7 @@ def router(serving: Serving) -> APIRouter:
         openapi_extra=answers(OllamaShowAnswer, takes=OllamaShowRequest, error=OllamaError),
     )
     async def show(request: Request) -> Response:
-        check_model(serving, decode(_SHOW, await read_body(request, serving.max_body)).model)
+        check_model(serving, decode(_SHOW, await read_body(request, serving.max_body)).named())
         return reply(shown(serving))
 
     @routes.post(
@@ -210,7 +212,7 @@ def router(serving: Serving) -> APIRouter:
     async def embeddings(request: Request) -> Response:
         body = decode(_EMBEDDINGS, await read_body(request, serving.max_body))
         check(serving, body)
-        vectors, _ = await until_gone(request.receive, embed(serving, [body.prompt]))
-        return reply(OllamaEmbeddingsAnswer(vectors[0]))
+        vectors, _ = await until_gone(request.receive, embed(serving, [body.prompt] if body.prompt else []))
+        return reply(OllamaEmbeddingsAnswer(vectors[0] if vectors else []))
 
     return routes

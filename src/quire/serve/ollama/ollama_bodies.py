@@ -166,7 +166,7 @@ class OllamaGenerateRequest(OllamaAnswerRequest, kw_only=True, forbid_unknown_fi
 class OllamaEmbedRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /api/embed."""
 
-    input: str | list[str]
+    input: Annotated[str | list[str], noted("nothing: no embeddings")] | None = None
     truncate: Annotated[bool, noted("cut inputs to the context (default)")] | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20)] | None = None
 
@@ -174,28 +174,30 @@ class OllamaEmbedRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True
 class OllamaEmbeddingsRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /api/embeddings."""
 
-    prompt: str
+    prompt: Annotated[str, noted("nothing: an empty embedding")] | None = None
 
 
-class OllamaShowRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /api/show."""
-
-    model: Name
-    verbose: Annotated[bool, unused("there is no more to say")] | None = None
-
-
-class OllamaNamed(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /api/pull and DELETE /api/delete."""
-
+class _Named(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Name | None = None
     name: Annotated[str, extension("an older name of model")] | None = None
-    stream: Annotated[bool, noted("true by default")] | None = None
-    insecure: Annotated[bool, unused("the hub's address is the server's business")] | None = None
 
     def named(self) -> str:
         if not (name := self.model or self.name):
             raise InputError("required field 'model' is missing", param="model", code="missing_required_parameter")
         return name
+
+
+class OllamaShowRequest(_Named, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/show."""
+
+    verbose: Annotated[bool, unused("there is no more to say")] | None = None
+
+
+class OllamaNamed(_Named, kw_only=True, forbid_unknown_fields=True):
+    """Body of POST /api/pull and DELETE /api/delete."""
+
+    stream: Annotated[bool, noted("true by default")] | None = None
+    insecure: Annotated[bool, unused("the hub's address is the server's business")] | None = None
 
 
 class OllamaCopyRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -5,18 +5,23 @@ Refuses to know: how it is worked off.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from quire.serve.core.fields import refused
 
 # As OpenAI bounds it: 16 pairs, names of 64 characters, values of 512.
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+
+
+class OutputExpiry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """When the files that a batch writes are removed."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=3600, le=2592000)]
 
 
 class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +31,7 @@ class BatchRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     endpoint: Endpoint
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
-    output_expires_after: Annotated[Any, refused()] = None
+    output_expires_after: OutputExpiry | None = None
 
 
 class BatchProblem(msgspec.Struct):
@@ -99,3 +104,4 @@ class OwnedBatch(msgspec.Struct):
     batch: Batch
     owner: str
     outputs: dict[str, str] = {}
+    expiry: int | None = None  # seconds that these files are kept

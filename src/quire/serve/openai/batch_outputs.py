@@ -81,12 +81,12 @@ class Output:
             self._target = None
         self._take(-self._size)
 
-    def keep(self, name: str) -> str | None:
-        """Make it one of the key's files; its id, if there is any."""
+    def keep(self, name: str, seconds: int | None) -> str | None:
+        """Make it one of the key's files, for so many seconds; its id, if there is any."""
         if self._target is None:
             self.answered()
         written, size = self._target is not None, self._size
         self.close()
         if not written:
             return None
-        return self._store.adopt(self._id, size, name, "batch_output", self._owner, anyway=True).id
+        return self._store.adopt(self._id, size, name, "batch_output", self._owner, seconds, anyway=True).id

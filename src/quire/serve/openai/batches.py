@@ -22,7 +22,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving
 from quire.serve.core.stored_records import (
     PREFIX,
@@ -104,7 +103,8 @@ class Batches:
             expires_at=now + WINDOW,
             metadata=body.metadata,
         )
-        owned = OwnedBatch(batch, owner, _new_outputs())
+        expiry = body.output_expires_after.seconds if body.output_expires_after else None
+        owned = OwnedBatch(batch, owner, _new_outputs(), expiry)
         self._make_room(owner, len(json(owned)) + RECORD)
         write_record(self._path(batch.id), json(owned))
         self._add(owned)
@@ -298,8 +298,8 @@ class Batches:
     def _keep(self, owned: OwnedBatch, outputs: dict[bool, Output]) -> None:
         batch = owned.batch
         batch.finalizing_at = batch.finalizing_at or int(time.time())
-        batch.output_file_id = outputs[True].keep(f"{batch.id}_output.jsonl")
-        batch.error_file_id = outputs[False].keep(f"{batch.id}_error.jsonl")
+        batch.output_file_id = outputs[True].keep(f"{batch.id}_output.jsonl", owned.expiry)
+        batch.error_file_id = outputs[False].keep(f"{batch.id}_error.jsonl", owned.expiry)
 
     def _fail(self, owned: OwnedBatch, error: QuireError) -> None:
         batch = owned.batch
@@ -343,7 +343,6 @@ def router(serving: Serving) -> APIRouter:
     @routes.post("/v1/batches", summary="Create a batch", openapi_extra=answers(Batch, takes=BatchRequest))
     async def create(request: Request) -> Response:
         body = decode(_DECODER, await read_body(request, serving.max_body))
-        refuse_unsupported(body)
         return reply(batches[0].create(body, owner_of(request)))
 
     @routes.get("/v1/batches", summary="List batches", openapi_extra=answers(BatchList) | queried(**PAGE))

@@ -198,14 +198,14 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     metadata: Annotated[Metadata, noted("kept with a stored completion")] | None = None
     safety_identifier: Annotated[str, unused()] | None = None
     prompt_cache_key: Annotated[str, unused("equal prefixes are found without it")] | None = None
+    prompt_cache_options: Annotated[dict[str, Any], unused("equal prefixes are found without it")] | None = None
+    prompt_cache_retention: Annotated[str, unused("pages stay while there is room")] | None = None
 
     audio: Annotated[Any, refused()] = None
     function_call: Annotated[Any, refused("none", "auto", why="use tool_choice")] = None
     functions: Annotated[Any, refused([], why="use tools")] = None
     modalities: Annotated[Any, refused(["text"])] = None
     moderation: Annotated[Any, refused()] = None
-    prompt_cache_options: Annotated[Any, refused({})] = None
-    prompt_cache_retention: Annotated[Any, refused("in_memory", "in-memory")] = None
     web_search_options: Annotated[Any, refused()] = None
 
 
