@@ -95,6 +95,8 @@ def oracle(spec: AttentionSpec, case: Case) -> torch.Tensor:
         at = torch.arange(len(k) - count, len(k))[:, None]
         keys = torch.arange(len(k))[None]
         seen = (keys <= at) & (keys > at - (spec.window or len(k) + 1))
+        if spec.chunked:
+            seen &= keys // spec.window == at // spec.window
         k, v = (t.double().transpose(0, 1).repeat_interleave(share, 0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * spec.scale
         if spec.softcap:
@@ -137,6 +139,15 @@ def spec_of(heads: tuple[int, int] = (9, 3), window: int | None = None, dim: int
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_batches(backend, device, heads, window, rows):
     spec = spec_of(heads, window)
+    check(backend, spec, make_case(spec, rows, device=device))
+
+
+@devices
+@backends
+@pytest.mark.parametrize("chunk", [1, 6, 16, 40])
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_chunked_attention(backend, device, chunk, rows):
+    spec = replace(spec_of(window=chunk), chunked=True)
     check(backend, spec, make_case(spec, rows, device=device))
 
 

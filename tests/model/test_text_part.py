@@ -12,6 +12,8 @@ from tiny_models import CONFIGS, SIZES, prompts
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -55,7 +57,16 @@ def qwen35():
     )
 
 
+def llama4():
+    vision = {**VISION, "image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}
+    text = CONFIGS["llama4"]().to_dict()
+    return Llama4ForConditionalGeneration(
+        Llama4Config(text_config=text, vision_config={**vision, "vision_output_dim": 16}, image_token_index=96)
+    )
+
+
 MODELS = {
+    "llama4": llama4,
     "qwen3.5": qwen35,
     "gemma3": gemma3,
     "mistral-small-3": lambda: mistral3("mistral-full"),

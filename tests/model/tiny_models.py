@@ -42,6 +42,15 @@ DELTA = {
     "partial_rotary_factor": 0.5,
     "pad_token_id": 0,
 }
+LLAMA4 = {
+    "head_dim": 8,
+    "intermediate_size_mlp": 56,
+    "num_local_experts": 5,
+    "attention_chunk_size": 11,
+    "floor_scale": 6,
+    "attn_scale": 0.5,
+    "pad_token_id": 0,
+}
 QWEN_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {
     "num_experts": 6,
@@ -299,6 +308,19 @@ CONFIGS = {
         num_dense_layers=1,
         conv_L_cache=4,
         layer_types=["conv", "full_attention", "conv", "conv"],
+    ),
+    "llama4": lambda: hf.Llama4TextConfig(
+        **SIZES | LLAMA4, interleave_moe_layer_step=2, num_experts_per_tok=1, rope_parameters=dict(LLAMA3)
+    ),
+    "llama4-variations": lambda: hf.Llama4TextConfig(
+        **SIZES | LLAMA4,
+        num_experts_per_tok=3,
+        moe_layers=[0, 1, 3],
+        no_rope_layers=[1, 0, 1, 1],
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
     "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: hf.GPT2Config(

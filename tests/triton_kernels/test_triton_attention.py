@@ -104,6 +104,15 @@ def test_windows(window):
     case.check(case.triton())
 
 
+@pytest.mark.parametrize("chunk", [5, 48])
+def test_chunked_attention(chunk, monkeypatch):
+    """Split too: some pieces of a window then lie before the chunk, and are seen by no query."""
+    monkeypatch.setattr(configs, "SPLIT_KEYS", 16)
+    case = Case([(1, 49), (1, 50), (2, 9), (50, 70), (1, 95), (1, 96)], window=chunk)
+    case.spec = replace(case.spec, chunked=True)
+    case.check(case.triton())
+
+
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("stored", [torch.float32, torch.int8])
 def test_soft_caps(window, stored, monkeypatch):

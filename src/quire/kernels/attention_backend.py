@@ -34,6 +34,7 @@ class AttentionSpec:
     window: int | None = None  # tokens a query sees, itself included
     itemsize: int = 2  # bytes of a query element
     kv_itemsize: int = 0  # bytes of a number in the pages; 0: as of queries
+    chunked: bool = False  # windows do not slide: a query sees from the last multiple of `window` on
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: torch.Tensor | None = field(default=None, compare=False)  # [heads]: a score of nothing, for each head
 
@@ -46,6 +47,14 @@ class AttentionSpec:
     @property
     def stored(self) -> int:
         return self.kv_itemsize or self.itemsize
+
+    def first_seen(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """The first KV position that queries at these see; None: all from 0 on."""
+        if self.window is None:
+            return None
+        if self.chunked:
+            return positions.div(self.window, rounding_mode="floor") * self.window
+        return (positions - self.window + 1).clamp(min=0)
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """Scores (q . k * scale) under the soft cap; may write over them."""

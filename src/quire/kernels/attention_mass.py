@@ -79,7 +79,7 @@ def _attend(
     scores = spec.capped(torch.einsum("tgsd,ngd->gstn", grouped, k) * spec.scale)
     places = torch.arange(len(k), device=k.device)
     seen = places <= positions[:, None]
-    if spec.window is not None:
-        seen &= places > positions[:, None] - spec.window
+    if (first := spec.first_seen(positions)) is not None:
+        seen &= places >= first[:, None]
     p = spec.softmax(scores.masked_fill_(~seen, float("-inf")), *scores.shape[:2])
     return torch.einsum("gstn,ngd->tgsd", p, v).flatten(1, 2), p.sum((0, 1, 2))

@@ -56,7 +56,7 @@ def choose_assemble(device: torch.device) -> Callable[..., Assembled]:
 
 
 def describe(spec: AttentionSpec) -> str:
-    reach = "full" if spec.window is None else f"window {spec.window}"
+    reach = "full" if spec.window is None else f"{'chunks of' if spec.chunked else 'window'} {spec.window}"
     cap = "" if spec.softcap is None else f", soft cap {spec.softcap:g}"
     sinks = "" if spec.sinks is None else ", sinks"
     return f"({spec.heads} heads, {spec.kv_heads} KV, dim {spec.head_dim}, {reach}{cap}{sinks})"

@@ -86,8 +86,10 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
             return "queries scaled by position"
         if mixer.softcap is not None:
             return "a soft cap on attention scores"
-        if mixer.qk_norm == "all":
-            return "norms of queries and keys over all heads"
+        if mixer.qk_norm in ("all", "unit"):
+            return "norms of queries and keys over all heads, or without weights"
+        if mixer.chunked:
+            return "chunked attention"
         if not isinstance(feed, Dense) or not isinstance(first.feed, Dense):
             return "experts"
         if not feed.swiglu or feed.bias:

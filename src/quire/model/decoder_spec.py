@@ -47,9 +47,11 @@ class Attention:
     head_dim: int
     scale: float  # what scores are multiplied with
     window: int | None = None  # tokens a query sees, itself included; None: all
+    chunked: bool = False  # windows do not slide: a query sees from the last multiple of `window` on
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: bool = False  # each head has a learned score that stands for no token
-    qk_norm: Literal["head", "all"] | None = None  # RMS norms of queries and keys: of each head, over all heads at once
+    # RMS norms of queries and keys: of each head, over all heads at once, of each head without weights (L2 norm)
+    qk_norm: Literal["head", "all", "unit"] | None = None
     rope: RopeSpec | None = None  # None: queries and keys are not rotated
     query_scaling: QueryScaling | None = None
     qkv_bias: bool = False
@@ -82,6 +84,7 @@ class Latent:
     bias: bool = False  # of the products that compress, and of the last
 
     window = None
+    chunked = False
     softcap = None
     sinks = False
     qk_norm = None
@@ -219,6 +222,7 @@ class Router:
     scale: float = 1.0  # what weights are multiplied with
     bias: bool = False  # of the logits
     correction: bool = False  # a bias of scores by which experts are chosen, not weighed
+    weighs_input: bool = False  # an expert's input is multiplied with its weight, not its output
     groups: int = 1  # experts are chosen from `top_groups` of so many groups alone
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # of its experts' scores: the best, or the sum of the best two
@@ -253,6 +257,7 @@ class Norms:
     before: bool = True
     after: bool = False
     bias: bool = False  # of LayerNorms
+    weight: bool = True  # learned; False: ones
 
 
 @dataclass(frozen=True)

@@ -152,14 +152,15 @@ def _bucket(
 
     positions = batch.positions[tokens].view(len(rows), count)
     keys = torch.arange(bucket.keys, device=device)[None]  # KV position of each gathered token, [rows or 1, keys]
-    if spec.window is not None:
-        first = (positions[:, :1] - spec.window + 1).clamp_(min=0) // size  # page of the oldest token in sight
+    oldest = spec.first_seen(positions)
+    if oldest is not None:
+        first = oldest[:, :1] // size  # page of the oldest token in sight
         wanted = first + torch.arange(pages, device=device)
         bucket.pages = table.gather(1, wanted.clamp_(max=table.shape[1] - 1)).view(-1)
         keys = keys + first * size
     visible = keys[:, None, :] <= positions[:, :, None]  # [rows, count, keys]
-    if spec.window is not None:
-        visible &= keys[:, None, :] > positions[:, :, None] - spec.window
+    if oldest is not None:
+        visible &= keys[:, None, :] >= oldest[:, :, None]
     bucket.mask = torch.zeros(visible.shape, device=device).masked_fill_(~visible, float("-inf"))[:, None]
     bucket.stale = _stale(bucket, batch.kv_len[which] - keys[:, 0], size)
     if batch.paths is not None and count == 1:

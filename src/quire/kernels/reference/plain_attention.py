@@ -49,8 +49,8 @@ def attend(
     scores = spec.capped(torch.einsum("qhd,khd->hqk", q, k) * spec.scale)
     key_positions = torch.arange(k.shape[0], device=q.device)
     hidden = key_positions[None, :] > positions[:, None]  # [tokens, kv_len]
-    if spec.window is not None:
-        hidden |= key_positions[None, :] <= positions[:, None] - spec.window
+    if (first := spec.first_seen(positions)) is not None:
+        hidden |= key_positions[None, :] < first[:, None]
         # a window that has moved on leaves null pages behind; what they hold must not matter
         v = v.masked_fill(hidden.all(dim=0)[:, None, None], 0)
     weights = spec.softmax(scores.masked_fill(hidden, float("-inf")), spec.heads)

@@ -23,7 +23,8 @@ def _walk(
     acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, end, first, scale,
     stride_page, stride_slot, stride_scale_page, stride_scale_slot,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr, SCALED: tl.constexpr,
+    PRECISION: tl.constexpr,
     PAIRS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. end. Not MASKED: whole tiles that every query sees. Keys before `first` are seen by none, and
@@ -62,7 +63,7 @@ def _walk(
         if MASKED:
             seen = (n[None, :] <= at[:, None]) & inside[None, :]
             if WINDOW:
-                seen &= n[None, :] > at[:, None] - WINDOW
+                seen &= n[None, :] >= (at // WINDOW * WINDOW if CHUNKED else at - WINDOW + 1)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
@@ -152,7 +153,7 @@ def attend_kernel(
     stride_ot, stride_oh, stride_table,
     FORM: tl.constexpr,  # "pieces" or "prefix"
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr,  # times log2(e), as scores are; 0: none
     SPLIT: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_LSE: tl.constexpr, TWO_PHASE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr,
@@ -244,13 +245,13 @@ def attend_kernel(
         acc, acc_odd, peak, mass = _walk(
             acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, middle, first, scale,
             stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-            PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, SOFTCAP, False, SCALED, PRECISION, PAIRS, NATIVE,
+            PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, CHUNKED, SOFTCAP, False, SCALED, PRECISION, PAIRS, NATIVE,
         )  # fmt: skip
         begin = middle
     acc, acc_odd, peak, mass = _walk(
         acc, acc_odd, peak, mass, q, q_odd, at, k, v, k_scales, v_scales, table, begin, last, first, scale,
         stride_page, stride_slot, stride_scale_page, stride_scale_slot,
-        PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, SOFTCAP, True, SCALED, PRECISION, PAIRS, NATIVE,
+        PAGE, SIZE, WIDTH, BLOCK_N, WINDOW, CHUNKED, SOFTCAP, True, SCALED, PRECISION, PAIRS, NATIVE,
     )  # fmt: skip
 
     if PAIRS != "":

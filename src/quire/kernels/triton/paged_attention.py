@@ -257,7 +257,7 @@ def _run(
         spec.scale / (spec.softcap or 1.0) * LOG2E, launch.splits, launch.split_min, spec.heads,
         q.stride(0), q.stride(1), *strides, *beside, out.stride(0), out.stride(1), group.page_table.stride(0),
         FORM=launch.form, PAGE=group.tokens_per_page, D=spec.head_dim, DP=padded, GROUP=spec.heads // spec.kv_heads,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, WINDOW=spec.window or 0, CHUNKED=spec.chunked,
         SOFTCAP=(spec.softcap or 0.0) * LOG2E,
         SPLIT=launch.splits > 1 or launch.form == "pieces", HAS_PREFIX=shared is not None, HAS_LSE=lse is not None,
         TWO_PHASE=tile.phases == 2 and spec.window is None and not launch.steady,

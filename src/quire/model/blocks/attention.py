@@ -50,7 +50,7 @@ class AttentionBlock:
         queries, keys = mixer.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
         sinks = plain(mixer.heads) if mixer.sinks else None
-        rms = replace(norms, kind="rms", bias=False)
+        rms = replace(norms, kind="rms", bias=False, weight=mixer.qk_norm != "unit")
         return cls(
             index=index,
             kind=spec.mixer_kinds[index],
@@ -105,5 +105,5 @@ def attention_spec(
         sinks = torch.empty(mixer.heads, device="meta")
     return AttentionSpec(
         mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize,
-        softcap=mixer.softcap, sinks=sinks, values_from=mixer.kept.values_from,
+        chunked=mixer.chunked, softcap=mixer.softcap, sinks=sinks, values_from=mixer.kept.values_from,
     )  # fmt: skip

@@ -87,13 +87,15 @@ class ExpertsBlock:
                 scale=router.scale,
                 correction=correction,
             )
+        rows, chosen = self._weighed(x, chosen, weights)
         total = chosen.numel()
         lists = kernels.list_rows(chosen, spec.count, kernels.block_rows(total, spec.count))
-        up = kernels.expert_matmul(x, self._matrices(self.up), lists, total, gate=spec.activation, bias=self.up.bias)
+        up = kernels.expert_matmul(rows, self._matrices(self.up), lists, total, gate=spec.activation, bias=self.up.bias)
         down = kernels.expert_matmul(
-            up, self._matrices(self.down), lists, total, bias=self.down.bias, scale=weights.view(-1)
-        )
-        mixed = down.unflatten(0, chosen.shape).sum(1)
+            up, self._matrices(self.down), lists, total, bias=self.down.bias,
+            scale=None if router.weighs_input else weights.view(-1),
+        )  # fmt: skip
+        mixed = down.unflatten(0, weights.shape).sum(1)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
 
     def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -101,15 +103,25 @@ class ExpertsBlock:
         chosen, weights = choose_experts(
             self.router(x), self.spec, None if self.correction is None else self.correction.weight
         )
+        inputs, chosen = self._weighed(x, chosen, weights)
         sorted_experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_experts, torch.arange(self.spec.count, device=x.device), right=True)
-        rows = x[order.div(self.spec.top_k, rounding_mode="floor")]
+        rows = inputs[order.div(chosen.shape[1], rounding_mode="floor")]
         up = _grouped(self.up, rows, sorted_experts, ends, self.spec.count)
         down = _grouped(self.down, self._activated(up, ops), sorted_experts, ends, self.spec.count)
         back = torch.empty_like(down)
         back[order] = down
-        mixed = (back.unflatten(0, chosen.shape) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        parts = back.unflatten(0, weights.shape)
+        mixed = (parts if self.spec.router.weighs_input else parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+
+    def _weighed(
+        self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts' inputs and what each goes to: tokens as they are, or, where inputs are weighed, one row a choice."""
+        if not self.spec.router.weighs_input:
+            return x, chosen
+        return (x.unsqueeze(1) * weights.unsqueeze(-1)).to(x.dtype).flatten(0, 1), chosen.reshape(-1, 1)
 
     def _matrices(self, linear: Linear) -> torch.Tensor:
         return linear.state["weight"].unflatten(0, (self.spec.count, -1))

@@ -15,3 +15,9 @@ class Norm(Plain):
         super().__init__((size,), bias=norms.bias, device=device, dtype=dtype)
         self.eps = norms.eps
         self.centred = norms.kind == "layer"  # a LayerNorm: the mean is taken off
+        self._learned = norms.weight
+        if not self._learned:
+            self.weight.fill_(1)
+
+    def needs(self) -> dict[tuple[str, int], tuple[int, ...]]:
+        return super().needs() if self._learned else {}

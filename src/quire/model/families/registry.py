@@ -29,6 +29,7 @@ FAMILY_MODULES = (
     "falcon",
     "mixtral",
     "qwen_moe",
+    "llama4",
     "glm4_moe",
     "gpt_oss",
     "deepseek",
