@@ -56,7 +56,7 @@ def test_states_go_from_chunk_to_chunk(pair):
             close(got, their_logits(theirs, prompt), 5e-4)  # rounding adds up over so many tokens
 
 
-@pytest.mark.parametrize("pair", ["llama3", "gpt2", "olmo2", "gemma2", "qwen3-next", "lfm2"], indirect=True)
+@pytest.mark.parametrize("pair", ["llama3", "gpt2", "olmo2", "gemma2", "gemma4", "qwen3-next", "lfm2"], indirect=True)
 @pytest.mark.parametrize("last", [False, True])
 def test_a_tap_shows_what_transformers_has_behind_a_layer(pair, last):
     theirs, ours = pair

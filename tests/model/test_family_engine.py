@@ -7,7 +7,7 @@ import torch
 from tiny_engine import TOKENS, Engine
 from tiny_models import prompts, tiny
 
-FAMILIES = ["llama3", "gpt2", "olmo2", "gemma3", "cohere2", "qwen3-moe", "llama4", "qwen3-next"]
+FAMILIES = ["llama3", "gpt2", "olmo2", "gemma3", "cohere2", "qwen3-moe", "llama4", "gemma4", "qwen3-next"]
 MORE = [
     "qwen2-mixed-windows",
     "gemma2",
@@ -36,6 +36,7 @@ MORE = [
     "nemotron-h-moe",
     "lfm2-moe",
     "llama4-variations",
+    "gemma4-moe",
 ]
 NEAR_TIE = 1e-3  # of the two best logits: which of them is drawn is not promised
 

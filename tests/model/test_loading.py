@@ -188,12 +188,15 @@ def test_random_weights_need_a_config_only(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes(name):
-    """Parameters as transformers counts them, and corrections of routers; bytes follow, of some in float32."""
+    """Parameters as transformers counts them, corrections of routers and scalars of layers; bytes follow, of some in
+    float32."""
     theirs = tiny(name)
     spec = read_spec(FakeSource(json.loads(theirs.config.to_json_string()), {}))
     corrections = sum(b.numel() for n, b in theirs.named_buffers() if n.endswith(("correction_bias", "expert_bias")))
-    wide = sum(p.numel() for n, p in theirs.named_parameters() if n.endswith((".A_log", ".dt_bias", ".D")))
-    count = theirs.num_parameters() + corrections
+    scalars = sum(b.numel() for n, b in theirs.named_buffers() if n.endswith("layer_scalar"))
+    in_float32 = (".A_log", ".dt_bias", ".D", ".per_expert_scale")
+    wide = sum(p.numel() for n, p in theirs.named_parameters() if n.endswith(in_float32))
+    count = theirs.num_parameters() + corrections + scalars
     assert parameter_count(spec) == count
     assert weight_bytes(spec, torch.bfloat16) == 2 * count + 2 * (corrections + wide)
 

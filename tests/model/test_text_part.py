@@ -12,6 +12,8 @@ from tiny_models import CONFIGS, SIZES, prompts
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Llama4Config,
     Llama4ForConditionalGeneration,
     Mistral3Config,
@@ -57,6 +59,14 @@ def qwen35():
     )
 
 
+def gemma4():
+    vision = {**VISION, "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16}
+    text = CONFIGS["gemma4"]().to_dict()
+    return Gemma4ForConditionalGeneration(
+        Gemma4Config(text_config=text, vision_config=vision, audio_config=None, image_token_id=96)
+    )
+
+
 def llama4():
     vision = {**VISION, "image_size": 28, "patch_size": 14, "projector_input_dim": 16, "projector_output_dim": 16}
     text = CONFIGS["llama4"]().to_dict()
@@ -66,6 +76,7 @@ def llama4():
 
 
 MODELS = {
+    "gemma4": gemma4,
     "llama4": llama4,
     "qwen3.5": qwen35,
     "gemma3": gemma3,

@@ -51,6 +51,7 @@ LLAMA4 = {
     "attn_scale": 0.5,
     "pad_token_id": 0,
 }
+GEMMA4 = {"head_dim": 8, "global_head_dim": 16, "sliding_window": 9, "vocab_size_per_layer_input": 97}
 QWEN_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {
     "num_experts": 6,
@@ -322,6 +323,33 @@ CONFIGS = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "gemma4": lambda: hf.Gemma4TextConfig(
+        **SIZES | GEMMA4 | {"num_hidden_layers": 6},
+        hidden_size_per_layer_input=16,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        final_logit_softcapping=3.0,
+    ),  # as E2B: per-layer embeddings, and layers that attend keys of others
+    "gemma4-unified": lambda: hf.Gemma4UnifiedTextConfig(
+        **SIZES,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    "gemma4-moe": lambda: hf.Gemma4TextConfig(
+        **SIZES | GEMMA4,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        tie_word_embeddings=False,
+    ),
     "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: hf.GPT2Config(
         vocab_size=97,
@@ -345,6 +373,8 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.2)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.5 + torch.rand_like(buffer))
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)

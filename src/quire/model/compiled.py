@@ -71,6 +71,8 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
         return "scaled embeddings, residuals or logits"
     if spec.logit_softcap is not None:
         return "a soft cap on logits"
+    if spec.layer_input or any(layer.scaled for layer in spec.layers):
+        return "per-layer embeddings, or layers with a scalar"
     if any(layer.parallel is not None for layer in spec.layers):
         return "attention and MLP beside each other"
     for mixer, feed, norms in ((layer.mixer, layer.feed, layer.norms) for layer in spec.layers):
@@ -88,13 +90,17 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
             return "a soft cap on attention scores"
         if mixer.qk_norm in ("all", "unit"):
             return "norms of queries and keys over all heads, or without weights"
+        if mixer.kv_parts < 2 or mixer.v_norm:
+            return "values that are normed, are keys, or are another layer's"
         if mixer.chunked:
             return "chunked attention"
         if not isinstance(feed, Dense) or not isinstance(first.feed, Dense):
             return "experts"
         if not feed.swiglu or feed.bias:
             return "another MLP than SwiGLU without biases"
-        if mixer.heads != first.mixer.heads or feed.intermediate != first.feed.intermediate:
+        if (mixer.heads, mixer.head_dim) != (first.mixer.heads, first.mixer.head_dim):
+            return "layers of different sizes"
+        if mixer.kv_heads != first.mixer.kv_heads or feed.intermediate != first.feed.intermediate:
             return "layers of different sizes"
     return None
 

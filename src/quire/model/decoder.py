@@ -20,6 +20,7 @@ from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
 from quire.model.blocks.gated_delta import GatedDeltaBlock
 from quire.model.blocks.latent import LatentBlock
+from quire.model.blocks.layer_inputs import LayerInputs, LayerTail
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.mamba2 import Mamba2Block
 from quire.model.blocks.norms import Norm
@@ -39,6 +40,7 @@ class Layer:
     index: int
     mixer: MixerBlock
     feed: DenseBlock | ExpertsBlock | None
+    tail: LayerTail | None
     parallel: bool
 
 
@@ -76,6 +78,8 @@ class Model:
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         self.embed = self._plain(spec.vocab_size, spec.hidden)
         self.positions = self._plain(spec.max_position, spec.hidden) if spec.learned_positions else None
+        made = LayerInputs.build(spec, self._linear, self._norm, self._plain) if spec.layer_input else None
+        self.layer_inputs = made
         self.layers = [self._layer(index) for index in range(len(spec.layers))]
         self.final_norm = self._norm(spec.hidden, spec.layers[-1].norms)
         tied = self.embed.weight if spec.tie_embeddings else None
@@ -119,7 +123,8 @@ class Model:
         parallel = self.spec.layers[index].parallel
         if parallel == "one_norm" and feed is not None:
             feed.norm = mixer.norm
-        return Layer(index, mixer, feed, parallel is not None)
+        tail = LayerTail.build(self.spec, index, self._linear, self._norm, self._plain)
+        return Layer(index, mixer, feed, tail, parallel is not None)
 
     def _mixer(self, index: int, dense: LinearMaker) -> MixerBlock:
         spec, linear, norm, size = self.spec, self._linear, self._norm, self.dtype.itemsize
@@ -143,9 +148,11 @@ class Model:
             "rope_divisors": self.rope_divisors,
             "final_norm": self.final_norm,
             "head": self.head,
+            **(self.layer_inputs.modules() if self.layer_inputs is not None else {}),
         }
         for layer in self.layers:
             inner = layer.mixer.modules() | (layer.feed.modules() if layer.feed is not None else {})
+            inner |= layer.tail.modules() if layer.tail is not None else {}
             named |= {f"layers.{layer.index}.{name}": module for name, module in inner.items()}
         owners = {id(module): name for name, module in reversed(named.items())}
         return {name: module for name, module in named.items() if module is not None and owners[id(module)] == name}
@@ -221,15 +228,16 @@ class Model:
         tap: HiddenStateTap | None = None,
     ) -> torch.Tensor:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
-        `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer."""
+        `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer that
+        keeps any."""
         stages = self.stages
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         shown = []
         for layer in self.layers:
             q = stages.qkv(layer.mixer, x, residual, step)
-            if last and layer is self.layers[-1] and batch.tokens > batch.rows:
-                q, residual, step = q[batch.ends], residual[batch.ends], Step(batch.last(), kv, {})
+            if last and layer.index == self.spec.last_kept and batch.tokens > batch.rows:
+                q, residual, step = q[batch.ends], residual[batch.ends], step.last()
             x = self._attend_and_feed(layer, q, residual, step)
             if tap is not None and layer.index in tap.layers:
                 here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
@@ -241,6 +249,15 @@ class Model:
     def _attend_and_feed(
         self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
+        x = self._mixed_and_fed(layer, q, residual, step)
+        if layer.tail is None:
+            return x
+        if x is not None:
+            residual += x
+        layer.tail(residual, step.inputs, self.stages.ops)
+        return None
+
+    def _mixed_and_fed(self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         stages = self.stages
         if layer.feed is None:
             return stages.attend(layer.mixer, q, residual, step)
@@ -268,11 +285,12 @@ class Model:
         if self.positions is not None:
             residual += ops.take(self.positions.weight, batch.positions)
         tables = {kind: ops.rope_tables(batch.positions, *self._ropes[kind], self.dtype) for kind in self._rotated}
-        return residual, Step(batch, kv, tables)
+        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
+        return residual, Step(batch, kv, tables, inputs=inputs)
 
     def sketch(self) -> Model:
         """With one layer of each kind, and the last: launches all that the whole does, and computes nothing of use."""
-        kept = {*self.spec.layer_kinds, self.layers[-1].index}
+        kept = {*self.spec.layer_kinds, self.spec.last_kept, self.layers[-1].index}
         made = copy(self)
         made.layers = [layer for layer in self.layers if layer.index in kept]
         return made

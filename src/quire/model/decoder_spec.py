@@ -57,15 +57,25 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     gate: bool = False  # what was attended is multiplied with the sigmoid of a product, before the last one
+    v_norm: bool = False  # values are RMS-normed, without weights
+    v_from_k: bool = False  # values are the keys as they are before norm and rotation
+    kv_from: int | None = None  # attends keys and values of this layer, and has none of its own
+
+    values_from = None
+
+    @property
+    def kv_parts(self) -> int:
+        """Products that make keys and values."""
+        return 0 if self.kv_from is not None else 1 if self.v_from_k else 2
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads * (2 if self.gate else 1) + 2 * self.kv_heads) * self.head_dim
+        return (self.heads * (2 if self.gate else 1) + self.kv_parts * self.kv_heads) * self.head_dim
 
     @property
-    def kept(self) -> TokenShape:
+    def kept(self) -> TokenShape | None:
         """What it keeps of a token."""
-        return TokenShape(self.kv_heads, self.head_dim, self.window)
+        return TokenShape(self.kv_heads, self.head_dim, self.window) if self.kv_from is None else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,11 @@ class Latent:
     qk_norm = None
     query_scaling = None
     kv_heads = 1
+    kv_from = None
+
+    @property
+    def values_from(self) -> int:
+        return self.rope_dim
 
     @property
     def head_dim(self) -> int:
@@ -102,7 +117,7 @@ class Latent:
 
     @property
     def kept(self) -> TokenShape:
-        return TokenShape(1, self.head_dim, values_from=self.rope_dim)
+        return TokenShape(1, self.head_dim, values_from=self.values_from)
 
 
 @dataclass(frozen=True)
@@ -242,6 +257,7 @@ class Experts:
     shared: int = 0  # intermediate size of the shared expert; 0: none
     shared_gate: bool = False  # its output is multiplied with the sigmoid of a product
     gated: bool = True  # act(gate) * up, else act(up)
+    own_norms: bool = False  # shared and routed ones are normed apart, before and behind; the router's input is too
 
     def width(self, hidden: int) -> int:
         """Between the products and behind them, until what experts say is added up."""
@@ -266,6 +282,8 @@ class LayerSpec:
     feed: Dense | Experts | None
     norms: Norms = Norms()
     parallel: Literal["own_norms", "one_norm"] | None = None  # mixer and feed read the same residual; None: in turn
+    input_activation: Activation = "gelu_tanh"  # where there are per-layer embeddings: of their gate
+    scaled: bool = False  # what leaves the layer is multiplied with a learned number
 
 
 @dataclass(frozen=True)
@@ -279,6 +297,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
     learned_positions: bool = False  # one vector a position, added to the embeddings
+    layer_input: int = 0  # width of per-layer embeddings: a vector a layer, of each token; 0: none
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     residual_scale: float = 1.0  # what mixers and feeds add to the residual stream is
     logit_scale: float = 1.0  # logits are
@@ -298,6 +317,11 @@ class DecoderSpec:
     def recurrent(self) -> bool:
         """Whether there are layers that keep a state."""
         return len(self.attending) < len(self.layers)
+
+    @cached_property
+    def last_kept(self) -> int:
+        """The last layer that keeps anything of a token or a sequence: behind it, only those asked for matter."""
+        return max(i for i, layer in enumerate(self.layers) if layer.mixer.kept is not None)
 
     @property
     def attention(self) -> Attending:
@@ -334,8 +358,9 @@ class DecoderSpec:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
         if dtype not in kinds:
             return f"what runs {self.architecture} here takes pages of {', '.join(kinds)}"
-        if dtype == "int4" and (self.head_dim % 2 or self.head_dim > 256):
-            return f"4-bit pages take heads of an even number of up to 256 dimensions, not {self.head_dim}"
+        odd = [mixer.head_dim for mixer in self.attending.values() if mixer.head_dim % 2 or mixer.head_dim > 256]
+        if dtype == "int4" and odd:
+            return f"4-bit pages take heads of an even number of up to 256 dimensions, not {odd[0]}"
         return None
 
     def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
@@ -347,10 +372,11 @@ def _unscaled(mixer: Mixer) -> Mixer:
 
 
 def _attended(mixer: Mixer) -> Mixer:
-    """Without what is done before there are queries and keys."""
-    return (
-        replace(mixer, scale=0.0, rope=None, query_scaling=None) if isinstance(mixer, Attention) else _unscaled(mixer)
-    )
+    """Without what is done before there are queries, keys and values."""
+    if not isinstance(mixer, Attention):
+        return _unscaled(mixer)
+    plain = replace(mixer, scale=0.0, rope=None, query_scaling=None)
+    return replace(plain, kv_from=None, v_norm=False, v_from_k=False)
 
 
 def _first_alike(items: Sequence[object]) -> list[int]:

@@ -154,7 +154,7 @@ class TokenShape(msgspec.Struct, frozen=True):
         return (2 if self.values_from is None else 1) * self.kv_heads * KINDS[dtype].head_bytes(self.head_dim)
 
 
-def layout_for(shapes: Sequence[TokenShape | StateShape], *, page_size: int, dtype: str) -> KVLayout:
+def layout_for(shapes: Sequence[TokenShape | StateShape | None], *, page_size: int, dtype: str) -> KVLayout:
     """Group layers by what they keep; the group whose tokens take most gets `page_size` tokens a page, the others as
     many times that as fit the same bytes."""
     by_shape: dict[TokenShape, list[int]] = {}
@@ -162,7 +162,7 @@ def layout_for(shapes: Sequence[TokenShape | StateShape], *, page_size: int, dty
     for layer, shape in enumerate(shapes):
         if isinstance(shape, StateShape):
             by_state.setdefault(shape, []).append(layer)
-        else:
+        elif shape is not None:  # else it attends what another layer keeps
             by_shape.setdefault(shape, []).append(layer)
     sizes = {shape: len(layers) * shape.bytes(dtype) for shape, layers in by_shape.items()}
     groups = tuple(

@@ -18,13 +18,14 @@ from quire.model.decoder_spec import Attention, DecoderSpec, Norms, QueryScaling
 from quire.types.errors import ConfigError
 
 LinearMaker = Callable[[int, tuple[int, ...], bool], Linear]  # columns, parts, bias
-PlainMaker = Callable[[int], Plain]
+PlainMaker = Callable[..., Plain]  # sizes
 NormMaker = Callable[[int, Norms], Norm]
 
 
 @dataclass
 class AttentionBlock:
     index: int  # of the layer
+    kept_by: int  # the layer whose keys and values it attends
     kind: int  # of DecoderSpec.mixer_kinds
     rope: int  # of DecoderSpec.rope_kinds
     rotates: bool
@@ -33,8 +34,10 @@ class AttentionBlock:
     norm: Norm | None
     qkv: Linear  # queries (then gates of what is attended), keys, values
     gated: bool
+    kv_parts: int  # keys and values, keys that are both, or none: another layer's
     q_norm: Norm | None
     k_norm: Norm | None
+    v_norm: Norm | None
     norms_all_heads: bool  # q_norm and k_norm go over all heads at once, not over each
     sinks: Plain | None
     o: Linear
@@ -51,18 +54,23 @@ class AttentionBlock:
         q_size, k_size = (queries, keys) if mixer.qk_norm == "all" else (mixer.head_dim, mixer.head_dim)
         sinks = plain(mixer.heads) if mixer.sinks else None
         rms = replace(norms, kind="rms", bias=False, weight=mixer.qk_norm != "unit")
+        plain_v = replace(norms, kind="rms", bias=False, weight=False)
+        outputs = (queries, *((queries,) if mixer.gate else ()), *(keys,) * mixer.kv_parts)
         return cls(
             index=index,
+            kept_by=index if mixer.kv_from is None else mixer.kv_from,
             kind=spec.mixer_kinds[index],
             rope=spec.rope_kinds[index],
             rotates=mixer.rope is not None,
             query_scaling=mixer.query_scaling,
             attention=attention_spec(spec, index, itemsize, None if sinks is None else sinks.weight),
             norm=norm(spec.hidden, norms) if norms.before else None,
-            qkv=linear(spec.hidden, (queries, *((queries,) if mixer.gate else ()), keys, keys), mixer.qkv_bias),
+            qkv=linear(spec.hidden, outputs, mixer.qkv_bias),
             gated=mixer.gate,
+            kv_parts=mixer.kv_parts,
             q_norm=norm(q_size, rms) if mixer.qk_norm else None,
-            k_norm=norm(k_size, rms) if mixer.qk_norm else None,
+            k_norm=norm(k_size, rms) if mixer.qk_norm and mixer.kv_parts else None,
+            v_norm=norm(mixer.head_dim, plain_v) if mixer.v_norm and mixer.kv_parts else None,
             norms_all_heads=mixer.qk_norm == "all",
             sinks=sinks,
             o=linear(queries, (spec.hidden,), mixer.o_bias),
@@ -76,6 +84,7 @@ class AttentionBlock:
             "qkv": self.qkv,
             "q_norm": self.q_norm,
             "k_norm": self.k_norm,
+            "v_norm": self.v_norm,
             "sinks": self.sinks,
             "o": self.o,
             "mixer_post_norm": self.post_norm,
@@ -105,5 +114,5 @@ def attention_spec(
         sinks = torch.empty(mixer.heads, device="meta")
     return AttentionSpec(
         mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.scale, mixer.window, itemsize,
-        chunked=mixer.chunked, softcap=mixer.softcap, sinks=sinks, values_from=mixer.kept.values_from,
+        chunked=mixer.chunked, softcap=mixer.softcap, sinks=sinks, values_from=mixer.values_from,
     )  # fmt: skip

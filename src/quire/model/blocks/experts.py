@@ -18,7 +18,33 @@ from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
-from quire.model.decoder_spec import DecoderSpec, Experts, Router
+from quire.model.decoder_spec import DecoderSpec, Experts, Norms, Router
+
+
+@dataclass
+class ExpertNorms:
+    """Where routed and shared experts, and the router, are normed apart."""
+
+    router: Norm
+    experts: Norm
+    experts_post: Norm
+    shared_post: Norm
+    scales: Plain  # what an expert's weight is multiplied with
+
+    @classmethod
+    def build(cls, hidden: int, count: int, norms: Norms, norm: NormMaker) -> ExpertNorms:
+        router, experts, experts_post, shared_post = (norm(hidden, norms) for _ in range(4))
+        scales = Plain((count,), device=router.weight.device, dtype=torch.float32)
+        return cls(router, experts, experts_post, shared_post, scales)
+
+    def modules(self) -> dict[str, Module | None]:
+        return {
+            "router_norm": self.router,
+            "experts_norm": self.experts,
+            "experts_post_norm": self.experts_post,
+            "shared_post_norm": self.shared_post,
+            "router_scales": self.scales,
+        }
 
 
 @dataclass
@@ -33,6 +59,7 @@ class ExpertsBlock:
     shared_down: Linear | None
     shared_gate: Linear | None
     post_norm: Norm | None
+    norms: ExpertNorms | None
 
     @classmethod
     def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> ExpertsBlock:
@@ -53,6 +80,7 @@ class ExpertsBlock:
             shared_down=linear(feed.shared, (hidden,), False) if feed.shared else None,
             shared_gate=linear(hidden, (1,), False) if feed.shared_gate else None,
             post_norm=norm(hidden, norms) if norms.after else None,
+            norms=ExpertNorms.build(hidden, feed.count, norms, norm) if feed.own_norms else None,
         )
 
     def modules(self) -> dict[str, Module | None]:
@@ -67,6 +95,7 @@ class ExpertsBlock:
             "shared_down": self.shared_down,
             "shared_gate": self.shared_gate,
             "feed_post_norm": self.post_norm,
+            **(self.norms.modules() if self.norms is not None else {}),
         }
 
     def fused(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
@@ -98,11 +127,19 @@ class ExpertsBlock:
         mixed = down.unflatten(0, weights.shape).sum(1)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
 
-    def forward(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """[tokens, hidden] → the same."""
-        chosen, weights = choose_experts(
-            self.router(x), self.spec, None if self.correction is None else self.correction.weight
-        )
+    def forward(self, x: torch.Tensor, ops: Ops, raw: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] → the same; `raw`: as it was before the norm."""
+        if (norms := self.norms) is not None:
+            logits = self.router(_normed(norms.router, raw, ops)) * raw.shape[1] ** -0.5
+            routed = self._routed(_normed(norms.experts, raw, ops), logits, ops)
+            return _normed(norms.experts_post, routed, ops) + _normed(norms.shared_post, self._shared(x, ops), ops)
+        mixed = self._routed(x, self.router(x), ops)
+        return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+
+    def _routed(self, x: torch.Tensor, logits: torch.Tensor, ops: Ops) -> torch.Tensor:
+        chosen, weights = choose_experts(logits, self.spec, None if self.correction is None else self.correction.weight)
+        if self.norms is not None:
+            weights = weights * self.norms.scales.weight[chosen]
         inputs, chosen = self._weighed(x, chosen, weights)
         sorted_experts, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_experts, torch.arange(self.spec.count, device=x.device), right=True)
@@ -112,8 +149,7 @@ class ExpertsBlock:
         back = torch.empty_like(down)
         back[order] = down
         parts = back.unflatten(0, weights.shape)
-        mixed = (parts if self.spec.router.weighs_input else parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
+        return (parts if self.spec.router.weighs_input else parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _weighed(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
@@ -137,6 +173,10 @@ class ExpertsBlock:
         assert self.shared_up is not None and self.shared_down is not None
         out = self.shared_down(self._activated(self.shared_up(x), ops))
         return out if self.shared_gate is None else out * self.shared_gate(x).sigmoid()
+
+
+def _normed(norm: Norm, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    return ops.rms_norm(x, norm.weight, norm.eps)
 
 
 def choose_experts(

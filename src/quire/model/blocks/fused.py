@@ -66,6 +66,8 @@ def composed_parts(layer: LayerSpec) -> list[str]:
             parts.append("attention with an output gate")
         if layer.mixer.qk_norm == "all":
             parts.append("norms of queries and keys over all heads")
+        if layer.mixer.kv_parts < 2 or layer.mixer.v_norm:
+            parts.append("values that are normed, are keys, or are another layer's")
         if layer.mixer.query_scaling is not None:
             parts.append("queries scaled by position")
     if layer.parallel is not None:
@@ -98,7 +100,7 @@ class FusedStages(Stages):
         return f"Triton kernels between products of cuBLAS, by kernels {choice}"
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
-        if not isinstance(block, AttentionBlock) or block.gated:
+        if not isinstance(block, AttentionBlock) or block.gated or block.kv_parts < 2 or block.v_norm is not None:
             return super().qkv(block, x, residual, step)
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
         if norm is not None and not norm.centred:
@@ -136,7 +138,7 @@ class FusedStages(Stages):
         self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor | None:
         if isinstance(block, ExpertsBlock):
-            if block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated:
+            if block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated or block.spec.own_norms:
                 return super().feed(block, x, residual)
             mixed = block.fused(self.norm(block.norm, x, residual), self.ops)
             return mixed if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, mixed)

@@ -42,6 +42,10 @@ class LatentBlock:
     post_norm: Norm | None
     rotates = True
 
+    @property
+    def kept_by(self) -> int:
+        return self.index
+
     @classmethod
     def build(
         cls, spec: DecoderSpec, index: int, itemsize: int, linear: LinearMaker, dense: LinearMaker, norm: NormMaker

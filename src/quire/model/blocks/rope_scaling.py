@@ -105,6 +105,13 @@ def _yarn_sharpness(params: Mapping[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
+def _proportional(rope: RopeSpec, max_position: int, length: int) -> Scaled:
+    """All dimensions are pairs across the whole head; the first of them turn, as if there were no others."""
+    turning = int(rope.params.get("partial_rotary_factor", 1.0) * rope.dim // 2)
+    frequencies = _plain(rope.theta, rope.dim) / rope.params.get("factor", 1.0)
+    return frequencies.masked_fill(torch.arange(rope.dim // 2) >= turning, 0.0), 1.0
+
+
 def _none(rope: RopeSpec, max_position: int, length: int) -> Scaled:
     return torch.zeros(rope.dim // 2), 1.0
 
@@ -130,6 +137,7 @@ KINDS: dict[str, Callable[[RopeSpec, int, int], Scaled]] = {
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
+    "proportional": _proportional,
     "none": _none,
     "divisors": _default,  # GGUF stores what each frequency is divided by as a tensor; the model applies it
 }

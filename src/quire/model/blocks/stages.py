@@ -48,6 +48,13 @@ class Step:
     kv: KVViews
     rope: dict[int, tuple[torch.Tensor, torch.Tensor]]  # cos and sin, by kind of rotation
     plans: dict[int, Any] = field(default_factory=dict)  # by kind of attention
+    inputs: torch.Tensor | None = None  # per-layer embeddings, [tokens, layers, width]
+
+    def last(self) -> Step:
+        """Of each row's last token alone."""
+        ends = self.batch.ends
+        rope = {kind: (cos[ends], sin[ends]) for kind, (cos, sin) in self.rope.items()}
+        return Step(self.batch.last(), self.kv, rope, inputs=None if self.inputs is None else self.inputs[ends])
 
 
 class Stages:
@@ -99,20 +106,22 @@ class Stages:
         flat = block.qkv(self.norm(block.norm, x, residual))
         gates = None
         if block.gated:
-            q, gates, kv_flat = flat.split((heads * dim, heads * dim, 2 * kv_heads * dim), dim=1)
+            q, gates, kv_flat = flat.split((heads * dim, heads * dim, block.kv_parts * kv_heads * dim), dim=1)
             flat = torch.cat((q, kv_flat), dim=1)
         if block.norms_all_heads:
             self.norm_all_heads(block, flat)
-        qkv = flat.unflatten(1, (heads + 2 * kv_heads, dim))
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if block.q_norm is not None and block.k_norm is not None and not block.norms_all_heads:
-            q = self.ops.rms_norm(qk[:, :heads], block.q_norm.weight, block.q_norm.eps)
-            k = self.ops.rms_norm(qk[:, heads:], block.k_norm.weight, block.k_norm.eps)
-            qk = torch.cat((q, k), dim=1)
+        qkv = flat.unflatten(1, (-1, dim))
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, -kv_heads:]
+        if not block.norms_all_heads:
+            sides = ((qk[:, :heads], block.q_norm), (qk[:, heads:], block.k_norm))
+            normed = [self.ops.rms_norm(side, norm.weight, norm.eps) for side, norm in sides if norm is not None]
+            qk = torch.cat(normed, dim=1) if normed else qk
         if block.rotates:
             qk = self.ops.rope(qk, *step.rope[block.rope])
-        kv = step.kv.layers[block.index]
-        self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
+        if block.kv_parts:
+            kv = step.kv.layers[block.index]
+            v = v if block.v_norm is None else self.ops.rms_norm(v, block.v_norm.weight, block.v_norm.eps)
+            self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
         q = self.scale_queries(block, qk[:, :heads], step)
         return q if gates is None else torch.cat((q, gates.unflatten(1, (heads, dim))), dim=-1)
 
@@ -144,7 +153,7 @@ class Stages:
 
     def attention(self, block: AttendingBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[tokens, heads, dim]; the backend plans once a step for all layers with such attention."""
-        kv = step.kv.layers[block.index]
+        kv = step.kv.layers[block.kept_by]
         group = step.batch.groups[kv.group]
         backend = self.backends[block.kind]
         if step.batch.asks:
@@ -159,7 +168,7 @@ class Stages:
     ) -> torch.Tensor | None:
         normed = self.norm(block.norm, x, residual)
         if isinstance(block, ExpertsBlock):
-            out = block.forward(normed, self.ops)
+            out = block.forward(normed, self.ops, residual)
         else:
             act = self.ops.act_and_mul if block.gated else self.ops.act
             out = block.down(act(block.up(normed), block.activation))

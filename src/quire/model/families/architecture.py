@@ -116,7 +116,8 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int, layer
     original = params.setdefault("original_max_position_embeddings", max_position)
     if kind == "yarn" and isinstance(original, int) and original > 0:
         params.setdefault("factor", max_position / original)
-    rope = RopeSpec(theta=theta, dim=int(head_dim * partial), kind=str(kind), params=params)
+    dim = head_dim if kind == "proportional" else int(head_dim * partial)
+    rope = RopeSpec(theta=theta, dim=dim, kind=str(kind), params=params)
     if rope.dim > head_dim:
         raise ModelFileError(f"model config: RoPE cannot rotate {rope.dim} dimensions of heads of {head_dim}")
     check_rope(rope, max_position)

@@ -22,6 +22,7 @@ FAMILY_MODULES = (
     "gpt2",
     "olmo",
     "gemma",
+    "gemma4",
     "granite",
     "phi3",
     "cohere2",

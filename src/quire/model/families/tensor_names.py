@@ -89,6 +89,9 @@ _SUFFIXES = {
     ".self_attn.sinks": ".self_attn.sinks.weight",
     ".e_score_correction_bias": ".e_score_correction.weight",
     ".exp_probs_b.bias": ".exp_probs_b.weight",
+    ".layer_scalar": ".layer_scalar.weight",
+    ".router.scale": ".router.scale.weight",
+    ".router.per_expert_scale": ".router.per_expert_scale.weight",
     ".A_log": ".a_log.weight",
     ".dt_bias": ".dt_bias.weight",
     ".D": ".d.weight",
@@ -102,6 +105,9 @@ _OUTSIDE = {
     "lm_head": "head",
     "output": "head",
     "rope_freqs": "rope_divisors",
+    "embed_tokens_per_layer": "layer_inputs",
+    "per_layer_model_projection": "layer_inputs_product",
+    "per_layer_projection_norm": "layer_inputs_norm",
 }
 _LAYER = re.compile(r"(?:(?:model\.)?layers|(blk))\.(\d{1,5})\.([a-z0-9_.]+)\.(weight|bias)")
 _OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.(weight|bias)")

@@ -19,4 +19,5 @@ def weight_bytes(spec: DecoderSpec, dtype: torch.dtype) -> int:
 
 def _tensors(spec: DecoderSpec, dtype: torch.dtype) -> list[torch.Tensor]:
     model = Model(spec, device=torch.device("meta"), dtype=dtype)
-    return [tensor for module in model.modules().values() for tensor in module.tensors().values()]
+    learned = [module for module in model.modules().values() if module.needs()]
+    return [tensor for module in learned for tensor in module.tensors().values()]

@@ -28,6 +28,8 @@ def key_factors(model: Runnable) -> torch.Tensor:
     spec = model.spec
     if spec.recurrent:
         raise ConfigError("keys scaled by channel are for attention, and this model has recurrent layers")
+    if len({(mixer.kv_heads, mixer.head_dim, mixer.kv_from) for mixer in spec.attending.values()}) > 1:
+        raise ConfigError("keys scaled by channel are for layers with keys of their own, of one size")
     count = min(TOKENS, model.length)
     drawn = torch.randint(spec.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
     batch, kv = whole_sequence(spec.kv_layout(page_size=16, dtype=model.kv_dtype), count, model.device)
@@ -41,7 +43,9 @@ def key_factors(model: Runnable) -> torch.Tensor:
             half = rope.dim // 2
             pairs = torch.maximum(size[..., :half], size[..., half : 2 * half])
             size[..., : 2 * half] = torch.cat((pairs, pairs), dim=-1)
-    shared = [mixer.qk_norm == "head" for mixer in spec.attending.values()]  # all heads share the norm's weights
+    shared = [
+        mixer.qk_norm in ("head", "unit") for mixer in spec.attending.values()
+    ]  # all heads share the norm's weights
     if any(shared):
         sizes[shared] = sizes[shared].amax(1, keepdim=True).expand_as(sizes[shared])
     usual = sizes.median(-1, keepdim=True).values.clamp(min=1e-12)
