@@ -15,6 +15,7 @@ from quire.assets.gguf_reader import BLOCKS, TYPES, GGUFFile
 from quire.types.errors import ModelFileError
 
 QUANTISED = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+QUANTISED += ["IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "MXFP4"]
 
 
 def write_sample(path: Path) -> Path:
@@ -154,13 +155,12 @@ BAD = {
     "alignment 0": (build(keys=[key("general.alignment", 4, U32(0))]), "general.alignment"),
     "alignment 48": (build(keys=[key("general.alignment", 4, U32(48))]), "general.alignment"),
     "alignment text": (build(keys=[key("general.alignment", 8, text("32"))]), "general.alignment"),
-    "split": (build(keys=[key("split.count", 2, struct.pack("<H", 3))]), "one of 3 parts"),
     "no dimensions": (build(infos=[info(dims=())]), "0 dimensions"),
     "many dimensions": (build(infos=[info(count=U64_MAX & 0xFFFFFFFF)]), "dimensions"),
     "empty dimension": (build(infos=[info(dims=(4, 0))]), "empty dimension"),
     "overflowing product": (build(infos=[info(dims=(1 << 32, 1 << 32, 1 << 32))]), "truncated"),
     "unknown tensor type": (build(infos=[info(kind=99)]), "type number 99"),
-    "type we do not read": (build(infos=[info(kind=23)]), "type number 23"),
+    "type we do not read": (build(infos=[info(kind=34)]), "type number 34"),
     "ragged blocks": (build(infos=[info(dims=(33,), kind=2)]), "not a multiple"),
     "crooked offset": (build(infos=[info(offset=8)]), "not a multiple of 32"),
     "offset past the end": (build(infos=[info(offset=1 << 40)]), "truncated"),

@@ -17,6 +17,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 from safetensors.numpy import save
+from test_gguf_parts import write as write_gguf
 
 from quire.assets import copy, list_models, pull, remove, resolve
 from quire.types.errors import InputError, ModelFileError, ModelNotFoundError
@@ -186,6 +187,19 @@ def test_one_gguf_of_many(hub: Hub, tiny_gguf: bytes) -> None:
     assert not b.path.exists()
     with pytest.raises(ModelNotFoundError, match=r"name one of them: org/quants:a\.gguf, org/quants:sub/b\.gguf"):
         resolve("org/quants", progress=False)
+
+
+def test_all_parts_of_a_split_gguf(hub: Hub, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", parts_of=2)
+    hub.files["org/quants"] = {f"q4/{path.name}": path.read_bytes() for path in tmp_path.glob("m-*.gguf")}
+    first, *_, last = sorted(hub.files["org/quants"])
+    model = resolve(f"org/quants:{last}", progress=False)
+    assert model.path.name == Path(first).name
+    assert len(model.open().tensors()) == 5
+    with pytest.raises(ModelNotFoundError, match=f"name one of them: org/quants:{first}$"):
+        resolve("org/quants", progress=False)
+    remove(f"org/quants:{last}")
+    assert list(model.path.parent.glob("*.gguf")) == []
 
 
 @pytest.mark.parametrize(

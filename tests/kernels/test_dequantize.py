@@ -44,11 +44,12 @@ def test_any_bytes(kind):
 
 def test_all_promised_kinds_are_there():
     promised = {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"}
+    promised |= {"IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_M", "IQ1_S", "MXFP4"}
     assert promised <= {*FLOATS, *FORMATS}
 
 
 def test_refusals():
-    with pytest.raises(ModelFileError, match=r"IQ2_XS.*known"):
-        dequantize(torch.zeros(1, 74, dtype=torch.uint8), "IQ2_XS")
+    with pytest.raises(ModelFileError, match=r"TQ1_0.*known"):
+        dequantize(torch.zeros(1, 54, dtype=torch.uint8), "TQ1_0")
     with pytest.raises(ModelFileError, match="whole number"):
         dequantize(torch.zeros(1, 33, dtype=torch.uint8), "Q8_0")

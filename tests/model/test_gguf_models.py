@@ -119,7 +119,7 @@ def test_logits_survive_conversion(tmp_path, name):
     torch.testing.assert_close(run_model(ours, [prompt], chunk=7)[0], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q5_1", "Q4_0", "MXFP4"])
 def test_quantised_files_match_transformers_reading_them(tmp_path, kind):
     theirs = tiny("block-sized")
     path = tmp_path / "m.gguf"

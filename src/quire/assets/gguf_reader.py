@@ -44,12 +44,22 @@ TYPES = {
     12: ("Q4_K", 256, 144),
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
     24: ("I8", 1, 1),
     25: ("I16", 1, 2),
     26: ("I32", 1, 4),
     27: ("I64", 1, 8),
     28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
 }
 BLOCKS = {name: (elements, size) for name, elements, size in TYPES.values()}
 
@@ -92,7 +102,6 @@ class _Header:
         self._elements = 0
         tensors, keys = self._preamble()
         self.metadata = self._key_values(keys)
-        self._refuse_split()
         self.tensors, self.starts = self._tensor_infos(tensors)
 
     def fail(self, message: str) -> ModelFileError:
@@ -192,11 +201,6 @@ class _Header:
         if (values > 1).any():
             raise self.fail(f"{key!r} holds a boolean that is neither 0 nor 1")
         return list(values.astype(bool).tolist())
-
-    def _refuse_split(self) -> None:
-        parts = self.metadata.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise self.fail(f"this is one of {parts} parts of a split model; merge them with llama-gguf-split --merge")
 
     def _tensor_infos(self, count: int) -> tuple[dict[str, TensorInfo], dict[str, int]]:
         alignment = self.metadata.get("general.alignment", 32)

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from quire.assets.gguf_parts import part_paths
 from quire.types.errors import ConfigError, ModelNotFoundError
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ Report = Callable[[str, int, int], None]  # what is fetched, bytes so far, bytes
 
 
 def fetch(reference: HubReference, cache: Path, progress: bool | Report) -> Path:
-    """Fetch what is missing and return the GGUF file or the directory of the snapshot. `progress`: show it in the
-    terminal, or whom to tell."""
+    """Fetch what is missing and return the GGUF file (of a split one the first) or the directory of the snapshot.
+    `progress`: show it in the terminal, or whom to tell."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
@@ -69,7 +70,9 @@ def fetch(reference: HubReference, cache: Path, progress: bool | Report) -> Path
     }
     try:
         if reference.file:
-            return Path(hub.hf_hub_download(filename=reference.file, **common))
+            parts = part_paths(Path(reference.file))
+            paths = [Path(hub.hf_hub_download(filename=part.as_posix(), **common)) for part in parts]
+            return paths[0]
         path = Path(hub.snapshot_download(allow_patterns=WANTED, ignore_patterns=IGNORED, **common))
         if not (path / "config.json").exists():
             _refuse_unreadable(reference, hub.HfApi(endpoint=common["endpoint"]))
@@ -128,8 +131,9 @@ def _telling(base: type[tqdm], report: Report) -> type[tqdm]:
 
 def _refuse_unreadable(reference: HubReference, api: Any) -> None:
     """A repository without config.json: say which of its files could be used."""
-    files = [f for f in api.list_repo_files(reference.repository, revision=reference.revision) if f.endswith(".gguf")]
-    if files:
-        choices = ", ".join(f"{reference.repository}:{file}" for file in sorted(files)[:12])
+    files = api.list_repo_files(reference.repository, revision=reference.revision)
+    models = {str(part_paths(Path(file))[0]) for file in files if file.endswith(".gguf")}
+    if models:
+        choices = ", ".join(f"{reference.repository}:{file}" for file in sorted(models)[:12])
         raise ModelNotFoundError(f"{reference.repository} holds GGUF files; name one of them: {choices}")
     raise ModelNotFoundError(f"{reference.repository} holds no model that can be read here: no config.json, no .gguf")

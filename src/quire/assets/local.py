@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quire.assets.gguf_reader import GGUFFile
+from quire.assets.gguf_parts import GGUFModel, model_stem, part_paths
 from quire.assets.safetensors_reader import SafetensorsModel
 from quire.types.errors import ModelFileError, ModelNotFoundError, QuireError
 from quire.types.seams import WeightSource
@@ -21,7 +21,7 @@ Kind = Literal["gguf", "safetensors"]
 
 @dataclass(frozen=True)
 class LocalModel:
-    """`path` is the file of a GGUF, the directory of anything else."""
+    """`path` is the file of a GGUF, the first if it is split; the directory of anything else."""
 
     name: str
     path: Path
@@ -29,7 +29,7 @@ class LocalModel:
 
     def open(self) -> WeightSource:
         """Read and check the headers; raises ModelFileError on the first thing that is wrong."""
-        return GGUFFile(self.path) if self.kind == "gguf" else SafetensorsModel(self.path)
+        return GGUFModel(self.path) if self.kind == "gguf" else SafetensorsModel(self.path)
 
     def file(self, name: str) -> Path | None:
         """A file that accompanies the weights, such as tokenizer.json; a GGUF has none."""
@@ -40,8 +40,8 @@ class LocalModel:
 
     def size(self) -> int:
         """Bytes on disk."""
-        files = [self.path] if self.kind == "gguf" else [p for p in self.path.iterdir() if p.is_file()]
-        return sum(p.stat().st_size for p in files)
+        files = part_paths(self.path) if self.kind == "gguf" else list(self.path.iterdir())
+        return sum(p.stat().st_size for p in files if p.is_file())
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,31 @@ class ModelInfo:
     problem: str = ""  # why the files cannot be read, if they cannot
 
 
+def is_here(path: Path) -> bool:
+    """Whether there is such a file or directory, or another part of the same split model."""
+    return any(part.exists() for part in part_paths(path))
+
+
 def at_path(path: Path) -> LocalModel:
-    """The model in a directory or GGUF file that exists."""
-    if path.is_file():
+    """The model in a directory or GGUF file that is here."""
+    if not path.is_dir():
         if path.suffix.lower() != ".gguf":
             raise ModelFileError(
                 f"{path} is not a GGUF file; give a .gguf file, or the directory of a safetensors model"
             )
-        return LocalModel(path.stem, path, "gguf")
+        return _gguf(path)
     if (path / "config.json").is_file():
         return LocalModel(path.resolve().name, path, "safetensors")
-    files = sorted(path.glob("*.gguf"))
+    files = sorted({part_paths(file)[0] for file in path.glob("*.gguf")})
     if len(files) == 1:
-        return LocalModel(files[0].stem, files[0], "gguf")
+        return _gguf(files[0])
     if files:
         raise ModelNotFoundError(f"{path} holds several models; choose one: {', '.join(str(f) for f in files[:8])}")
     raise ModelNotFoundError(f"{path} holds no model: neither a config.json nor a .gguf file")
+
+
+def _gguf(path: Path) -> LocalModel:
+    return LocalModel(model_stem(path), part_paths(path)[0], "gguf")
 
 
 def describe(model: LocalModel, source: WeightSource | None = None) -> ModelInfo:

@@ -19,8 +19,9 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from quire.assets import embedded, hub
+from quire.assets.gguf_parts import part_paths
 from quire.assets.hub import HubReference, Report
-from quire.assets.local import LocalModel, ModelInfo, at_path, describe
+from quire.assets.local import LocalModel, ModelInfo, at_path, describe, is_here
 from quire.types.errors import InputError, ModelNotFoundError
 
 _ALIAS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")  # names of copies
@@ -50,7 +51,7 @@ def pull(ref: str, *, progress: bool | Report = True) -> LocalModel:
             embedded.fetch(known, _embedded_path(known.name), progress is True)
             model = _embedded_model(known.name)
         return model
-    if Path(ref).expanduser().exists():
+    if is_here(Path(ref).expanduser()):
         return at_path(Path(ref).expanduser())
     if reference is None:
         raise _not_found(ref)
@@ -114,9 +115,10 @@ def remove(name: str) -> None:
     if not any(other.is_relative_to(folder) for other in _named()):
         shutil.rmtree(folder, ignore_errors=True)
     elif path is not None and path.is_file() and reference.file:
-        blob = path.resolve()  # the snapshot holds a link to the bytes
-        path.unlink()
-        blob.unlink(missing_ok=True)
+        for part in part_paths(path):
+            blob = part.resolve()  # the snapshot holds a link to the bytes
+            part.unlink(missing_ok=True)
+            blob.unlink(missing_ok=True)
 
 
 def _present(ref: str) -> LocalModel | None:
@@ -127,7 +129,7 @@ def _present(ref: str) -> LocalModel | None:
         whole = path.is_file() and path.stat().st_size == embedded.EMBEDDED[name].size
         return _embedded_model(name) if whole else None
     path = Path(ref).expanduser()
-    if path.exists():
+    if is_here(path):
         return at_path(path)
     recorded = _recorded_path(ref)
     return replace(at_path(recorded), name=ref) if recorded is not None else None
