@@ -23,9 +23,11 @@ def run_model(
     tap: HiddenStateTap | None = None,
     last: bool = False,
     kv_dtype: str | None = None,
+    adapters: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
     """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance
-    together, at most `chunk` tokens a step each; their pages lie scattered over the pool."""
+    together, at most `chunk` tokens a step each; their pages lie scattered over the pool. `adapters`: the slot of each
+    prompt's LoRA adapter."""
     layout = model.spec.kv_layout(page_size=page_size, dtype=kv_dtype or model.kv_dtype)
     pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
     pool = allocate_kv(layout, 1 + len(pages), model.device)
@@ -49,6 +51,8 @@ def run_model(
         batch = _batch(rows, groups, model.device)
         if layout.states:
             batch.states = _rounds(rows, model.device)
+        if adapters is not None:
+            batch.adapters = torch.tensor([adapters[i] for i, a, b in rows for _ in range(a, b)], device=model.device)
         ids = torch.tensor([t for i, a, b in rows for t in prompts[i][a:b]], device=model.device)
         with torch.inference_mode():
             out = model.logits(model.forward(ids, batch, kv, tap=tap, last=last)).cpu()

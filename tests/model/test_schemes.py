@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from quire.model.quantization.fp8 import Fp8Scheme
 from quire.types.errors import ConfigError
 
 CPU = torch.device("cpu")
+NO_ADAPTERS = SimpleNamespace(batch=SimpleNamespace(adapters=None))
 HIDDEN, FFN, RANKS = 32, 48, 2
 ATTENTION = Attention(heads=2, kv_heads=2, head_dim=16, scale=0.25)
 
@@ -73,14 +76,14 @@ def test_ranks_add_up_before_anything_else(after, residual_scale):
         if norm is not None:
             norm.weight.normal_()
     x, residual = torch.randn(2, 5, HIDDEN)
-    wanted = Stages(spec, CPU).feed(whole, x, residual.clone())
+    wanted = Stages(spec, CPU).feed(whole, x, residual.clone(), NO_ADAPTERS)
     ranks = [
         DenseBlock(**vars(whole) | {"up": cut(whole.up, "column", rank), "down": cut(whole.down, "row", rank)})
         for rank in range(RANKS)
     ]
     seen: list[torch.Tensor] = []
-    Stages(spec, CPU, reduce=lambda part: seen.append(part) or part).feed(ranks[1], x, residual.clone())
-    got = Stages(spec, CPU, reduce=lambda part: part + seen[0]).feed(ranks[0], x, residual.clone())
+    Stages(spec, CPU, reduce=lambda part: seen.append(part) or part).feed(ranks[1], x, residual.clone(), NO_ADAPTERS)
+    got = Stages(spec, CPU, reduce=lambda part: part + seen[0]).feed(ranks[0], x, residual.clone(), NO_ADAPTERS)
     torch.testing.assert_close(got, wanted)
 
 

@@ -24,14 +24,20 @@ class Engine:
         self.count = 0
 
     def answers(
-        self, asked: list[list[int]], preempt: int = 0, params: SamplingParams = GREEDY, beam: BeamParams | None = None
+        self,
+        asked: list[list[int]],
+        preempt: int = 0,
+        params: SamplingParams = GREEDY,
+        beam: BeamParams | None = None,
+        lora: list[str] | None = None,
     ) -> list[list[int]]:
-        """Of prompts asked together, branch by branch; every `preempt` steps one of them loses all it has."""
+        """Of prompts asked together, branch by branch; every `preempt` steps one of them loses all it has. `lora`: the
+        adapter of each."""
         first, self.count = self.count, self.count + len(asked)
         names = [f"r{first + i}" for i in range(len(asked))]
         said = {(name, branch): [] for name in names for branch in range(params.n)}
-        for name, prompt in zip(names, asked, strict=True):
-            self.core.submit(Request(id=name, prompt=prompt, params=params, beam=beam))
+        for name, prompt, adapter in zip(names, asked, lora or [""] * len(asked), strict=True):
+            self.core.submit(Request(id=name, prompt=prompt, params=params, beam=beam, lora=adapter))
         step = 0
         while self.core.busy:
             step += 1

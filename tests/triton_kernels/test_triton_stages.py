@@ -1,6 +1,8 @@
 """Layers through the fused stages: MLPs with gate and up joined or apart, in 32 and in 8 bits, and whole models, what
 plain torch makes of them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 
 CPU = torch.device("cpu")
+NO_ADAPTERS = SimpleNamespace(batch=SimpleNamespace(adapters=None))
 HIDDEN, FFN = 64, 96
 CONFIG = {
     "model_type": "llama",
@@ -55,12 +58,12 @@ def test_mlp(joined, eight, monkeypatch):
     one = feed_of(spec, Fp8Scheme() if eight else DenseScheme(), dtype)
     x, residual = (torch.randn(9, HIDDEN).to(dtype) for _ in range(2))
     wanted = residual.clone()
-    wanted += Stages(spec, CPU, plain=True).feed(one, x.clone(), wanted)
+    wanted += Stages(spec, CPU, plain=True).feed(one, x.clone(), wanted, NO_ADAPTERS)
     launched = []
     stages = FusedStages(spec, CPU)
     kernel = gemm.gated_matmul
     monkeypatch.setattr(gemm, "gated_matmul", lambda *a, **k: launched.append(1) or kernel(*a, **k))
-    rest = stages.feed(one, x.clone(), residual)
+    rest = stages.feed(one, x.clone(), residual, NO_ADAPTERS)
     got = residual if rest is None else residual + rest
     assert len(launched) == joined
     assert (got - wanted).norm() < (0.04 if eight else 1e-5) * wanted.norm()

@@ -69,7 +69,11 @@ def _parameter(owner: Any, field: Any, positional_model: bool) -> inspect.Parame
     else:
         panel = (owner.__doc__ or "").strip().rstrip(".")
         shown = field.default is not None
-        marker = typer.Option(help=field.metadata["help"], rich_help_panel=panel, show_default=shown)
+        flag = "--" + field.name.replace("_", "-")
+        names = [flag, field.metadata["alias"]] if field.metadata["alias"] else []
+        marker = typer.Option(*names, help=field.metadata["help"], rich_help_panel=panel, show_default=shown)
+        if annotation == tuple[str, ...]:
+            annotation = list[str]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, marker]
     )

@@ -45,6 +45,7 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         kv_dtype=executor.layout.dtype,
         prefix_cache=options.cache.prefix_cache,
         weights=weights_info(describe(model, source)),
+        adapters=core.adapters.list(),
     )
     return core, info
 

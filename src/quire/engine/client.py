@@ -26,6 +26,7 @@ from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.messages import (
     Abort,
+    Adapted,
     Answer,
     Cache,
     Cached,
@@ -34,6 +35,7 @@ from quire.types.messages import (
     GetStats,
     GetTimelines,
     GetView,
+    LoadAdapter,
     Power,
     Powered,
     Query,
@@ -46,6 +48,7 @@ from quire.types.messages import (
     Timelines,
     ToClient,
     ToEngine,
+    UnloadAdapter,
     View,
 )
 from quire.types.request import Request
@@ -163,6 +166,7 @@ class AsyncClient:
         self.info = link.info
         self.policy = policy or RestartPolicy()
         self.restarts = 0
+        self.adapters = list(link.info.adapters)
         self._link = link
         self._reopen = reopen
         self.loop = asyncio.get_running_loop()
@@ -254,6 +258,14 @@ class AsyncClient:
         """Look at the KV cache, or change it; of an export, the bundle too."""
         reply = await self._ask(Cache(order), Cached)
         return reply.report, reply.data
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter by this name; an engine that replaces this one has it too."""
+        self.adapters = (await self._ask(LoadAdapter(name, path), Adapted)).adapters
+
+    async def unload_adapter(self, name: str) -> None:
+        """No new request may name it; those that have it finish with it."""
+        self.adapters = (await self._ask(UnloadAdapter(name), Adapted)).adapters
 
     async def _ask(self, question: Question, kind: type[Kind]) -> Kind:
         self._require_alive()
@@ -372,8 +384,17 @@ class AsyncClient:
     def _revive(self, link: Link, outbox: queue.SimpleQueue[ToEngine]) -> None:
         self._link, self._outbox, self.info = link, outbox, link.info
         self.restarts += 1
+        self._adapt_again()
         if not self._closing.is_set():
             self._dead = ""
+
+    def _adapt_again(self) -> None:
+        """A new engine has the adapters named at start: bring it to what the old one had, before any request."""
+        there = set(self.info.adapters)
+        for one in there - set(self.adapters):
+            self._send(Query(UnloadAdapter(one.name)))
+        for one in (one for one in self.adapters if one not in there):
+            self._send(Query(LoadAdapter(one.name, one.path)))
 
     def _lose(self, error: QuireError) -> None:
         if not self._closing.is_set() and not self._lost.done():

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+from quire.engine.adapters import Adapters
 from quire.engine.cache_orders import CacheOrders
 from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import Scheduler, SchedulingFeature
@@ -52,6 +53,7 @@ class EngineCore:
             listeners=listeners,
         )
         self._grammar_queue = GrammarQueue(options.scheduler.max_waiting)
+        self.adapters = Adapters(options.adapters, executor)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
         self._asleep = False
@@ -72,8 +74,22 @@ class EngineCore:
         if self._asleep:
             self.power(asleep=False)
 
+    def _live(self) -> Iterator[Request]:
+        """Requests that are not over."""
+        yield from (group.request for group in self.scheduler.sequences.requests.values())
+        yield from self._grammar_queue.requests
+
+    def load_adapter(self, name: str, path: str) -> None:
+        self._rouse()
+        self.adapters.load(name, path, self._live())
+
+    def unload_adapter(self, name: str) -> None:
+        self._rouse()
+        self.adapters.unload(name, self._live())
+
     def submit(self, request: Request) -> None:
         self._rouse()
+        request = self.adapters.resolved(request)
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:
@@ -118,6 +134,7 @@ class EngineCore:
         """No client waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
         when they ended could not be told later. So do sessions, whose time may be up."""
         self.scheduler.features.sessions.expire(self._clock())
+        self.adapters.release(self._live())
         try:
             while self._tickets and self._tickets[0][0].rows and not self.scheduler.sequences.requests:
                 self._land()

@@ -52,6 +52,7 @@ class Frontend:
         prediction: Sequence[int] = (),
         session: str = "",
         hold: float = HOLD,
+        lora: str = "",
     ) -> Request:
         """Tokenise and check; raises InputError for anything that can be told from here. `blend`: how a text is to be
         cut into chunks, or where they are among token ids. `prediction`: what the answer may turn out to be."""
@@ -68,6 +69,7 @@ class Frontend:
             prediction=prediction,
             session=session,
             hold=hold,
+            lora=lora,
         )
 
     def prepare_beam(self, prompt: Prompt, beam: BeamParams, **where: Any) -> Request:
@@ -158,9 +160,12 @@ class AsyncLLM(Frontend):
         blend: BlendParams | Blend | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
+        lora: str = "",
     ) -> RequestOutput:
-        """The whole answer; `blend` and sessions as for `LLM.generate`."""
-        request = self.prepare(prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl)
+        """The whole answer; `blend`, sessions and `lora` as for `LLM.generate`."""
+        request = self.prepare(
+            prompt, params or SamplingParams(), blend=blend, session=session_id, hold=session_ttl, lora=lora
+        )
         return await self.collect(request, prompt if isinstance(prompt, str) else None)
 
     async def chat(
@@ -171,9 +176,12 @@ class AsyncLLM(Frontend):
         blend: BlendParams | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
+        lora: str = "",
     ) -> RequestOutput:
         tokens, chunks = chat_prompt(self.text, messages, blend)
-        return await self.generate(tokens, params, blend=chunks, session_id=session_id, session_ttl=session_ttl)
+        return await self.generate(
+            tokens, params, blend=chunks, session_id=session_id, session_ttl=session_ttl, lora=lora
+        )
 
     async def close(self) -> None:
         await self.client.close()

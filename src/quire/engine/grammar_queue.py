@@ -27,6 +27,10 @@ class GrammarQueue:
         self._requests: dict[str, tuple[Request, Future[Any]]] = {}
         self._kept: dict[str, Future[Any]] = {}  # of those submitted
 
+    @property
+    def requests(self) -> list[Request]:
+        return [request for request, _ in self._requests.values()]
+
     def __len__(self) -> int:
         return len(self._requests)
 

@@ -30,6 +30,7 @@ from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.messages import (
     MAX_FRAME,
     Abort,
+    Adapted,
     Answer,
     Cache,
     Cached,
@@ -41,6 +42,7 @@ from quire.types.messages import (
     GetTimelines,
     GetView,
     Heartbeat,
+    LoadAdapter,
     Power,
     Powered,
     Query,
@@ -55,6 +57,7 @@ from quire.types.messages import (
     Timelines,
     ToClient,
     ToEngine,
+    UnloadAdapter,
     View,
     received,
     wall_clock,
@@ -124,6 +127,12 @@ def answer(core: EngineCore, question: Question) -> Answer:
             return Powered()
         case Cache(order):
             return Cached(*core.cache(order))
+        case LoadAdapter(name, path):
+            core.load_adapter(name, path)
+            return Adapted(core.adapters.list())
+        case UnloadAdapter(name):
+            core.unload_adapter(name)
+            return Adapted(core.adapters.list())
 
 
 class LentLink:

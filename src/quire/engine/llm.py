@@ -24,10 +24,12 @@ from quire.types.errors import EngineDeadError, InputError, QuireError, from_wir
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.messages import (
     Abort,
+    Adapted,
     Answer,
     Events,
     FinishAt,
     GetStats,
+    LoadAdapter,
     Power,
     Powered,
     Query,
@@ -38,6 +40,7 @@ from quire.types.messages import (
     Stats,
     Submit,
     ToClient,
+    UnloadAdapter,
 )
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, Request, longest_first
@@ -73,10 +76,12 @@ class LLM:
         blend: BlendParams | Blend | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
+        lora: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer all prompts, batched, those that may take longest first; results come in the order of the prompts.
         One `params` serves for all. `blend`: the prompts have chunks whose KV may be reused wherever they stand.
-        `session_id`: the pages of the one prompt and its answer stay for `session_ttl` seconds."""
+        `session_id`: the pages of the one prompt and its answer stay for `session_ttl` seconds. `lora`: the adapter
+        they run with, one for all or one for each; "" is the base model."""
         many = _as_list(prompts)
         if session_id and len(many) > 1:
             raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
@@ -84,7 +89,9 @@ class LLM:
         ranks = list(priorities or [0] * len(many))
         cut = [chunked(p, blend, self.text) for p in many]
         session = {"session": session_id, "hold": session_ttl}
-        requests = [self._prepare(p, s, r, blend=b, **session) for (p, b), s, r in zip(cut, each, ranks, strict=True)]
+        adapters = [lora] * len(many) if isinstance(lora, str) else lora
+        asked = zip(cut, each, ranks, adapters, strict=True)
+        requests = [self._prepare(p, s, r, blend=b, lora=one, **session) for (p, b), s, r, one in asked]
         return self.collect(many, requests)
 
     def chat(
@@ -95,9 +102,10 @@ class LLM:
         blend: BlendParams | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
+        lora: str = "",
         **template: Any,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several; `params`, `blend` and sessions as for `generate`."""
+        """One conversation (a list of messages) or several; `params`, `blend`, sessions, `lora` as for `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         if not all(isinstance(turn, dict) for one in many for turn in one):
             example = "{'role': 'user', 'content': 'Hello!'}"
@@ -105,16 +113,18 @@ class LLM:
         cut = [chat_prompt(self.text, c, blend, **template) for c in many]  # type: ignore[arg-type]
         if session_id and len(cut) > 1:
             raise InputError(f"a session is one conversation; {len(cut)} were given", param="session_id")
-        session = {"session": session_id, "hold": session_ttl}
+        session: dict[str, Any] = {"session": session_id, "hold": session_ttl, "lora": lora}
         each = _for_each(params, len(cut))
         requests = [self._prepare(p, s, 0, blend=b, **session) for (p, b), s in zip(cut, each, strict=True)]
         return self.collect([tokens for tokens, _ in cut], requests)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None) -> list[RequestOutput]:
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None, *, lora: str = ""
+    ) -> list[RequestOutput]:
         """The best answers that beam search finds for each prompt, best first, with their scores."""
         many = _as_list(prompts)
         beam = beam or BeamParams()
-        return self.collect(many, [prepare_beam(p, beam, text=self.text, info=self.info) for p in many])
+        return self.collect(many, [prepare_beam(p, beam, text=self.text, info=self.info, lora=lora) for p in many])
 
     def self_consistency(self, prompt: Prompt, params: SamplingParams, extract: Extract = LAST_NUMBER) -> Consensus:
         """The answer that most of `params.n` branches arrive at; the others stop once it is decided. `extract` finds
@@ -148,6 +158,14 @@ class LLM:
     def stats(self) -> EngineStats:
         """Counters since start, or since the last reset()."""
         return self._ask(GetStats(), Stats).stats
+
+    def load_lora(self, name: str, path: str) -> None:
+        """Load a LoRA adapter (a directory that PEFT saved); needs an engine with `lora` or `max_loras`."""
+        self._ask(LoadAdapter(name, path), Adapted)
+
+    def unload_lora(self, name: str) -> None:
+        """No new request may name it; those that have it finish with it."""
+        self._ask(UnloadAdapter(name), Adapted)
 
     def sleep(self) -> None:
         """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""

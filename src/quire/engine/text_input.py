@@ -39,6 +39,7 @@ def prepare(
     prediction: Sequence[int] = (),
     session: str = "",
     hold: float = HOLD,
+    lora: str = "",
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
     if priority and not info.priorities:
@@ -74,6 +75,7 @@ def prepare(
         prediction=list(prediction),
         session=session,
         hold=_held(hold) if session else 0.0,
+        lora=lora,
     )
 
 

@@ -119,6 +119,7 @@ class Batch:
     asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
     states: list[Round] = field(default_factory=list)  # segments for recurrent layers
+    adapters: torch.Tensor | None = None  # [tokens] int64: LoRA slot of each, 0: none; None: no token has any
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property
@@ -145,6 +146,7 @@ class Batch:
             kv_lens=self.kv_lens,
             groups=tuple(replace(group, kv_slots=group.kv_slots[ends], prefix=None) for group in self.groups),
             paths=self.paths,
+            adapters=None if self.adapters is None else self.adapters[ends],
         )
 
 

@@ -8,10 +8,11 @@ import torch
 
 from quire.kernels.attention_backend import AttentionBackend, AttentionSpec
 from quire.kernels.batch_assembly import Assembled, assemble
+from quire.kernels.eager import grouped_lora
 from quire.kernels.eager import torch_ops as eager_ops
 from quire.kernels.eager.sdpa_attention import TorchSdpa
 from quire.kernels.library.cudnn_prefill import CudnnPrefill
-from quire.kernels.op_signatures import Ops
+from quire.kernels.op_signatures import LoraOps, Ops
 from quire.kernels.reference.plain_attention import ReferenceAttention
 from quire.kernels.triton import why_not
 from quire.types.errors import ConfigError
@@ -69,3 +70,12 @@ def choose_ops(device: torch.device, *, plain: bool = False) -> Ops:
 
         return triton_ops
     return eager_ops
+
+
+def choose_lora(device: torch.device, *, plain: bool = False) -> LoraOps:
+    """The grouped products of adapters."""
+    if not plain and why_not(device) is None:
+        from quire.kernels.triton import lora_kernels
+
+        return lora_kernels
+    return grouped_lora

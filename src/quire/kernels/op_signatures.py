@@ -6,7 +6,7 @@ torch does fast on any device; later twins (Triton, C++) carry the same names. R
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -59,3 +59,17 @@ class Ops(Protocol):
         kv: LayerKV,
         kv_slots: torch.Tensor,  # [tokens] int64: page * tokens_per_page + offset
     ) -> None: ...
+
+
+class LoraOps(Protocol):
+    """`eager/grouped_lora.py`, or its twin in `triton/`."""
+
+    def segments(self, adapters: torch.Tensor, slots: int) -> Any:
+        """Of a step's tokens, by the adapter slot of each; once for all layers."""
+        ...
+
+    def add_lora(
+        self, out: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, parts: tuple[int, ...], found: Any
+    ) -> None:
+        """out += B A x of each token's adapter, part by part; `found`: what `segments` gave."""
+        ...

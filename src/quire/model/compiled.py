@@ -16,6 +16,7 @@ from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import FORMATS
+from quire.model.blocks.low_rank import Update, Updates
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense
 from quire.model.families.architecture import Target
@@ -137,6 +138,22 @@ class CompiledModel:
     def describe(self) -> list[str]:
         """What was chosen to run it and why, for people."""
         return [f"decoder: compiled ({self._program.isa}), {self._kept}, {self.threads} threads"]
+
+    adapter_slots = 0
+
+    def reserve_adapters(self, slots: int, rank: int) -> None:
+        """As `Model.reserve_adapters`; an adapter is packed to 8 bits, as weights are."""
+        self.adapter_slots = slots
+        self._program.reserve_adapters(slots, rank)
+
+    def set_adapter(self, slot: int, updates: Updates) -> None:
+        """As `Model.set_adapter`."""
+        layers: list[dict[str, Update]] = [{} for _ in self.spec.layers]
+        for index, layer in enumerate(layers):
+            for name, (module, part) in _MATRICES.items():
+                if (update := updates.get(f"layers.{index}.{module}", {}).get(part)) is not None:
+                    layer[name] = update
+        self._program.set_adapter(slot, layers)
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """As `Model.rescale_keys`."""

@@ -22,6 +22,7 @@ from quire.model.blocks.gated_delta import GatedDeltaBlock
 from quire.model.blocks.latent import LatentBlock
 from quire.model.blocks.layer_inputs import LayerInputs, LayerTail
 from quire.model.blocks.linear import Linear, Module, Plain
+from quire.model.blocks.low_rank import LowRank, Updates
 from quire.model.blocks.mamba2 import Mamba2Block
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv
@@ -157,6 +158,30 @@ class Model:
         owners = {id(module): name for name, module in reversed(named.items())}
         return {name: module for name, module in named.items() if module is not None and owners[id(module)] == name}
 
+    def adaptable(self) -> dict[str, Linear]:
+        """Matrices that LoRA adapters may update, by name: projections of attention, into and out of dense MLPs."""
+        found: dict[str, Linear] = {}
+        for layer in self.layers:
+            inner = {"o": layer.mixer.o}
+            if isinstance(layer.mixer, AttentionBlock):
+                inner["qkv"] = layer.mixer.qkv
+            if isinstance(layer.feed, DenseBlock):
+                inner |= {"up": layer.feed.up, "down": layer.feed.down}
+            found |= {f"layers.{layer.index}.{name}": linear for name, linear in inner.items()}
+        return found
+
+    adapter_slots = 0
+
+    def reserve_adapters(self, slots: int, rank: int) -> None:
+        self.adapter_slots, like = slots, self.embed.weight
+        for linear in self.adaptable().values():
+            linear.lora = LowRank(slots, rank, linear.columns, linear.parts, like)
+
+    def set_adapter(self, slot: int, updates: Updates) -> None:
+        for name, linear in self.adaptable().items():
+            assert linear.lora is not None, "reserve_adapters() comes first"
+            linear.lora.put(slot, updates.get(name, {}))
+
     threads = None  # it computes on torch's
     draw = None
 
@@ -262,8 +287,8 @@ class Model:
         if layer.feed is None:
             return stages.attend(layer.mixer, q, residual, step)
         if not layer.parallel:
-            return stages.feed(layer.feed, stages.attend(layer.mixer, q, residual, step), residual)
-        fed = stages.feed(layer.feed, None, residual)
+            return stages.feed(layer.feed, stages.attend(layer.mixer, q, residual, step), residual, step)
+        fed = stages.feed(layer.feed, None, residual, step)
         mixed = stages.attend(layer.mixer, q, residual, step)
         return mixed if fed is None else fed if mixed is None else fed + mixed
 

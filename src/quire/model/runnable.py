@@ -10,6 +10,7 @@ from quire.kernels.attention_backend import Batch
 from quire.kernels.cpu import CompiledDraw
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
+from quire.model.blocks.low_rank import Updates
 from quire.model.decoder_spec import DecoderSpec
 from quire.types.kv import KVLayout
 
@@ -61,6 +62,11 @@ class Runnable(Protocol):
         ...
 
     @property
+    def adapter_slots(self) -> int:
+        """LoRA adapters it has room for."""
+        ...
+
+    @property
     def inverse_frequencies(self) -> list[torch.Tensor] | None:
         """By which keys are rotated, [rotary / 2] each, by layer; None: positions are learned."""
         ...
@@ -100,6 +106,14 @@ class Runnable(Protocol):
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `key_channel_scales` says."""
+        ...
+
+    def reserve_adapters(self, slots: int, rank: int) -> None:
+        """Room for LoRA adapters of up to this rank, in slots 1 .. slots."""
+        ...
+
+    def set_adapter(self, slot: int, updates: Updates) -> None:
+        """Tokens of this slot (`Batch.adapters`) run with these updates from now on; with none, as the base."""
         ...
 
     def to(self, device: torch.device) -> None:

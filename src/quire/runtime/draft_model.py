@@ -113,6 +113,6 @@ class DraftModelProposer:
 
 
 def _without_extras(admit: Admit, tokens: list[int]) -> Admit:
-    """The same samples, with no log-probabilities or grammar."""
+    """The same samples, with no log-probabilities or grammar; adapters are the target's."""
     params = replace(admit.params, logprobs=None, prompt_logprobs=None, grammar=None)
-    return replace(admit, tokens=list(tokens), params=params)
+    return replace(admit, tokens=list(tokens), params=params, adapter=0)

@@ -23,7 +23,8 @@ def probe(probes: list[Probe], model: Runnable, kv: KVViews, slots: SlotState, s
     [tokens]. The KV of the first layers is then the new."""
     table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
-    input_ids, batch = slots.batch(table, sum(counts), counts, [p.start + p.count for p in probes])
+    kv_lens, adapted = [p.start + p.count for p in probes], slots.adapted(p.slot for p in probes)
+    input_ids, batch = slots.batch(table, sum(counts), counts, kv_lens, adapted=adapted)
     layer = min(COMPARED_LAYER, len(model.spec.layers) - 1)
     (group,) = kv.layout.groups
     place = slice(group.layers.index(layer), group.layers.index(layer) + 1)

@@ -2,6 +2,7 @@
 
     tokens   [slots + 1, max_model_len]     prompt, outputs, and what the device sampled but the host has not read
     tables   per group [slots + 1, pages]   KV position p of a slot lives in page tables[g][slot, p // size]
+    adapters [slots + 1]                    LoRA adapter of each slot's sequence; 0: none
 
 A step's batch is assembled on the device from these and five small integers a row. The last slot is the null slot:
 rows that pad a step to a captured size read and write there, and its pages are all the null page.
@@ -10,6 +11,7 @@ rows that pad a step to a captured size read and write there, and its pages are 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -31,6 +33,8 @@ class SlotState:
         self._assemble = choose_assemble(device)
         self.null_slot = capacity.slots
         self.tokens = torch.zeros(capacity.slots + 1, capacity.max_model_len, dtype=torch.int32, device=device)
+        self._adapters = torch.zeros(capacity.slots + 1, dtype=torch.int64, device=device)
+        self._host_adapters = [0] * (capacity.slots + 1)
         self._tables = [
             torch.zeros(capacity.slots + 1, -(-capacity.longest // g.tokens_per_page), dtype=torch.int32, device=device)
             for g in layout.groups
@@ -40,6 +44,7 @@ class SlotState:
         """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
         if plan.admits:
             self._fill(plan.admits)
+            self._adapt([admit for admit in plan.admits if admit.adapter != self._host_adapters[admit.slot]])
         if plan.writes:
             flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
             lengths = [len(w.tokens) for w in plan.writes]
@@ -62,6 +67,18 @@ class SlotState:
             begin, end = end, end + len(admit.tokens)
             self.tokens[admit.slot, : end - begin].copy_(staged[begin:end], non_blocking=True)
 
+    def _adapt(self, changed: list[Admit]) -> None:
+        if changed:
+            pairs = [(admit.slot, admit.adapter) for admit in changed]
+            for slot, adapter in pairs:
+                self._host_adapters[slot] = adapter
+            sent = self._staging.upload(np.array(pairs, dtype=np.int64).T)
+            self._adapters[sent[0]] = sent[1]
+
+    def adapted(self, slots: Iterable[int]) -> bool:
+        """Whether any of these has an adapter."""
+        return any(self._host_adapters[slot] for slot in slots)
+
     def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
         """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
         counts = np.asarray(lengths)
@@ -70,12 +87,19 @@ class SlotState:
         target[sent[0], sent[1]] = sent[2].int()
 
     def batch(
-        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any = None
+        self,
+        rows: torch.Tensor,
+        tokens: int,
+        counts: list[int],
+        kv_lens: list[int],
+        prefix: Any = None,
+        *,
+        adapted: bool = False,
     ) -> tuple[torch.Tensor, Batch]:
         """Input token ids [tokens] and the batch of `rows` [4 or more, rows]: slot, start, count, shift.
 
         `counts` and `kv_lens` are what the host knows: exact, or bounds that hold for every use of a captured step.
-        `prefix`: which rows share pages, for the attention backend.
+        `prefix`: which rows share pages, for the attention backend. `adapted`: some rows may have adapters.
         """
         found = []
         for spec, table in zip(self._layout.groups, self._tables, strict=True):
@@ -92,6 +116,11 @@ class SlotState:
                 for spec, part in zip(self._layout.groups, found, strict=True)
             ),
         )
+        if adapted:
+            batch.adapters = self._adapters[rows[0]]
+            if tokens != batch.rows:
+                at = torch.arange(tokens, device=self._device)
+                batch.adapters = batch.adapters[torch.searchsorted(batch.query_start[1:].long(), at, right=True)]
         return found[0].input_ids, batch
 
     def kv_slots(self, slot: int, places: torch.Tensor) -> list[torch.Tensor]:

@@ -76,15 +76,21 @@ class ForwardWorker:
         self._sharing = None
         if heads_per_kv := model.prefix_heads(layout):
             self._sharing = SharedPrefixes(capacity.slots, layout.groups[0].tokens_per_page, heads_per_kv)
-        self._captured = CapturedSteps(
-            self._decode,
+        self._captured = self._captures(self._decode, self._sharing)
+        decode = partial(self._decode, adapted=True)
+        self._adapted_steps = self._captures(decode, None) if model.adapter_slots else None
+
+    def _captures(self, decode: Callable[..., StepOutput], sharing: SharedPrefixes | None) -> CapturedSteps:
+        capacity = self.capacity
+        return CapturedSteps(
+            decode,
             max_rows=max(capacity.slots, min(capacity.slots * (1 + capacity.drafts), MAX_CAPTURED_DRAFT_ROWS)),
             max_kv=capacity.longest,
             max_tokens=capacity.max_batch_tokens,
             null_slot=self.slots.null_slot,
-            device=device,
-            warmups=[self._attention, partial(self._decode, warmup=True)],
-            sharing=self._sharing,
+            device=self.device,
+            warmups=[self._attention, partial(decode, warmup=True)],
+            sharing=sharing,
         )
 
     @property
@@ -97,7 +103,7 @@ class ForwardWorker:
         self._tap = None if layers is None else HiddenStateTap(layers)
 
     def close(self) -> None:
-        del self._captured  # they know each other: pages would wait for the garbage collector
+        del self._captured, self._adapted_steps  # they know each other: pages would wait for the garbage collector
 
     def read_pages(self, pages: list[int]) -> torch.Tensor:
         """Their bytes, in host memory."""
@@ -114,6 +120,8 @@ class ForwardWorker:
         """Record the steps a GPU will replay. `beside`: what else to compile with their kernels."""
         self._null_batch([1])  # one kernel alone: what Triton looks up once, all threads would look up at once
         self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside])
+        if self._adapted_steps is not None:
+            self._adapted_steps.capture(beside=[])
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -183,15 +191,18 @@ class ForwardWorker:
         inspected = any(row.score or row.pool or row.mass for row in plan.rows)
         eager = inspected or expanded.tree_rows or not self._captured.ready
         size = None if eager else self._captured.fit(counts)
-        return self._replay(plan, size, greedy) if size is not None else self._eager(expanded, counts, inspected)
+        adapted = self.slots.adapted(row.slot for row in plan.rows)
+        if size is not None:
+            return self._replay(plan, size, greedy, adapted)
+        return self._eager(expanded, counts, inspected, adapted)
 
-    def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool) -> ForwardOutput:
+    def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool, adapted: bool) -> ForwardOutput:
         """The step launched operation by operation."""
         plan = expanded.plan
         spans = [(r.slot, r.start, r.count, r.shift) for r in plan.rows]
         table = self.staging.upload(np.array(spans, dtype=np.int64).T)
         kv_lens = [row.start - row.shift + row.count for row in plan.rows]
-        input_ids, batch = self.slots.batch(table, sum(counts), counts, kv_lens)
+        input_ids, batch = self.slots.batch(table, sum(counts), counts, kv_lens, adapted=adapted)
         if self._states is not None:
             batch.states = self._states.rounds(plan.rows)
         if expanded.tree_rows:
@@ -249,7 +260,7 @@ class ForwardWorker:
         if self._states is not None:
             self._states.keep(slot, accepted)
 
-    def _replay(self, plan: StepPlan, size: tuple[int, int], greedy: bool) -> ForwardOutput:
+    def _replay(self, plan: StepPlan, size: tuple[int, int], greedy: bool, adapted: bool) -> ForwardOutput:
         """The step as one launch of a captured one; greedy samples are part of it."""
         receivers = [self.slots.null_slot] * len(plan.rows)
         if greedy:
@@ -259,7 +270,10 @@ class ForwardWorker:
             [[r.slot, r.start, r.count, r.shift, to] for r, to in zip(plan.rows, receivers, strict=True)],
             dtype=np.int64,
         ).T
-        step = self._shared_step(plan, size, table) or self._captured.replay(size, table, self.staging)
+        if adapted and self._adapted_steps is not None:
+            step = self._adapted_steps.replay(size, table, self.staging)
+        else:
+            step = self._shared_step(plan, size, table) or self._captured.replay(size, table, self.staging)
         computed = step.logits.shape[0] if size[0] == size[1] else size[0]
         output = ForwardOutput(padding=computed - plan.tokens)
         if plan.samples:
@@ -283,10 +297,18 @@ class ForwardWorker:
         return None if lists is None else self._captured.replay_shared(rows, table, lists, self.staging)
 
     def _decode(
-        self, rows: torch.Tensor, tokens: int, counts: list[int], kv_lens: list[int], prefix: Any, warmup: bool = False
+        self,
+        rows: torch.Tensor,
+        tokens: int,
+        counts: list[int],
+        kv_lens: list[int],
+        prefix: Any,
+        *,
+        warmup: bool = False,
+        adapted: bool = False,
     ) -> StepOutput:
         """What is captured: rows table in, logits of each row's last token and greedy samples out."""
-        input_ids, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix)
+        input_ids, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix, adapted=adapted)
         batch.exact = False
         model, tap = (self._warmup_model or self.model, None) if warmup else (self.model, self._tap)
         hidden = model.forward(input_ids, batch, self._kv, last=True, tap=tap)

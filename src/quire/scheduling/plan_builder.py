@@ -44,6 +44,7 @@ class PlanBuilder:
                 stop_ids=stops,
                 salt=request.salt,
                 prediction=request.prediction,
+                adapter=request.lora_slot,
             )
         )
 

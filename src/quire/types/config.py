@@ -129,6 +129,41 @@ class SpeculationOptions(Checked):
     draft_adapt: bool = option(True, "draft less, or nothing, where drafts have not paid lately")
 
 
+@dataclass(frozen=True)
+class LoraOptions(Checked):
+    """LoRA adapters."""
+
+    lora: tuple[str, ...] = option(
+        (),
+        "adapter to load at start, NAME=PATH of a PEFT checkpoint's directory; may be said several times",
+        forms=("NAME=PATH",),
+        alias="--lora-modules",
+    )
+    max_loras: int | None = option(
+        None, "adapters that may be loaded at once (default: those named by lora)", low=1, high=4096
+    )
+    max_lora_rank: int | None = option(
+        None, "largest rank of an adapter (default: the largest of those named by lora, at least 16)", low=1, high=1024
+    )
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Paths by name."""
+        found: dict[str, str] = {}
+        for name, _, path in (entry.partition("=") for entry in self.lora):
+            if name in found:
+                raise ConfigError(f"lora names two adapters {name!r}")
+            found[name] = path
+        return found
+
+    @property
+    def slots(self) -> int:
+        """Adapters there is room for."""
+        if self.max_loras is not None and self.max_loras < len(self.lora):
+            raise ConfigError(f"lora names {len(self.lora)} adapters, max_loras allows {self.max_loras}")
+        return self.max_loras or len(self.lora)
+
+
 _TIERS = ("kv_host", "kv_disk", "kv_remote")
 _SHARED = "tiers hold shared prefixes"
 _CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to share or to move"
@@ -144,6 +179,9 @@ PAIRS = (
     Pair("session_quota", "sessions hold shared prefixes", excludes="prefix_cache", excluded=False),
     Pair("draft_tokens", "nothing is drafted", needs=("speculation",)),
     Pair("draft_adapt", "nothing is drafted", needs=("speculation",)),
+    Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
+    Pair("lora", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
+    Pair("max_loras", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
 )
 
 
@@ -156,6 +194,7 @@ class EngineOptions:
     cache: CacheOptions = dataclasses.field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     speculation: SpeculationOptions = dataclasses.field(default_factory=SpeculationOptions)
+    adapters: LoraOptions = dataclasses.field(default_factory=LoraOptions)
 
     def __post_init__(self) -> None:
         said = self.flat()
@@ -190,13 +229,13 @@ class EngineOptions:
         """The options that differ from their defaults, by flat name (plain values, fit for JSON)."""
         return {
             f.name: getattr(part, f.name)
-            for part in (self.model, self.device, self.cache, self.scheduler, self.speculation)
+            for part in (self.model, self.device, self.cache, self.scheduler, self.speculation, self.adapters)
             for f in dataclasses.fields(part)
             if getattr(part, f.name) != f.default
         }
 
 
-CONCERNS = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions, SpeculationOptions)
+CONCERNS = (ModelOptions, DeviceOptions, CacheOptions, SchedulerOptions, SpeculationOptions, LoraOptions)
 
 
 def flat_fields() -> list[dataclasses.Field[Any]]:

@@ -72,7 +72,7 @@ class _Slot:
 
     def digest(self, position: int) -> int:
         while len(self.digests) <= position:
-            state = self.digests[-1] if self.digests else 1
+            state = self.digests[-1] if self.digests else 1 + self.admit.adapter
             self.digests.append(_mix(state, self.tokens[len(self.digests)]))
         return self.digests[position]
 
@@ -128,6 +128,12 @@ class FakeExecutor:
         ready: Future[Any] = Future()
         ready.set_result(None)
         return ready
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        return path
+
+    def unload_adapter(self, slot: int) -> None:
+        pass
 
     def submit(self, plan: StepPlan) -> FakeTicket:
         if self.tiers is not None:

@@ -69,7 +69,18 @@ class Cache(msgspec.Struct, tag=True):
     order: CacheOrder
 
 
-Question = GetStats | GetView | GetTimelines | Power | Cache
+class LoadAdapter(msgspec.Struct, tag=True):
+    """Load a LoRA adapter from a directory, by this name from now on."""
+
+    name: str
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, tag=True):
+    name: str
+
+
+Question = GetStats | GetView | GetTimelines | Power | Cache | LoadAdapter | UnloadAdapter
 _ids = itertools.count(1)  # of this process: two clients that take turns on one link never share an id
 
 
@@ -117,6 +128,17 @@ class Cached(msgspec.Struct, tag=True):
     data: bytes = b""
 
 
+class AdapterInfo(msgspec.Struct, frozen=True):
+    name: str
+    path: str
+
+
+class Adapted(msgspec.Struct, tag=True):
+    """The adapters that are loaded now."""
+
+    adapters: list[AdapterInfo]
+
+
 class Refused(msgspec.Struct, tag=True):
     """Not done, and why; `error` is the class in types.errors."""
 
@@ -124,7 +146,7 @@ class Refused(msgspec.Struct, tag=True):
     message: str
 
 
-Answer = Stats | View | Timelines | Powered | Cached | Refused
+Answer = Stats | View | Timelines | Powered | Cached | Adapted | Refused
 
 
 class Reply(msgspec.Struct, tag=True):
@@ -174,6 +196,7 @@ class EngineInfo(msgspec.Struct):
     kv_dtype: str = ""  # of its pages
     prefix_cache: bool = True
     weights: WeightsInfo = msgspec.field(default_factory=WeightsInfo)
+    adapters: list[AdapterInfo] = []  # LoRA adapters loaded at start
 
     def room(self, params: SamplingParams) -> int:
         """Tokens that prompt and answer may come to."""

@@ -62,10 +62,10 @@ def _pattern(form: str) -> str:
     return re.sub(r"[A-Z]+", lambda word: r"\d+" if word[0] == "N" else ".+", re.escape(form))
 
 
-def option(default: Any, help: str, *, positional: bool = False, **takes: Any) -> Any:
-    """A field of an options dataclass; `takes` as for `Takes`."""
+def option(default: Any, help: str, *, positional: bool = False, alias: str = "", **takes: Any) -> Any:
+    """A field of an options dataclass; `alias`: another name of its flag; `takes` as for `Takes`."""
     return dataclasses.field(
-        default=default, metadata={"help": help, "positional": positional, "takes": Takes(**takes)}
+        default=default, metadata={"help": help, "positional": positional, "alias": alias, "takes": Takes(**takes)}
     )
 
 
@@ -74,13 +74,18 @@ class Checked:
 
     def __post_init__(self) -> None:
         options: Any = type(self)
+        for name, kinds, _ in _declared(options):
+            if Ellipsis in kinds:  # of lists too, as JSON and command lines have them, and of one alone
+                given = getattr(self, name)
+                object.__setattr__(self, name, tuple(given) if isinstance(given, (list, tuple)) else (given,))
         for name, kinds, takes in _declared(options):
             value = getattr(self, name)
             if value is None and NoneType in kinds:
                 continue
-            problem = takes.problem(value) if _is(value, kinds) else f"must be {_WORDS[kinds[0]]}"
-            if problem:
-                raise ConfigError(f"{name} {problem}, got {value!r}")
+            for one in value if Ellipsis in kinds else (value,):
+                problem = takes.problem(one) if _is(one, kinds) else f"must be {_WORDS[kinds[0]]}"
+                if problem:
+                    raise ConfigError(f"{name} {problem}, got {one!r}")
 
 
 @cache
@@ -97,7 +102,7 @@ def _is(value: Any, kinds: tuple[Any, ...]) -> bool:
         return bool in kinds
     if float in kinds:
         return isinstance(value, (int, float)) and not math.isnan(value)
-    return isinstance(value, kinds)
+    return isinstance(value, tuple(kind for kind in kinds if kind is not Ellipsis))
 
 
 @dataclass(frozen=True)

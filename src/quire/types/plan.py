@@ -38,6 +38,7 @@ class Admit(msgspec.Struct):
     stop_ids: list[int]  # ids that end the sequence; masked while fewer than min_tokens are out
     salt: str = ""  # drafts learnt from this sequence serve none of another salt
     prediction: list[int] = []  # what the caller thinks the answer will be
+    adapter: int = 0  # slot of its LoRA adapter; 0: none
 
 
 class Write(msgspec.Struct):

@@ -41,6 +41,8 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     hold: float = 0.0  # ... so many seconds
     blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
     prediction: list[int] = []  # what the caller thinks the answer will be: drafts are taken from it
+    lora: str = ""  # name of the adapter it runs with; empty: the base model
+    lora_slot: int = 0  # ... where the engine keeps that; set by the engine
     pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
 
 

@@ -15,7 +15,7 @@ from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.messages import EngineInfo
+from quire.types.messages import AdapterInfo, EngineInfo
 from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
 from quire.types.timeline import Timeline
@@ -52,6 +52,15 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Ticket: ...
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        """Fill a slot with the LoRA adapter there; steps submitted from now on may use it. Its digest: equal where it
+        computes the same."""
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """No request has this slot's adapter any more."""
+        ...
 
     def sleep(self, pages: list[int]) -> None:
         """Free the device's memory; the content of these pages is wanted again. Nothing is in flight."""
@@ -190,6 +199,15 @@ class EngineClient(Protocol):
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Look at the KV cache, or change it; of an export, the bundle too."""
         ...
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """LoRA adapters that requests may name."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None: ...
+
+    async def unload_adapter(self, name: str) -> None: ...
 
     async def view(self) -> EngineView: ...
 

@@ -34,6 +34,7 @@ _REFUSALS = {
     2: "a KV slot is outside the page pool",
     3: "a page table names a page outside the pool",
     4: "the batch's shapes or positions contradict each other",
+    5: "a token has an adapter that is not loaded",
 }
 
 
@@ -165,6 +166,34 @@ class DecoderWeights:
                     bias *= rows
 
 
+Update = tuple[torch.Tensor, torch.Tensor]  # A [rank, columns], B [rows, rank]
+
+
+class PackedAdapter:
+    """A LoRA adapter, packed to 8 bits as weights are: every A and B scaled to numbers around one, for their blocks'
+    scales are fp16, and by how much lies beside them. Rows of B are padded to `rank`."""
+
+    def __init__(self, layers: list[dict[str, Update]], rank: int):
+        self.layers = (lib.AdapterLayer * len(layers))()
+        self.updates: dict[tuple[int, str], tuple[PackedMatrix, PackedMatrix, float]] = {}  # A, B, and their scale
+        pairs = [pair for layer in layers for pair in layer.values()]
+        sizes = [size for a, b in pairs for size in ((a.shape[0], a.shape[1]), (b.shape[0], rank))]
+        store = Store(sum(Store.needs(rows, columns, "F32") for rows, columns in sizes))
+        for index, layer in enumerate(layers):
+            for name, (a, b) in layer.items():
+                padded = torch.nn.functional.pad(b, (0, rank - b.shape[1]))
+                (packed_a, scale_a), (packed_b, scale_b) = (_normalised(store, each) for each in (a, padded))
+                self.updates[index, name] = packed_a, packed_b, scale_a * scale_b
+                setattr(self.layers[index], name, lib.LowRank(packed_a.struct, packed_b.struct, scale_a * scale_b))
+
+
+def _normalised(store: Store, numbers: torch.Tensor) -> tuple[PackedMatrix, float]:
+    most = numbers.abs().max().item() or 1.0
+    packed = PackedMatrix(store, numbers.shape[0], numbers.shape[1], "F32")
+    packed.fill((numbers.float() / most).contiguous().view(torch.uint8))
+    return packed, most
+
+
 class _Place(NamedTuple):
     kv_group: int
     place: int
@@ -185,6 +214,7 @@ class NativeProgram:
         self._free: weakref.finalize | None = None
         self._kv: KVViews | None = None
         self._step = lib.Step()
+        self._adapters: list[PackedAdapter | None] = [None]  # by slot; the first is none
         self._width = -(-weights.head.rows // 16) * 16
 
     def drawer(self) -> CompiledDraw:
@@ -224,6 +254,7 @@ class NativeProgram:
             tapped = torch.empty(len(tapping), batch.rows, self._weights.hidden)
             step.taps, step.tapped, step.tap_count = tapping.data_ptr(), tapped.data_ptr(), len(tapping)
             tap.states = list(tapped)
+        step.adapters = None if batch.adapters is None else batch.adapters.data_ptr()
         step.asks = None
         if batch.mass is not None:
             asks = torch.zeros(batch.rows, dtype=torch.uint8)
@@ -233,6 +264,18 @@ class NativeProgram:
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")
         return hidden
+
+    def reserve_adapters(self, slots: int, rank: int) -> None:
+        """Room for LoRA adapters of up to this rank, in slots 1 .. slots."""
+        self._adapters = [None] * (slots + 1)
+        self._step.adapter = (ctypes.POINTER(lib.AdapterLayer) * (slots + 1))()
+        self._step.adapter_count, self._step.adapter_rank = slots + 1, -(-rank // 32) * 32
+
+    def set_adapter(self, slot: int, layers: list[dict[str, Update]]) -> None:
+        """By layer the updates of its matrices, by their names in `LayerWeights`."""
+        packed = PackedAdapter(layers, self._step.adapter_rank)
+        self._step.adapter[slot] = ctypes.cast(packed.layers, ctypes.POINTER(lib.AdapterLayer))
+        self._adapters[slot] = packed  # only now is what it replaces given back
 
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """As `DecoderWeights.rescale_keys`; what is in pages already is of another scale."""

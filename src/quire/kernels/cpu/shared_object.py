@@ -41,6 +41,14 @@ class Decoder(Structure):
     ]
 
 
+class LowRank(Structure):
+    _fields_: ClassVar = [("a", Matrix), ("b", Matrix), ("scale", c_float)]
+
+
+class AdapterLayer(Structure):
+    _fields_: ClassVar = [(name, LowRank) for name in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
 class StepGroup(Structure):
     _fields_: ClassVar = [
         ("page_table", c_void_p),
@@ -74,6 +82,10 @@ class Step(Structure):
         ("asks", c_void_p),
         ("mass", c_void_p),
         ("mass_pages", c_int32),
+        ("adapters", c_void_p),
+        ("adapter", POINTER(POINTER(AdapterLayer))),
+        ("adapter_count", c_int32),
+        ("adapter_rank", c_int32),
     ]
 
 

@@ -20,7 +20,8 @@ from quire.model.blocks.attention import AttentionBlock
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
-from quire.model.blocks.stages import MixerBlock, Stages, Step
+from quire.model.blocks.norms import Norm
+from quire.model.blocks.stages import MixerBlock, Stages, Step, adapts
 from quire.model.decoder_spec import Attention, DecoderSpec, Experts, Latent, LayerSpec
 from quire.model.quantization.scheme import QuantScheme
 from quire.types.errors import ConfigError
@@ -103,11 +104,12 @@ class FusedStages(Stages):
         if not isinstance(block, AttentionBlock) or block.gated or block.kv_parts < 2 or block.v_norm is not None:
             return super().qkv(block, x, residual, step)
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
-        if norm is not None and not norm.centred:
-            qkv = block.qkv.scheme.product(block.qkv, x, residual, norm=norm)
+        if norm is not None and not norm.centred and not adapts(block.qkv, step):
+            fused = block.qkv.scheme.product(block.qkv, x, residual, norm=norm)
+            assert fused is not None
+            qkv = fused
         else:
-            qkv = block.qkv.scheme.product(block.qkv, self.norm(norm, x, residual))
-        assert qkv is not None
+            qkv = self.product(block.qkv, self.norm(norm, x, residual), step)
         if block.norms_all_heads:
             self.norm_all_heads(block, qkv)
             q_norm = k_norm = None
@@ -128,33 +130,41 @@ class FusedStages(Stages):
         if not isinstance(block, AttentionBlock) or block.gated:
             return super().attend(block, q, residual, step)
         mixed = self.attention(block, q, step).flatten(1)
-        if block.post_norm is None and self._plain_exit:
-            return block.o.scheme.product(block.o, mixed, residual)
-        out = block.o.scheme.product(block.o, mixed)
+        return self._exit(block.o, block.post_norm, mixed, residual, step)
+
+    def _exit(
+        self, linear: Linear, post_norm: Norm | None, x: torch.Tensor, residual: torch.Tensor, step: Step
+    ) -> torch.Tensor | None:
+        """A block's last product, added to the residual with it where nothing comes between them."""
+        straight = post_norm is None and self._plain_exit
+        if straight and not adapts(linear, step):
+            return linear.scheme.product(linear, x, residual)
+        out = self.product(linear, x, step)
+        return out if straight else self.leave(post_norm, out)
+
+    def product(self, linear: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
+        out = linear.scheme.product(linear, x)
         assert out is not None
-        return self.leave(block.post_norm, out)
+        return self.adapted(linear, x, out, step)
 
     def feed(
-        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
+        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
         if isinstance(block, ExpertsBlock):
             if block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated or block.spec.own_norms:
-                return super().feed(block, x, residual)
+                return super().feed(block, x, residual, step)
             mixed = block.fused(self.norm(block.norm, x, residual), self.ops)
             return mixed if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, mixed)
-        norm, swiglu = block.norm, block.swiglu
-        if norm is not None and not norm.centred:
-            up = block.up.scheme.product(block.up, x, residual, norm=norm, gate=swiglu)
+        norm, joined = block.norm, block.swiglu and not adapts(block.up, step) and not adapts(block.down, step)
+        if norm is not None and not norm.centred and not adapts(block.up, step):
+            fused = block.up.scheme.product(block.up, x, residual, norm=norm, gate=joined)
+            assert fused is not None
+            up = fused
         else:
-            up = block.up.scheme.product(block.up, self.norm(norm, x, residual))
-        assert up is not None
-        if not swiglu:
+            up = self.product(block.up, self.norm(norm, x, residual), step)
+        if not joined:  # else in the product, or in the next one
             up = (self.ops.act_and_mul if block.gated else self.ops.act)(up, block.activation)
-        if block.post_norm is None and self._plain_exit:
-            return block.down.scheme.product(block.down, up, residual)
-        out = block.down.scheme.product(block.down, up)
-        assert out is not None
-        return self.leave(block.post_norm, out)
+        return self._exit(block.down, block.post_norm, up, residual, step)
 
     def describe(self, scheme: QuantScheme) -> list[str]:
         along = f"{', '.join(scheme.fuses)} fused where that is faster" if scheme.fuses else "nothing fused with them"

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from quire.model.blocks.low_rank import LowRank
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme, State
@@ -38,6 +39,7 @@ class Linear:
             self.state = {"weight": tied}
         assert tied is None or isinstance(scheme, DenseScheme), "a table of embeddings is dense"
         self.bias = torch.empty(sum(parts), device=device, dtype=dtype) if bias else None
+        self.lora: LowRank | None = None  # of all adapters, where there may be any
 
     @cached_property
     def state(self) -> State:
@@ -73,6 +75,8 @@ class Linear:
 
     def tensors(self) -> State:
         own = {} if self.tied else dict(self.state)
+        if self.lora is not None:
+            own |= {"lora_a": self.lora.a, "lora_b": self.lora.b}
         return own | ({} if self.bias is None else {"bias": self.bias})
 
 

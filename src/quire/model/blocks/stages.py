@@ -20,7 +20,7 @@ import torch
 
 from quire.kernels.attention_backend import AttentionBackend, Batch
 from quire.kernels.attention_mass import AttentionMassRows
-from quire.kernels.backend_choice import choose_backend, choose_ops
+from quire.kernels.backend_choice import choose_backend, choose_lora, choose_ops
 from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
@@ -49,12 +49,18 @@ class Step:
     rope: dict[int, tuple[torch.Tensor, torch.Tensor]]  # cos and sin, by kind of rotation
     plans: dict[int, Any] = field(default_factory=dict)  # by kind of attention
     inputs: torch.Tensor | None = None  # per-layer embeddings, [tokens, layers, width]
+    segments: Any = None  # tokens by their adapters, once a layer has asked
 
     def last(self) -> Step:
         """Of each row's last token alone."""
         ends = self.batch.ends
         rope = {kind: (cos[ends], sin[ends]) for kind, (cos, sin) in self.rope.items()}
         return Step(self.batch.last(), self.kv, rope, inputs=None if self.inputs is None else self.inputs[ends])
+
+
+def adapts(linear: Linear, step: Step) -> bool:
+    """Whether a step has tokens of adapters, and the matrix may have updates of them."""
+    return step.batch.adapters is not None and linear.lora is not None
 
 
 class Stages:
@@ -73,6 +79,7 @@ class Stages:
         """`plain`: torch's own operations wherever it runs; what faster ones are checked against. `reduce`: adds up
         over tensor-parallel ranks, between a row-parallel product and the residual."""
         self.ops: Ops = choose_ops(device, plain=plain)
+        self.lora = choose_lora(device, plain=plain)
         self.backends: dict[int, AttentionBackend] = {}  # by kind of attention
         self.reasons: list[str] = []  # what was chosen and why, for people
         for kind in sorted({spec.mixer_kinds[layer] for layer in spec.attending}):
@@ -103,7 +110,7 @@ class Stages:
             slots = step.batch.groups[kv.group].kv_slots
             return block.queries(self.norm(block.norm, x, residual), step.rope[block.rope], kv, slots, self.ops)
         heads, kv_heads, dim = block.attention.heads, block.attention.kv_heads, block.attention.head_dim
-        flat = block.qkv(self.norm(block.norm, x, residual))
+        flat = self.product(block.qkv, self.norm(block.norm, x, residual), step)
         gates = None
         if block.gated:
             q, gates, kv_flat = flat.split((heads * dim, heads * dim, block.kv_parts * kv_heads * dim), dim=1)
@@ -141,14 +148,15 @@ class Stages:
     def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Attention over pages and the output projection, [tokens, hidden]."""
         if isinstance(block, RecurrentBlock):
-            out = block.o(q)
+            out = self.product(block.o, q, step)
         elif isinstance(block, LatentBlock):
-            out = block.o(block.values(self.attention(block, q, step)))
+            out = self.product(block.o, block.values(self.attention(block, q, step)), step)
         elif block.gated:
             q, gates = q.chunk(2, dim=-1)
-            out = block.o((self.attention(block, q.contiguous(), step) * gates.sigmoid()).flatten(1))
+            mixed = (self.attention(block, q.contiguous(), step) * gates.sigmoid()).flatten(1)
+            out = self.product(block.o, mixed, step)
         else:
-            out = block.o(self.attention(block, q, step).flatten(1))
+            out = self.product(block.o, self.attention(block, q, step).flatten(1), step)
         return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
 
     def attention(self, block: AttendingBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
@@ -164,15 +172,29 @@ class Stages:
         return backend.forward(block.attention, q, kv, step.batch, group, step.plans[block.kind])
 
     def feed(
-        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor
+        self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
         normed = self.norm(block.norm, x, residual)
         if isinstance(block, ExpertsBlock):
             out = block.forward(normed, self.ops, residual)
         else:
             act = self.ops.act_and_mul if block.gated else self.ops.act
-            out = block.down(act(block.up(normed), block.activation))
+            out = self.product(block.down, act(self.product(block.up, normed, step), block.activation), step)
         return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
+
+    def product(self, linear: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """x [tokens, columns] by a matrix, and what each token's adapter adds to it."""
+        return self.adapted(linear, x, linear(x), step)
+
+    def adapted(self, linear: Linear, x: torch.Tensor, out: torch.Tensor, step: Step) -> torch.Tensor:
+        """`out`, the product of x and a matrix, with what each token's adapter adds to it, in place."""
+        if adapts(linear, step):
+            lora, adapters = linear.lora, step.batch.adapters
+            assert lora is not None and adapters is not None
+            if step.segments is None:
+                step.segments = self.lora.segments(adapters, lora.a.shape[0])
+            self.lora.add_lora(out, x, lora.a, lora.b, lora.parts, step.segments)
+        return out
 
     def leave(self, post_norm: Norm | None, out: torch.Tensor) -> torch.Tensor:
         """What comes between a block's last product and the residual: ranks add up, the norm behind it, the scale of

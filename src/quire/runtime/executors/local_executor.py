@@ -22,6 +22,8 @@ from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.model import load_model
+from quire.model.families.registry import read_family
+from quire.model.loading.lora_adapter import adapter_rank, read_adapter
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.quantization.key_channel_scales import key_factors
 from quire.runtime.capacity import capacity_for, kv_layout
@@ -32,7 +34,7 @@ from quire.runtime.step_result import PendingStep, run_step
 from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
 from quire.runtime.transfers import Transfers
 from quire.runtime.worker import ForwardWorker
-from quire.types.config import CacheOptions, EngineOptions
+from quire.types.config import CacheOptions, EngineOptions, LoraOptions
 from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
@@ -84,6 +86,9 @@ class LocalExecutor:
         for line in resolved.idle:
             log.warning(line)
         kivi = [self._rescale_keys()] if resolved.kivi else []
+        self._source = source
+        if options.adapters.slots:
+            self._reserve_adapters(options.adapters)
         drafter = load_drafter(options, resolved, self.model)
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
@@ -113,6 +118,25 @@ class LocalExecutor:
         large = (factors > 1).float().mean().item()
         self._reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
         return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
+
+    def _reserve_adapters(self, options: LoraOptions) -> None:
+        rank = options.max_lora_rank or max(16, *(adapter_rank(path) for path in options.named.values()), 0)
+        self.model.reserve_adapters(options.slots, rank)
+        self._lora_rank = rank
+        self._reasons.append(f"LoRA: room for {options.slots} adapters of rank {rank}")
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        adapter = read_adapter(path, *read_family(self._source))
+        if adapter.rank > self._lora_rank:
+            raise ConfigError(
+                f"the LoRA adapter in {path} has rank {adapter.rank}, there is room for {self._lora_rank}; "
+                "start with a larger max_lora_rank"
+            )
+        self._in_order(lambda _: self.model.set_adapter(slot, adapter.updates))
+        return adapter.digest
+
+    def unload_adapter(self, slot: int) -> None:
+        self._in_order(lambda _: self.model.set_adapter(slot, {}))
 
     def describe(self) -> ExecutorInfo:
         return ExecutorInfo(

@@ -279,4 +279,5 @@ def _alone(request: Request, tokens: list[int]) -> Request:
         priority=request.priority,
         tenant=request.tenant,
         salt=request.salt,
+        lora_slot=request.lora_slot,
     )

@@ -7,7 +7,7 @@ namespace quire {
 
 namespace {
 
-constexpr int kStages = 8;         // of a layer
+constexpr int kStages = kLayerStages;
 constexpr int kRowChunk = 128;     // rows of a multiplication taken at a time: a multiple of 16
 constexpr int kQueryTile = 16;     // query tokens attended together
 constexpr int kAlone = 2;          // rows that every worker norms for itself
@@ -54,6 +54,10 @@ void Program::reserve(int tokens) {
 }
 
 static int check(const Step& s, int vocab) {
+  for (int t = 0; s.adapters && t < s.tokens; t++) {
+    const int64_t adapter = s.adapters[t];
+    if (adapter < 0 || adapter >= s.adapter_count || (adapter && !s.adapter[adapter])) return kBadAdapter;
+  }
   if (s.tokens < 0 || s.rows < 0 || s.layers < 0 || (s.asks && s.groups != 1)) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
@@ -88,6 +92,7 @@ int Program::forward(const Step& step) {
   if (int refusal = check(step, d_.embed.n)) return refusal;
   if (step.tokens == 0) return 0;
   reserve(step.tokens);
+  find_runs(step);
   plans_.resize(step.groups);
   size_t widest = 0;
   for (int g = 0; g < step.groups; g++) {
@@ -108,7 +113,7 @@ int Program::forward(const Step& step) {
   attend_stride_ = (k_.attend_floats(shape) + 15) / 16 * 16;
   attend_scratch_.need(attend_stride_ * pool_.size());
 
-  pool_.run(kStages * d_.layers + 2, [&](int worker) {
+  pool_.run((kStages + kProducts) * d_.layers + 2, [&](int worker) {
     k_.begin();
     embed(step, kStages * d_.layers, worker);
     pool_.barrier();
@@ -142,12 +147,15 @@ void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
   if (rows <= 0) return;
   Rows x = head_store_.reserve(rows, d_.hidden);
   const Piece head = whole(d_.head, {out, stride, nullptr, false, 0, 0});
+  const Step nothing{};
+  const Adapted on(nothing, 0, kProducts);
+  runs_.clear();  // adapters leave the head as it is
   pool_.run(2, [&](int worker) {
     k_.begin();
     Ahead next = ahead(d_.head, worker);
     for (int t; (t = pool_.take(0, worker, rows)) < rows;) k_.quantise(hidden + size_t(t) * d_.hidden, x, t);
     pool_.barrier(next);
-    multiply(1, &head, 1, x, rows, worker);
+    multiply(1, &head, 1, x, rows, worker, on);
     k_.end();
   });
 }
@@ -259,7 +267,9 @@ Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) 
   const Piece parts[] = {whole(layer.q, {qkv, size_t(qkv_), layer.q_bias, false, 0, 0}),
                          whole(layer.k, {qkv + q, size_t(qkv_), layer.k_bias, false, 0, 0}),
                          whole(layer.v, {qkv + q + k, size_t(qkv_), layer.v_bias, false, 0, 0})};
-  multiply(stage + 1, parts, 3, x, step.tokens, worker);
+  const Adapted on(step, index, kQkv);
+  shrink(on, x, worker);
+  multiply(stage + 1, parts, 3, x, step.tokens, worker, on);
   next = ahead(layer.o, worker);
   pool_.barrier(next);
   rotate(step, layer, kv, stage + 2, worker);
@@ -274,15 +284,20 @@ void Program::layer(const Step& step, const Layer& layer, int index, int worker)
   attend(step, layer, kv, stage + 3, worker);
   pool_.barrier(next);
   const Piece o = whole(layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0});
-  multiply(stage + 4, &o, 1, attended_, step.tokens, worker);
+  const Adapted on(step, index, kO);
+  shrink(on, attended_, worker);
+  multiply(stage + 4, &o, 1, attended_, step.tokens, worker, on);
   next = ahead(layer.gate, worker);
   pool_.barrier(next);
   Rows x = normalise(stage + 5, layer.post_norm, step.tokens, worker, next);
-  gate_up(layer, x, step.tokens, stage + 6, worker);
+  const Adapted into(step, index, kGateUp), out(step, index, kDown);
+  shrink(into, x, worker);
+  gate_up(layer, x, step.tokens, stage + 6, worker, into);
   next = ahead(layer.down, worker);
   pool_.barrier(next);
   const Piece down = whole(layer.down, {x_.data(), size_t(d_.hidden), nullptr, true, 0, 0});
-  multiply(stage + 7, &down, 1, gated_, step.tokens, worker);
+  shrink(out, gated_, worker);
+  multiply(stage + 7, &down, 1, gated_, step.tokens, worker, out);
   pool_.barrier();
 }
 
@@ -325,21 +340,24 @@ Rows Program::normalise(int stage, const float* weight, int tokens, int worker, 
 }
 
 // Work is numbered (matrix, run of groups, row chunk), row chunks innermost: they find the weights in the cache.
-void Program::multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker) {
+void Program::multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker, const Adapted& on) {
   int groups = 0;
   for (int j = 0; j < count; j++) groups += whole[j].g1;
   int chunk = std::min(chunk_for(groups, pool_.size()), 64), row_chunks = pieces(rows, kRowChunk);
   int total = pieces(groups, chunk) * row_chunks;
+  const bool updates = this->updates(on);
   for (int item; (item = pool_.take(stage, worker, total)) < total;) {
     int m0 = item % row_chunks * kRowChunk, m1 = std::min(m0 + kRowChunk, rows);
     int first = item / row_chunks * chunk, last = std::min(first + chunk, groups), base = 0, used = 0;
     Piece parts[kMost];
+    int which[kMost];
     for (int j = 0; j < count; j++) {
       int size = whole[j].g1, g0 = std::max(first - base, 0), g1 = std::min(last - base, size);
-      if (g0 < g1) parts[used++] = {whole[j].w, g0, g1, whole[j].out};
+      if (g0 < g1) which[used] = j, parts[used++] = {whole[j].w, g0, g1, whole[j].out};
       base += size;
     }
     k_.gemm(parts, used, x, m0, m1, scratch(worker));
+    for (int j = 0; updates && j < used; j++) expand(on, which[j], parts[j], m0, m1, worker);
   }
 }
 
@@ -385,7 +403,8 @@ void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int 
   }
 }
 
-void Program::gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker) {
+void Program::gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker, const Adapted& on) {
+  const bool updates = this->updates(on);
   float* gates = gates_.data() + size_t(worker) * 2 * kRowChunk * kBlock;
   float* ups = gates + kRowChunk * kBlock;
   int row_chunks = pieces(tokens, kRowChunk), total = d_.intermediate / kBlock * row_chunks;
@@ -394,6 +413,7 @@ void Program::gate_up(const Layer& layer, Rows x, int tokens, int stage, int wor
     const Piece parts[] = {{&layer.gate, 2 * b, 2 * b + 2, {gates, kBlock, nullptr, false, m0, 2 * b}},
                            {&layer.up, 2 * b, 2 * b + 2, {ups, kBlock, nullptr, false, m0, 2 * b}}};
     k_.gemm(parts, 2, x, m0, m1, scratch(worker));
+    for (int j = 0; updates && j < 2; j++) expand(on, j, parts[j], m0, m1, worker);
     for (int m = m0; m < m1; m++) k_.gate(gates + (m - m0) * kBlock, ups + (m - m0) * kBlock, gated_, m, b);
   }
 }

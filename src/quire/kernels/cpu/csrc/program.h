@@ -28,6 +28,18 @@ struct Decoder {
   const Layer* layer;  // [layers]
 };
 
+// What a LoRA adapter adds to a matrix's product: b (scale * a x). Without rows: nothing.
+struct LowRank {
+  Matrix a, b;
+  float scale;
+};
+
+struct AdapterLayer {
+  LowRank q, k, v, o, gate, up, down;
+};
+
+constexpr int kLayerStages = 8;  // beside those of adapters
+
 struct StepGroup {
   const int32_t* page_table;  // [rows, table_stride]
   int64_t table_stride;
@@ -53,6 +65,9 @@ struct Step {
   const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to each page of their only group
   float* mass;          // [rows, mass_pages], out: of those rows
   int32_t mass_pages;
+  const int64_t* adapters;             // [tokens] or null: the adapter of each; 0: none
+  const AdapterLayer* const* adapter;  // [adapter_count], layers of each; null: no such one
+  int32_t adapter_count, adapter_rank;  // rank: columns of every `b`
 };
 
 class Program {
@@ -75,6 +90,20 @@ class Program {
     std::vector<int> asking;  // row of each item that asks for mass
   };
   static constexpr int kMost = 3;  // matrices multiplied in one stage
+  enum Product { kQkv, kO, kGateUp, kDown, kProducts };  // of a layer
+  struct Run {  // neighbours with the same adapter
+    int64_t adapter;
+    int32_t m0, m1;
+  };
+  struct Adapted {  // matrices that are multiplied in one stage, as adapters know them
+    const Step& step;
+    int layer;
+    Product product;
+    int count = 0;
+    LowRank AdapterLayer::*parts[kMost] = {};
+    Adapted(const Step& step, int layer, Product product);
+    const LowRank& of(const Run& run, int part) const { return step.adapter[run.adapter][layer].*parts[part]; }
+  };
 
   void reserve(int tokens);
   void plan(const Step& step, const StepGroup& group, Plan& plan) const;
@@ -82,13 +111,17 @@ class Program {
   void embed(const Step& step, int stage, int worker);
   Paged qkv(const Step& step, const Layer& layer, int index, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
-  void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker);
+  void multiply(int stage, const Piece* whole, int count, Rows x, int rows, int worker, const Adapted& on);
+  void find_runs(const Step& step);
+  bool updates(const Adapted& on) const { return !runs_.empty() && updated_[on.layer * kProducts + on.product]; }
+  void shrink(const Adapted& on, Rows x, int worker);
+  void expand(const Adapted& on, int part, const Piece& piece, int m0, int m1, int worker);
   Rows normalise(int stage, const float* weight, int tokens, int worker, Ahead& next);
   void rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
   void attend(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker);
   void pay(const Step& step) const;
   void tap(const Step& step, int index, int worker);
-  void gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker);
+  void gate_up(const Layer& layer, Rows x, int tokens, int stage, int worker, const Adapted& on);
   Ahead ahead(const Matrix& w, int worker) const;
   template <typename Visit>
   void each_token(int stage, int worker, int tokens, Visit visit);
@@ -128,8 +161,14 @@ class Program {
   std::vector<Rows> own_;
   std::vector<Plan> plans_;
   size_t attend_stride_ = 0;
+
+  std::vector<Run> runs_;              // by adapter
+  std::vector<char> updated_;          // [layers, products]: whether an adapter of the step has a part in it
+  Buffer<float> low_floats_;           // [workers, rows of a run, rank]
+  RowBuffers low_store_[kMost];
+  Rows low_[kMost]{};
 };
 
-enum Refusal { kBadToken = 1, kBadSlot = 2, kBadPage = 3, kBadShape = 4 };
+enum Refusal { kBadToken = 1, kBadSlot = 2, kBadPage = 3, kBadShape = 4, kBadAdapter = 5 };
 
 }  // namespace quire
