@@ -50,6 +50,15 @@ def test_structured(bench):
     assert 0 < found["forced_tokens"] < found["output_tokens"]
 
 
+def test_lora(bench):
+    words = ("--adapters", "3", "--rank", "4", "--num", "4", "--in", "8", "--out", "4", "--rounds", "1")
+    found, text = bench("lora", *words, "--kv-memory", "64M")
+    assert found["targets"] == ["q_proj", "v_proj"] and found["tok_s"]["share"] > 0
+    assert "room for 3 adapters" in text and "% of the base" in text
+    with pytest.raises(ConfigError, match="no such projection: 'x'"):
+        bench("lora", "--targets", "x")
+
+
 def test_beams(bench):
     found, _ = bench("beams", "--width", "3", "--in", "64", "--out", "4", "--rounds", "1", "--kv-memory", "64M")
     assert found["beams"] == 3 and found["pages_alone"] < found["pages_beams"] < 3 * found["pages_alone"]

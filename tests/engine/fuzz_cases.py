@@ -45,6 +45,7 @@ class Asked:
     priority: int = 0
     salt: str = ""
     session: str = ""
+    lora: str = ""
 
     @property
     def told(self) -> dict[str, Any]:
@@ -70,7 +71,16 @@ def make_case(seed: int, models: dict[str, FuzzModel], disk: str) -> Case:
     rng = random.Random(seed)
     model = models[rng.choice(["compiled", "compiled", "compiled", "dense", "windows"])]
     options = _options(rng, model, disk)
-    return Case(seed, model, options, _requests(rng, model, options))
+    asked = _requests(rng, model, options)
+    _adapters(random.Random(f"adapters {seed}"), model, options, asked)
+    return Case(seed, model, options, asked)
+
+
+def _adapters(rng: random.Random, model: FuzzModel, options: dict[str, Any], asked: list[Asked]) -> None:
+    if options["kv_dtype"] != "int8-kivi" and rng.random() < 0.4:
+        options["lora"] = tuple(f"{name}={path}" for name, path in model.adapters.items())
+        for one in asked:
+            one.lora = rng.choice(["", *model.adapters])
 
 
 def _options(rng: random.Random, model: FuzzModel, disk: str) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class FuzzModel:
     windows: bool  # some layers have sliding windows
     kv_dtypes: tuple[str, ...]
     heads: dict[str, str]  # draft heads, by kind
+    adapters: dict[str, str]  # LoRA adapters, by name
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,24 @@ def _draft_heads(folder: Path, name: str, shape: _Shape) -> dict[str, str]:
     return paths
 
 
+def _adapters(folder: Path, name: str, shape: _Shape) -> dict[str, str]:
+    rng, paths = np.random.default_rng(7), {}
+    weights = [(key, value.shape) for key, value in _weights(shape, rng).items() if "_proj" in key]
+    for adapter, rank, some in (("a", 3, "self_attn"), ("b", 16, "proj")):
+        tensors = {}
+        for key, (rows, columns) in weights:
+            if some in key:
+                at = f"base_model.model.{key.removesuffix('.weight')}"
+                for side, size in (("A", (rank, columns)), ("B", (rows, rank))):
+                    tensors[f"{at}.lora_{side}.weight"] = (0.2 * rng.standard_normal(size)).astype(np.float32)
+        path = folder / f"{name}.{adapter}"
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+        paths[adapter] = str(path)
+    return paths
+
+
 @cache
 def fuzz_models(folder: Path) -> dict[str, FuzzModel]:
     """`compiled` gives the same bits however it is run; the others agree up to rounding."""
@@ -164,8 +183,24 @@ def fuzz_models(folder: Path) -> dict[str, FuzzModel]:
     )  # fmt: skip
     return {
         "compiled": FuzzModel(
-            "compiled", str(folder / "compiled.gguf"), True, False, quantised, _draft_heads(folder, "c", compiled)
+            "compiled",
+            str(folder / "compiled.gguf"),
+            True,
+            False,
+            quantised,
+            _draft_heads(folder, "c", compiled),
+            _adapters(folder, "c", compiled),
         ),
-        "dense": FuzzModel("dense", str(folder / "dense"), False, False, ("auto",), _draft_heads(folder, "d", dense)),
-        "windows": FuzzModel("windows", str(folder / "windows"), False, True, ("auto",), {}),
+        "dense": FuzzModel(
+            "dense",
+            str(folder / "dense"),
+            False,
+            False,
+            ("auto",),
+            _draft_heads(folder, "d", dense),
+            _adapters(folder, "d", dense),
+        ),
+        "windows": FuzzModel(
+            "windows", str(folder / "windows"), False, True, ("auto",), {}, _adapters(folder, "w", dense)
+        ),
     }

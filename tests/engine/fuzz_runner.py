@@ -95,7 +95,7 @@ class Engine:
         """As callers' requests are made, but that no grammar is tried in a process of its own."""
         where: dict[str, Any] = {
             "text": self.text, "info": self.info, "request_id": asked.id, "salt": asked.salt,
-            "priority": asked.priority if self.info.priorities else 0,
+            "priority": asked.priority if self.info.priorities else 0, "lora": asked.lora,
         }  # fmt: skip
         if asked.pooling:
             return prepare_embedding(asked.prompt, asked.pooling, **where)
@@ -194,7 +194,7 @@ class Fuzzer:
     def plain(self, case: Case) -> Engine:
         """An engine with the same pages and nothing else of what makes the case's one interesting."""
         kept = ("model", "page_size", "max_model_len", "kv_dtype", "threads")
-        options = {name: case.options[name] for name in kept}
+        options = {name: case.options[name] for name in (*kept, "lora") if name in case.options}
         key = tuple(options.values())
         if key not in self._plain:
             plain = {"kv_pages": 2000, "prefix_cache": False, "max_seqs": 16}

@@ -17,10 +17,17 @@ from quire.text.tool_formats import HERMES
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.counts import Counts
-from quire.types.errors import ContextLengthError, EngineDeadError, InputError, OverloadedError, QuireError
+from quire.types.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    InputError,
+    ModelNotFoundError,
+    OverloadedError,
+    QuireError,
+)
 from quire.types.events import EngineStats
 from quire.types.grammar import GrammarSpec
-from quire.types.messages import EngineInfo
+from quire.types.messages import AdapterInfo, EngineInfo
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason, Request
@@ -111,6 +118,7 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.alive = True
+        self.adapters: list[AdapterInfo] = []
         self.closed = threading.Event()
         self.ended = asyncio.Event()
 
@@ -118,6 +126,12 @@ class FakeClient:
         if not self.alive:
             raise EngineDeadError("the engine stopped")
         return EngineStats(running=3, waiting=2, pages_total=64, pages_used=16, prompt_tokens=100, cached_tokens=25)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        raise InputError("this engine has no room for adapters")
+
+    async def unload_adapter(self, name: str) -> None:
+        raise ModelNotFoundError(f"no adapter {name!r} is loaded")
 
     async def view(self) -> EngineView:
         tier = TierPages("device", total=64, used=16, cached=0, pages_per_cell=1, cells=[3] * 16 + [0] * 48)
@@ -190,7 +204,7 @@ class FakeFrontend:
         return request
 
     async def embed(
-        self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "", tenant: str = ""
+        self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "", tenant: str = "", lora: str = ""
     ) -> tuple[list[float], int]:
         """A vector of the prompt's bytes; what makes a prompt bad makes it bad here too."""
         tokens = [float(token) for token in self.prepare(prompt, SamplingParams(), salt=salt).prompt]

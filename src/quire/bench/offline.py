@@ -49,16 +49,19 @@ class Run(msgspec.Struct):
     host_share: float | None = None  # of the time, spent outside the model's own calls; where that can be told
 
 
-def run_workload(link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True) -> Run:
+def run_workload(
+    link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True, lora: Sequence[str] = ()
+) -> Run:
     """Submit all requests, in the order in which `LLM.generate` does, and wait for all; output lengths are as the
-    workload says (EOS ignored)."""
+    workload says (EOS ignored). `lora`: the adapter of each."""
     link.send(Reset())
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     began = time.perf_counter()
     requests = []
     for i, (prompt, length) in enumerate(work):
         params = SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True)
-        requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time()))
+        adapter = lora[i] if lora else ""
+        requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time(), lora=adapter))
     for request in longest_first(requests):
         link.send(Submit(request))
     with model_clock(link) as model:

@@ -12,6 +12,7 @@ import typer
 from msgspec.structs import asdict
 
 from quire.cli.bench_evict import evict
+from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
 from quire.cli.bench_serve import serve
 from quire.cli.bench_spec import spec
@@ -286,4 +287,5 @@ app.command()(with_engine_options(positional_model=False)(suite))
 app.command()(serve)
 app.command()(spec)
 app.command()(evict)
+app.command()(lora)
 register(app)

@@ -49,10 +49,12 @@ class Adapters:
             raise InputError(f"an adapter {name!r} is loaded already" if name else "an adapter needs a name")
         self.release(live)
         if not self._free:
-            why = f", {len(self._retired)} of them unloaded but in use" if self._retired else ""
-            raise OverloadedError(
-                f"all {self._slots} adapter slots (max_loras) are taken{why}; unload an adapter first"
-            )
+            if self._retired:
+                raise OverloadedError(
+                    f"all {self._slots} adapter slots (max_loras) are taken, {len(self._retired)} of them by adapters "
+                    "that were unloaded but are in use; try again when their requests are done"
+                )
+            raise InputError(f"all {self._slots} adapter slots (max_loras) are taken; unload an adapter first")
         digest = self._executor.load_adapter(self._free[-1], path)
         self._loaded[name] = _Loaded(self._free.pop(), path, digest)
 

@@ -16,7 +16,7 @@ SENTENCES = {
     PrefixOutcome.FULL: "every page that can be shared was in the cache; the last token is always computed",
     PrefixOutcome.NEW: "the tokens of the first missing page had not been computed here before",
     PrefixOutcome.EVICTED: "the first missing page had been computed, but made room for other requests",
-    PrefixOutcome.SALT: "the same tokens are known, but under another cache salt, and salts do not share",
+    PrefixOutcome.SALT: "the same tokens are known, but under another cache salt or adapter, and these do not share",
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
     PrefixOutcome.STATE: "the page is cached, but the states of recurrent layers are not, so far into the prompt",
     PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",

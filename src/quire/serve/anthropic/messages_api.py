@@ -107,7 +107,7 @@ async def answer(exchange: Exchange) -> bytes:
     return json(
         AnthropicMessage(
             id=exchange.id,
-            model=exchange.serving.frontend.model_name,
+            model=exchange.serving.model_name,
             content=content,
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
@@ -209,7 +209,7 @@ def opening(exchange: Exchange) -> bytes:
     usage = exchange.usage()
     message = AnthropicMessage(
         id=exchange.id,
-        model=exchange.serving.frontend.model_name,
+        model=exchange.serving.model_name,
         content=[],
         stop_reason=None,
         stop_sequence=None,

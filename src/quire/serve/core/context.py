@@ -26,6 +26,7 @@ class Context:
     key: Key
     salt: str = ""  # of the key; prefixes are shared within it
     permit: Permit | None = None
+    lora: str = ""  # the adapter that answers; empty: the model itself
     session: str = ""  # whose pages stay for a while after the answer
     hold: float = 0.0  # ... so many seconds
     traceparent: str = ""  # of the caller's trace, as W3C writes it

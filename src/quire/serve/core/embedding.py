@@ -62,7 +62,9 @@ async def embed(
 
     async def some() -> None:
         for index, prompt in left:
-            vector, _ = await serving.frontend.embed(prompt, pooling, salt=context.salted(""), tenant=context.key.name)
+            vector, _ = await serving.frontend.embed(
+                prompt, pooling, salt=context.salted(""), tenant=context.key.name, lora=context.lora
+            )
             vectors[index] = vector if dimensions is None else shortened(vector, dimensions)
 
     try:

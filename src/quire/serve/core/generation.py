@@ -79,10 +79,25 @@ class Serving:
     def max_body(self) -> int:
         return self.options.body_bytes
 
+    @property
+    def model_name(self) -> str:
+        """Who answers the request being handled: the model, or one of its adapters."""
+        return current().lora or self.frontend.model_name
+
     def check_model(self, name: str | None) -> None:
-        """There is one model: whoever names none means it."""
-        if name is not None and name != self.frontend.model_name:
-            raise ModelNotFoundError(f"no model {name!r} here; this server has {self.frontend.model_name!r}")
+        """There is one model, and whoever names none means it; an adapter of it answers by its own name, or behind the
+        model's (base:adapter)."""
+        base = self.frontend.model_name
+        if name is not None and name != base:
+            current().lora = self.adapter(name)
+            if not current().lora:
+                there = ", ".join(repr(each) for each in (base, *(one.name for one in self.frontend.client.adapters)))
+                raise ModelNotFoundError(f"no model {name!r} here; this server has {there}")
+
+    def adapter(self, name: str) -> str:
+        """Of the adapter that a model's name means; empty if it means none."""
+        names = {one.name for one in self.frontend.client.adapters}
+        return next((each for each in (name, name.removeprefix(f"{self.frontend.model_name}:")) if each in names), "")
 
 
 def hold_session(name: str | None, seconds: float | None) -> None:
@@ -188,6 +203,7 @@ class Generation:
         for request in self.requests:
             request.salt, request.tenant = context.salted(request.salt), context.key.name
             request.session, request.hold = context.session, context.hold
+            request.lora = context.lora
             request.deadline = time.time() + left if allowed else 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info

@@ -35,7 +35,7 @@ from quire.serve.http.openapi import install_schemas
 from quire.serve.ollama import generate as ollama
 from quire.serve.ollama import model_admin as ollama_files
 from quire.serve.ollama import model_info as ollama_models
-from quire.serve.openai import batches, completions, embeddings, responses
+from quire.serve.openai import batches, completions, embeddings, lora_adapters, responses
 from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import model_list as models
 from quire.serve.openai import tokenize as tokens
@@ -63,6 +63,7 @@ PUBLIC: list[Router] = [
     responses.router,
     embeddings.router,
     models.router,
+    lora_adapters.router,
     batches.router,
     anthropic.router,
     anthropic_batches.router,
@@ -84,6 +85,7 @@ ADMIN_ONLY: list[Router] = [
     live.router,
     power.router,
     cache.router,
+    lora_adapters.router,
 ]
 
 

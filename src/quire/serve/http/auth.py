@@ -30,7 +30,12 @@ if TYPE_CHECKING:
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/favicon.ico"})
 OPEN_UNDER = ("/dashboard/",)
 # What needs the admin scope on the public port too.
-ADMIN_PATHS = frozenset({"/metrics", "/view", "/api/pull", "/api/copy", "/api/delete"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/metrics", "/view", "/api/pull", "/api/copy", "/api/delete"),
+        *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    }
+)
 
 
 class Gate:

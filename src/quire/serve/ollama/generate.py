@@ -66,7 +66,9 @@ def check(serving: Serving, body: OllamaRequest) -> None:
 def check_model(serving: Serving, name: str) -> None:
     name, served = name.removesuffix(":latest"), serving.frontend.model_name.removesuffix(":latest")
     managed, path = serving.options.model_management, serving.frontend.client.info.weights.path
-    if name != served and not (managed and is_copy(name, path)):
+    if serving.adapter(name):
+        serving.check_model(name)
+    elif name != served and not (managed and is_copy(name, path)):
         raise ModelNotFoundError(f"model {name!r} not found; this server has {serving.frontend.model_name!r}")
 
 
@@ -125,7 +127,7 @@ class Writer:
 
     def line(self, said: str, thought: str, calls: list[Call], logprobs: list[TokenLogprobs] | None = None) -> Answer:
         thinking = thought if thought and self.body.think is not False else UNSET
-        name, created = self.serving.frontend.model_name, now()
+        name, created = self.serving.model_name, now()
         answer: Answer
         if isinstance(self.body, OllamaChatRequest):
             message = OllamaReply(content=said, thinking=thinking)

@@ -54,16 +54,21 @@ def details(weights: WeightsInfo) -> OllamaDetails:
     )
 
 
-def listed(serving: Serving, digest: str) -> OllamaModel:
-    name, weights = serving.frontend.model_name, serving.frontend.client.info.weights
-    return OllamaModel(
-        name=name,
-        model=name,
-        modified_at=modified(serving),
-        size=weights.bytes,
-        digest=digest,
-        details=details(weights),
-    )
+def listed(serving: Serving, digest: str) -> list[OllamaModel]:
+    """The model that is served, and each of its adapters."""
+    weights, when = serving.frontend.client.info.weights, modified(serving)
+    names = [serving.frontend.model_name, *(one.name for one in serving.frontend.client.adapters)]
+    return [
+        OllamaModel(
+            name=name,
+            model=name,
+            modified_at=when,
+            size=weights.bytes,
+            digest=digest,
+            details=details(weights),
+        )
+        for name in names
+    ]
 
 
 def cached(serving: Serving) -> list[tuple[str, OllamaModel]]:
@@ -89,12 +94,13 @@ def cached(serving: Serving) -> list[tuple[str, OllamaModel]]:
     return out
 
 
-def running(serving: Serving, digest: str) -> OllamaModel:
-    model, info = listed(serving, digest), serving.frontend.client.info
-    model.expires_at = "9999-12-31T23:59:59Z"  # it stays as long as the server does
-    model.size_vram = model.size if info.device.startswith("cuda") else 0
-    model.context_length = info.max_model_len
-    return model
+def running(serving: Serving, digest: str) -> list[OllamaModel]:
+    models, info = listed(serving, digest), serving.frontend.client.info
+    for model in models:
+        model.expires_at = "9999-12-31T23:59:59Z"  # it stays as long as the server does
+        model.size_vram = model.size if info.device.startswith("cuda") else 0
+        model.context_length = info.max_model_len
+    return models
 
 
 def modified(serving: Serving) -> str:
@@ -140,7 +146,7 @@ async def embedded(serving: Serving, body: OllamaEmbedRequest) -> OllamaEmbedAns
     prompts = inputs if body.truncate is False else await off_loop(sum(map(len, inputs)), work)
     vectors, tokens = await embed(serving, prompts, dimensions=body.dimensions)
     return OllamaEmbedAnswer(
-        model=serving.frontend.model_name,
+        model=serving.model_name,
         embeddings=vectors,
         total_duration=int((time.perf_counter() - begun) * 1e9),
         prompt_eval_count=tokens,
@@ -167,7 +173,7 @@ def router(serving: Serving) -> APIRouter:
     @routes.head("/api/tags", include_in_schema=False)
     @routes.get("/api/tags", summary="List models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def tags() -> Response:
-        models = [listed(serving, await digests.of(serving.frontend.client.info.weights.path))]
+        models = listed(serving, await digests.of(serving.frontend.client.info.weights.path))
         if serving.options.model_management:
             for path, model in await asyncio.to_thread(cached, serving):
                 model.digest = await digests.of(path)
@@ -176,7 +182,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/api/ps", summary="List loaded models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def ps() -> Response:
-        return reply(OllamaModels([running(serving, await digests.of(serving.frontend.client.info.weights.path))]))
+        return reply(OllamaModels(running(serving, await digests.of(serving.frontend.client.info.weights.path))))
 
     @routes.head("/api/version", include_in_schema=False)
     @routes.get(

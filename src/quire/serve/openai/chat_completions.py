@@ -160,7 +160,7 @@ def completion(serving: Serving, id: str, talk: Talk, body: ChatRequest) -> byte
     answer = ChatCompletion(
         id=id,
         created=int(time.time()),
-        model=serving.frontend.model_name,
+        model=serving.model_name,
         system_fingerprint=serving.fingerprint,
         service_tier=tier_used(body.service_tier, serving.frontend.client.info) or UNSET,
         choices=[

@@ -187,7 +187,7 @@ def completion(
         Completion(
             id=id,
             created=int(time.time()),
-            model=serving.frontend.model_name,
+            model=serving.model_name,
             system_fingerprint=serving.fingerprint,
             choices=out,
             usage=usage_of(generation),

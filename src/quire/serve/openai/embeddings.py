@@ -52,7 +52,7 @@ async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     vectors, tokens = await embed(serving, prompts, pooling=pooling, dimensions=body.dimensions, most=most)
     in_base64 = body.encoding_format == "base64"
     data = [Embedding(index, encoded(vector) if in_base64 else vector) for index, vector in enumerate(vectors)]
-    return json(EmbeddingList(data, serving.frontend.model_name, EmbeddingUsage(tokens, tokens)))
+    return json(EmbeddingList(data, serving.model_name, EmbeddingUsage(tokens, tokens)))
 
 
 def parse(serving: Serving, raw: bytes) -> EmbeddingRequest:

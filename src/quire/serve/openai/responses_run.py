@@ -117,7 +117,7 @@ class Run:
         response = ResponseObject(
             id=item_id("resp"),
             created_at=int(time.time()),
-            model=self.serving.frontend.model_name,
+            model=self.serving.model_name,
             store=body.store is not False,
         )
         if body.text is not None:

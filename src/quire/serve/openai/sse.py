@@ -26,7 +26,7 @@ class Chunks:
             "id": id,
             "object": object,
             "created": int(time.time()),
-            "model": serving.frontend.model_name,
+            "model": serving.model_name,
             "system_fingerprint": serving.fingerprint,
         }
         self.with_usage = options is not None and options.include_usage
