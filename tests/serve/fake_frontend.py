@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from quire.engine.text_input import branches_of, chunked
-from quire.text.reasoning_reader import ReasoningReader
-from quire.text.tool_formats import HERMES
+from quire.text.call_formats.hermes_calls import HERMES
+from quire.text.reasoning_formats import THINK, ReasoningFormat
+from quire.text.text_model import TextModel
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.counts import Counts
@@ -78,6 +79,9 @@ class FakeTokenizer:
 
 
 class FakeText:
+    answer_reader, reasoning_reader = TextModel.answer_reader, TextModel.reasoning_reader
+    hidden_marks, _end = TextModel.hidden_marks, TextModel._end
+
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
         self.threads: set[str] = set()  # where templates were rendered
@@ -103,8 +107,9 @@ class FakeText:
         turns = "".join(f"{m['role']}: {m['content']}\n" for m in messages)
         return turns + ("assistant: " if add_generation_prompt else "")
 
-    def reasoning_reader(self, prompt: list[int]) -> ReasoningReader | None:
-        return ReasoningReader() if self.reasons else None
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        return THINK if self.reasons else None
 
     def special_id(self, token: str) -> int | None:
         return None

@@ -67,7 +67,7 @@ def test_tools(fake: anthropic.Anthropic, says: Any, fake_frontend: FakeFrontend
     sent = fake_frontend.text.rendered[-1]["messages"]
     assert [message["role"] for message in sent] == ["user", "assistant", "tool"]
     assert sent[1]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": {"city": "Paris"}}
-    says('{"name": "get_weather", "arguments": {"city": "Rome"}}')
+    says(CALL.replace("Paris", "Rome"))
     forced: Any = {"type": "tool", "name": "get_weather"}
     answer = fake.messages.create(model=MODEL, max_tokens=200, messages=QUESTION, tools=TOOLS, tool_choice=forced)
     assert answer.content[0].type == "tool_use" and answer.content[0].input == {"city": "Rome"}

@@ -7,10 +7,14 @@ import json
 from typing import Any
 
 import jsonschema
+import llguidance
 import openai
 import pytest
 from fake_frontend import FakeFrontend
 from pydantic import BaseModel, Field
+
+from quire.text.call_formats.hermes_calls import HERMES
+from quire.types.grammar import GrammarSpec
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -103,20 +107,20 @@ def test_one_call_where_calls_are_not_parallel(fake: openai.OpenAI, says: Any) -
 
 
 def test_tool_choice(fake: openai.OpenAI, says: Any, fake_frontend: FakeFrontend) -> None:
-    says('{"name": "get_time", "arguments": {}}')
+    says('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>')
     named: Any = {"type": "function", "function": {"name": "get_time"}}
     answer = fake.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=named)
     assert answer.choices[0].finish_reason == "stop" and answer.choices[0].message.tool_calls
     grammar = fake_frontend.requests[-1].params.grammar
-    assert grammar is not None and grammar.kind == "json_schema"
-    validate(grammar.source, {"name": "get_time", "arguments": {}}, {"name": "get_weather", "arguments": {}})
+    weather = ("get_weather", {"city": "Rome", "days": 1})
+    validate(grammar, [("get_time", {})], [weather])
 
-    says('[{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}]')
+    says(HERMES.spelled(weather))
     answer = fake.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice="required")
     assert answer.choices[0].finish_reason == "tool_calls"
-    grammar = fake_frontend.requests[-1].params.grammar
-    assert grammar is not None
-    validate(grammar.source, [{"name": "get_weather", "arguments": {"city": "Rome", "days": 1}}], [])
+    validate(
+        fake_frontend.requests[-1].params.grammar, [weather, ("get_time", {})], [("get_weather", {"city": "Rome"})]
+    )
 
     told = [entry["tools"] for entry in fake_frontend.text.rendered[-2:]]
     assert told[0] == told[1] and len(told[0]) == len(TOOLS)  # whatever is forced, the prompt begins the same
@@ -132,10 +136,14 @@ def test_tool_choice(fake: openai.OpenAI, says: Any, fake_frontend: FakeFrontend
         fake.chat.completions.create(model=MODEL, messages=QUESTION, tools=TOOLS, tool_choice=stranger)
 
 
-def validate(schema: str, good: Any, bad: Any) -> None:
-    jsonschema.validate(good, json.loads(schema))
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(bad, json.loads(schema))
+def validate(grammar: GrammarSpec | None, good: list[Any], bad: list[Any]) -> None:
+    """The grammar takes these calls, and not those."""
+    assert grammar is not None and grammar.kind == "lark"
+    alphabet = llguidance.LLTokenizer("byte")
+    for calls in (good, bad):
+        matcher = llguidance.LLMatcher(alphabet, llguidance.LLMatcher.grammar_from_lark(grammar.source))
+        tokens = alphabet.tokenize_str(HERMES.spelled(*calls))
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == (calls is good)
 
 
 def test_thoughts_are_told_apart(fake: openai.OpenAI, says: Any) -> None:

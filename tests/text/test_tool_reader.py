@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.text.call_formats.harmony import HarmonyReader
+from quire.text.call_formats.hermes_calls import HERMES
+from quire.text.call_formats.llama_calls import LLAMA3
+from quire.text.call_formats.mistral_calls import MISTRAL
+from quire.text.reasoning_formats import choose_reasoning
 from quire.text.reasoning_reader import ReasoningReader
 from quire.text.segments import CallArguments, CallBegun, Said, Segment, Thought
-from quire.text.tool_calls import FORCED
-from quire.text.tool_formats import FORMATS, HERMES, LLAMA3, MISTRAL, choose_format
-from quire.text.tool_reader import ToolReader, python_call
-from quire.types.errors import ConfigError
+from quire.text.tool_reader import ToolReader
 
-NAMES = {"f", "g", "get_weather"}
+NAMES: dict[str, Any] = {"f": {}, "g": {}, "get_weather": {}}
 
 
 def gathered(segments: list[Segment]) -> dict[str, Any]:
@@ -74,13 +76,6 @@ CASES = [
     (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g{"b": {}}', "", [("f", {"a": 1}), ("g", {"b": {}})]),
     (MISTRAL, '[TOOL_CALLS]other[ARGS]{"a": 1}', None, []),
     (MISTRAL, "see [TOOL or [1]", None, []),
-    (
-        FORCED,
-        '[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"a": 2}}]',
-        "",
-        [("f", {}), ("g", {"a": 2})],
-    ),
-    (FORCED, '{"name": "f", "arguments": {"a": null}}', "", [("f", {"a": None})]),
 ]
 
 
@@ -95,30 +90,6 @@ def test_calls_in_any_pieces(format: Any, text: str, said: str | None, calls: li
     assert [(name, json.loads(arguments)) for name, arguments in found["calls"]] == calls
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=60, deadline=None)
-@given(
-    arguments=st.dictionaries(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists, max_leaves=5)),
-    size=st.integers(1, 9),
-)
-def test_what_is_spelled_is_read(format: Any, arguments: dict[str, Any], size: int) -> None:
-    text = format.spelled("get_weather", arguments)
-    found = read(ToolReader(format, NAMES), [text[i : i + size] for i in range(0, len(text), size)])
-    assert found["said"] == ""
-    assert [(name, json.loads(given)) for name, given in found["calls"]] == [("get_weather", arguments)]
-
-
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@settings(max_examples=150, deadline=None)
-@given(
-    text=st.text(st.sampled_from('<>[]{}"\\:,; \ntool_call/|pyhnag.TOCALSRG#name=f'), max_size=60),
-    size=st.integers(1, 9),
-)
-def test_no_text_breaks_a_reader(format: Any, text: str, size: int) -> None:
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    assert read(ToolReader(format, NAMES), pieces) == read(ToolReader(format, NAMES), [text])
-
-
 def test_a_call_is_shown_before_it_is_complete() -> None:
     reader = ToolReader(HERMES, NAMES)
     assert reader.push('<tool_call>{"name": "f", "arg') == [CallBegun(0, "f")]
@@ -128,23 +99,8 @@ def test_a_call_is_shown_before_it_is_complete() -> None:
 
 
 def test_only_the_first_call_counts_where_calls_are_not_parallel() -> None:
-    text = HERMES.spelled("f", {"a": 1}) + HERMES.spelled("g", {})
+    text = HERMES.spelled(("f", {"a": 1}), ("g", {}))
     assert read(ToolReader(HERMES, NAMES, parallel=False), [text])["calls"] == [("f", '{"a": 1}')]
-
-
-@pytest.mark.parametrize("text", ["f(1)", "f(a=b)", "f(a=__import__('os'))", "x = 1", "", "f(**{'a': 1})" * 99])
-def test_python_that_is_no_call_of_constants(text: str) -> None:
-    assert python_call(text) is None
-
-
-def test_the_format_is_read_from_the_template() -> None:
-    assert choose_format("auto", "{{ '<tool_call>' }}") is HERMES
-    assert choose_format("auto", "{{ '[TOOL_CALLS]' }}") is MISTRAL
-    assert choose_format("auto", "{{ '<|python_tag|>' }}") is LLAMA3
-    assert choose_format("auto", "{{ messages }}") is HERMES
-    assert choose_format("mistral", "{{ '<tool_call>' }}") is MISTRAL
-    with pytest.raises(ConfigError, match="hermes, llama3, mistral"):
-        choose_format("gpt", "")
 
 
 THOUGHTS = [
@@ -162,3 +118,76 @@ THOUGHTS = [
 def test_thoughts(text: str, inside: bool, thought: str, said: str, size: int) -> None:
     found = read(ReasoningReader(inside), [text[i : i + size] for i in range(0, len(text), size)])
     assert (found["thought"], found["said"]) == (thought, said)
+
+
+MARKED = [
+    ("mistral", "[THINK]so [/x[/THINK]\n\nyes [THINK]", "so [/x", "yes [THINK]"),
+    ("granite", "Here is my thought process: so.\n\nHere is my response: yes", "so.", "yes"),
+    ("granite", "Here's my thought process: a Here is my\nHere's my response:\nyes Here", "a Here is my", "yes Here"),
+    ("granite_response", "<think>so</think>\n<response>yes < no</response>", "so", "yes < no"),
+    ("cohere2", "<|START_THINKING|>so<|END_THINKING|><|START_RESPONSE|>yes<|END_RESPONSE|>", "so", "yes"),
+    ("gemma4", "<|channel>thought\nso\n<channel|>yes", "so", "yes"),
+    ("seed_oss", "<seed:think>so</seed:think>yes", "so", "yes"),
+    ("deepseek_r1", "<think>so</think>yes", "so", "yes"),
+    ("qwen3", "yes", "", "yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "thought", "said"), MARKED)
+def test_thoughts_as_each_family_marks_them(name: str, text: str, thought: str, said: str) -> None:
+    format = choose_reasoning(name, "")
+    assert format is not None
+    for cut in range(len(text)):
+        found = read(ReasoningReader(False, format), [text[:cut], text[cut:]])
+        assert (found["thought"], found["said"]) == (thought, said), text[:cut]
+
+
+SIGNS = [
+    ("{% if '</think>' in content %}", "think"),
+    ("<think></think> tags and <response></response>", "granite_response"),
+    ("Here is my thought process: ... Here is my response:", "granite"),
+    ("[THINK]' ~ thought ~ '[/THINK]", "mistral"),
+    ("<|START_THINKING|> <|END_THINKING|>", "cohere2"),
+    ("<|channel|>analysis<|message|>", "harmony"),
+    ("<|channel>thought\n<channel|>", "gemma4"),
+    ("{{ messages }}", None),
+]
+
+
+@pytest.mark.parametrize(("template", "name"), SIGNS)
+def test_reasoning_marks_are_read_from_the_template(template: str, name: str | None) -> None:
+    found = choose_reasoning("auto", template)
+    assert (found.name if found else None) == name
+    assert choose_reasoning("none", template) is None
+
+
+HARMONIES = [
+    (
+        "<|channel|>analysis<|message|>Hm <|x.<|end|><|start|>assistant<|channel|>final<|message|>Yes.",
+        {"said": "Yes.", "thought": "Hm <|x.", "calls": []},
+    ),
+    (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Look.<|end|>"
+        '<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<|"}<|call|>',
+        {"said": "Look.", "thought": "Hm.", "calls": [("f", '{"a": "<|"}')]},
+    ),
+    (
+        '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"b": 1}',
+        {"said": "", "thought": "", "calls": [("g", '{"b": 1}')]},
+    ),
+    ("just words", {"said": "just words", "thought": "", "calls": []}),
+    ("<|channel|>analysis<|mess", {"said": "", "thought": "", "calls": []}),
+    (
+        "<|channel|>analysis<|message|>a<|channel|>final<|message|>b<|return|>",
+        {"said": "b", "thought": "a", "calls": []},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "found"), HARMONIES)
+def test_harmony_channels(text: str, found: dict[str, Any]) -> None:
+    for cut in range(len(text)):
+        assert read(HarmonyReader(NAMES), [text[:cut], text[cut:]]) == found, text[:cut]
+    assert read(HarmonyReader(NAMES), list(text)) == found
+    told = read(HarmonyReader(NAMES, thoughts=False), [text])
+    assert told["thought"] == "" and len(told["said"]) == len(found["said"]) + len(found["thought"])

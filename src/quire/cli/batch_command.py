@@ -31,7 +31,7 @@ def batch(
     source: Annotated[Path, typer.Argument(help="requests, one JSON object a line, as for /v1/batches", metavar="IN")],
     target: Annotated[Path, typer.Argument(help="where answers go, one a line, as they are ready", metavar="OUT")],
     served_model_name: Annotated[str | None, typer.Option(help=_HELP["served_model_name"])] = None,
-    tool_parser: Annotated[str, typer.Option(help=_HELP["tool_parser"])] = "auto",
+    tool_call_parser: Annotated[str, typer.Option(help=_HELP["tool_call_parser"])] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help=_HELP["reasoning_parser"])] = "auto",
 ) -> None:
     """Answer a file of OpenAI requests. Exit code 1 if any of them failed."""
@@ -41,7 +41,7 @@ def batch(
     if not source.is_file():
         raise ConfigError(f"{source} is no file; write one request a line into it")
     local = resolve(engine.model.model, progress=True)
-    text = TextModel.load(local, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+    text = TextModel.load(local, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     done, failed = asyncio.run(_answer(engine, text, served_model_name or local.name, source, target))
     typer.echo(f"{done} answered, {failed} failed; see {target}", err=True)
     if failed:

@@ -30,7 +30,9 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
         local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
         policy = RestartPolicy(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
         client = await AsyncClient.open(engine, process=True, policy=policy)
-        text = TextModel.load(local, tool_parser=serving.tool_parser, reasoning_parser=serving.reasoning_parser)
+        text = TextModel.load(
+            local, tool_call_parser=serving.tool_call_parser, reasoning_parser=serving.reasoning_parser
+        )
         return Frontend(client, text, serving.served_model_name or local.name)
 
     run_server(open_frontend, serving, keys=keys)

@@ -19,6 +19,7 @@ class Thought(msgspec.Struct, frozen=True):
 class CallBegun(msgspec.Struct, frozen=True):
     index: int
     name: str
+    id: str = ""  # where the model itself gave it one
 
 
 class CallArguments(msgspec.Struct, frozen=True):

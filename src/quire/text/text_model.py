@@ -8,14 +8,19 @@ from typing import Any
 
 from quire.assets import LocalModel
 from quire.assets.json_files import read_json
+from quire.text.answer_reader import ChainedReader, Reader
+from quire.text.call_formats.call_format import Schemas
+from quire.text.call_formats.format_choice import choose_format
+from quire.text.call_formats.harmony import HARMONY, HarmonyReader
 from quire.text.from_files import tokenizer_from_files
 from quire.text.from_gguf import tokenizer_from_gguf
-from quire.text.reasoning_reader import CLOSE, OPEN, ReasoningReader
+from quire.text.reasoning_formats import choose_reasoning
+from quire.text.reasoning_reader import ReasoningReader
 from quire.text.template import CHATML, MAX_TEMPLATE, PLAIN, ChatTemplate
 from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import spell_out
-from quire.text.tool_formats import choose_format
-from quire.types.errors import ConfigError, ModelFileError
+from quire.text.tool_reader import ToolReader
+from quire.types.errors import ModelFileError
 
 log = logging.getLogger("quire.text")
 
@@ -23,8 +28,8 @@ log = logging.getLogger("quire.text")
 class TextModel:
     """Tokenizer and templates of one model. `notes` say what had to be assumed; they are logged when it loads.
 
-    `tool_format` is how the model writes calls of tools and `reasons` whether it thinks before it answers; `auto`
-    reads both from its chat template.
+    `tool_format` is how the model writes calls of tools and `reasoning` how it marks thoughts before an answer, if it
+    does; `auto` reads both from its chat template.
     """
 
     def __init__(
@@ -33,7 +38,7 @@ class TextModel:
         templates: Mapping[str, str],
         name: str = "the model",
         *,
-        tool_parser: str = "auto",
+        tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
     ):
         self.tokenizer = tokenizer
@@ -42,14 +47,13 @@ class TextModel:
         if "default" not in templates:
             templates["default"] = self._assume(name)
         self._templates = {key: ChatTemplate(source, tokenizer.named) for key, source in templates.items()}
-        self.tool_format = choose_format(tool_parser, templates.get("tool_use", templates["default"]))
-        if reasoning_parser not in ("auto", "think", "none"):
-            raise ConfigError(f"no reasoning parser {reasoning_parser!r}; there are auto, think, none")
-        self.reasons = CLOSE in templates["default"] if reasoning_parser == "auto" else reasoning_parser == "think"
+        self.tool_format = choose_format(tool_call_parser, templates.get("tool_use", templates["default"]))
+        self._special_ids = {tokenizer.token_text(i): i for i in tokenizer.special_ids}
+        self.reasoning = choose_reasoning(reasoning_parser, templates["default"])
 
     @classmethod
-    def load(cls, model: LocalModel, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> TextModel:
-        parsers = {"tool_parser": tool_parser, "reasoning_parser": reasoning_parser}
+    def load(cls, model: LocalModel, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> TextModel:
+        parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
         if model.kind == "gguf":
             meta = model.open().metadata()
             text = cls(tokenizer_from_gguf(meta, str(model.path)), _templates_in_gguf(meta), model.name, **parsers)
@@ -98,16 +102,38 @@ class TextModel:
         text = self.render_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **variables)
         return self.tokenizer.encode(text + prefix, add_special=False)
 
+    @property
+    def reasons(self) -> bool:
+        """Whether the model thinks before it answers."""
+        return self.reasoning is not None
+
+    def answer_reader(
+        self, prompt: Sequence[int], tools: Schemas, parallel: bool = True, thoughts: bool = True
+    ) -> Reader | None:
+        """A reader of the answer to `prompt`; None: all of it is words. Some templates begin the thought themselves."""
+        if self.tool_format is HARMONY:
+            return HarmonyReader(tools, parallel, thoughts=self.reasons)
+        calls = ToolReader(self.tool_format, tools, parallel) if tools else None
+        thinking = self.reasoning_reader(prompt) if thoughts else None
+        return ChainedReader(thinking, calls) if thinking and calls else thinking or calls
+
     def reasoning_reader(self, prompt: Sequence[int]) -> ReasoningReader | None:
-        """A reader of the answer to `prompt`, if the model thinks. Some templates begin the thought themselves."""
-        if not self.reasons:
+        if self.reasoning is None or self.tool_format is HARMONY:
             return None
-        end = self.tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip()
-        return ReasoningReader(inside=end.endswith(OPEN))
+        return ReasoningReader(self.reasoning.ends_inside(self._end(prompt)), self.reasoning)
+
+    def _end(self, prompt: Sequence[int]) -> str:
+        return self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
+
+    def hidden_marks(self, tools: bool) -> bool:
+        """Whether text without special tokens would leave out marks that answers are read by."""
+        marks = [*self.tool_format.all_marks()] if tools or self.tool_format is HARMONY else []
+        marks += self.reasoning.marks() if self.reasoning else ()
+        return any(self.special_id(mark) is not None for mark in marks)
 
     def special_id(self, token: str) -> int | None:
         """The id of a special token, which text leaves out unless told otherwise."""
-        return next((i for i in self.tokenizer.special_ids if self.tokenizer.token_text(i) == token), None)
+        return self._special_ids.get(token)
 
     @property
     def template(self) -> str:

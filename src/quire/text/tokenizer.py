@@ -27,6 +27,8 @@ END_NAMES = frozenset(
         "<|eom_id|>",
         "<|end_of_text|>",
         "<|endoftext|>",
+        "<|return|>",
+        "<|call|>",
         "<end_of_turn>",
         "<eos>",
         "</s>",

@@ -21,15 +21,11 @@ class ServeOptions(Checked):
         None, "port of the admin API (default: the API's port + 1, or any if that is 0)", low=0, high=65535
     )
     files: str | None = option(None, "folder of files, batches and stored responses (default: they go with the server)")
-    tool_parser: str = option(
-        "auto",
-        "how the model writes tool calls: auto, hermes, llama3 or mistral",
-        forms=("auto", "hermes", "llama3", "mistral"),
+    tool_call_parser: str = option(
+        "auto", "how the model writes tool calls: auto (by its chat template), or a format by vLLM's name, as hermes"
     )
     reasoning_parser: str = option(
-        "auto",
-        "how it marks thoughts: auto, think (<think>...</think>) or none",
-        forms=("auto", "think", "none"),
+        "auto", "how it marks thoughts: auto (by its chat template), none, or a format by vLLM's name, as deepseek_r1"
     )
     strict_fields: bool = option(False, "refuse request fields that are not known, rather than ignore and name them")
     model_management: bool = option(

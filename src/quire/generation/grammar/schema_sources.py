@@ -20,9 +20,9 @@ __all__ = ["SchemaRefusal", "as_is", "in_plain_keywords"]
 EMBEDDED, DECODER = re.compile(r"%json\s*(?=\{)"), json.JSONDecoder()
 STYLE = "x-guidance"  # how JSON is written: the compiler's own key
 ESCAPES = 'nrbtf\\"'  # one way to spell each string: no declared name is written otherwise to pass for another
-STYLE_KEYS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 # A small model left free to choose white space may choose it for ever; and what is fixed need not be computed.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STYLE_KEYS = ("whitespace_flexible", "whitespace_pattern", "item_separator", "key_separator")
 
 
 def as_is(spec: GrammarSpec) -> GrammarSpec | None:

@@ -16,11 +16,11 @@ import msgspec
 
 from quire.serve.core.generation import Generation, Serving, kept_tail, naming, off_loop, preparing, search
 from quire.serve.core.request_warnings import warn
-from quire.text import TextModel, Tool, ToolFormat, ToolReader, chat_prompt
-from quire.text.reasoning_reader import ReasoningReader
+from quire.text import TextModel, Tool, ToolFormat, chat_prompt
+from quire.text.answer_reader import Reader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.text_inputs import TextCallReader
-from quire.text.tool_calls import FORCED, forced_grammar, parameters_grammar, strict_grammar
+from quire.text.tool_calls import required_grammar, strict_grammar, tool_grammar
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
@@ -124,20 +124,13 @@ def plain_call(id: str, name: str, arguments: str | dict[str, Any]) -> dict[str,
 class Reply:
     """One answer: read as it comes, and kept. `output` is what the engine said of it, all but its text."""
 
-    def __init__(
-        self,
-        index: int,
-        thoughts: ReasoningReader | None,
-        tools: ToolReader | TextCallReader | None,
-        format: ToolFormat,
-    ):
-        self._thoughts = thoughts
-        self._tools = tools
+    def __init__(self, index: int, reader: Reader | None, format: ToolFormat):
+        self._reader = reader
         self._format = format
         self._said: list[str] = []
         self._thought: list[str] = []
         self.output = CompletionOutput(index=index, token_ids=[])
-        self.plain = thoughts is None and tools is None  # all its text is said
+        self.plain = reader is None  # all its text is said
         self.calls: list[Call] = []
         self.prompt_logprobs: list[TokenLogprobs] | None = None
         self.thought_tokens = 0
@@ -167,34 +160,24 @@ class Reply:
         self.output.add(delta)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
-        if self.plain:  # nearly always
+        if self._reader is None:  # nearly always
             if not delta.text:
                 return ()
             self._said.append(delta.text)
             return (Said(delta.text),)
-        segments = self._read(delta.text, delta.finish_reason is not None)
+        segments = self._reader.push(delta.text) + (self._reader.end() if delta.finish_reason is not None else [])
         for segment in segments:
             if isinstance(segment, Said):
                 self._said.append(segment.text)
             elif isinstance(segment, Thought):
                 self._thought.append(segment.text)
             elif isinstance(segment, CallBegun):
-                self.calls.append(Call(self._format.call_id(), segment.name, []))
+                id = segment.id or self._format.call_id(segment.name, segment.index)
+                self.calls.append(Call(id, segment.name, []))
             else:
                 self.calls[segment.index].arguments.append(segment.text)
         if self._thought and not self._said and not self.calls:
             self.thought_tokens += len(delta.token_ids)
-        return segments
-
-    def _read(self, text: str, last: bool) -> list[Segment]:
-        segments: list[Segment] = [Said(text)] if text else []
-        if self._thoughts is not None:
-            segments = self._thoughts.push(text) + (self._thoughts.end() if last else [])
-        if self._tools is not None:
-            read: list[Segment] = []
-            for segment in segments:
-                read += self._tools.push(segment.text) if isinstance(segment, Said) else [segment]
-            segments = read + (self._tools.end() if last else [])
         return segments
 
 
@@ -252,7 +235,7 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     frontend, info = serving.frontend, serving.frontend.client.info
     tools = turn.offered()
     with naming(constraint="tools"):
-        params, format = _bound(turn, tools, frontend.text)
+        params = _bound(turn, tools, frontend.text)
     if turn.beam is not None and params.grammar is not None:
         raise InputError("beam search knows no grammars, which these tools need", param="use_beam_search")
     tokens, blend = await (_rendered_to_fit(serving, turn) if turn.drop_oldest else render(serving, turn))
@@ -274,20 +257,22 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
             if constraint != "tools" or error.code != "invalid_grammar" or len(tools) < 2:
                 raise
             left = _without_unusable(frontend, tools, unusable)
-            return frontend.prepare(tokens, _bound(turn, left, frontend.text)[0], blend=blend, **where)
+            return frontend.prepare(tokens, _bound(turn, left, frontend.text), blend=blend, **where)
 
     with naming(prompt=turn.messages_param, constraint=constraint):
         request = await off_loop(preparing(len(tokens) + len(turn.prediction), params), work)
     for message in unusable:
         warn(message)
-    names = {tool.name for tool in tools}
+    schemas = {tool.name: tool.parameters for tool in tools}
+    text_call = tools[0].name if tools and params.grammar is tools[0].grammar is not None else ""
 
     def reply(index: int) -> Reply:
+        text = frontend.text
         # A grammar describes the whole answer: there is no room for thoughts before it.
-        thoughts = None if params.grammar else frontend.text.reasoning_reader(request.prompt)
-        reader = ToolReader(format, names, turn.choice.parallel) if tools else None
-        text_call = TextCallReader(tools[0].name) if tools and params.grammar is tools[0].grammar is not None else None
-        return Reply(index, thoughts, text_call or reader, frontend.text.tool_format)
+        reader: Reader | None = text.answer_reader(request.prompt, schemas, turn.choice.parallel, not params.grammar)
+        if text_call:
+            reader = TextCallReader(text_call)
+        return Reply(index, reader, text.tool_format)
 
     generation = Generation(serving, [request], arrived, turn.deadline_ms)
     return Talk(generation, [reply(index) for index in range(request.params.n)])
@@ -324,7 +309,7 @@ def _without_unusable(frontend: Frontend, tools: list[Tool], told: list[str]) ->
     found = []
     for tool in tools:
         try:
-            frontend.check_grammar(parameters_grammar(tool))
+            frontend.check_grammar(tool_grammar(tool, frontend.text.tool_format, frontend.text.special_id))
             found.append(tool)
         except InputError as error:
             told.append(f"tool {tool.name}: its parameters are not enforced: {error}")
@@ -332,19 +317,20 @@ def _without_unusable(frontend: Frontend, tools: list[Tool], told: list[str]) ->
     return found
 
 
-def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> tuple[SamplingParams, ToolFormat]:
-    """Parameters with the grammar that the choice of tools asks for, and the format the answer will have."""
+def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> SamplingParams:
+    """Parameters with the grammar that the choice of tools asks for. Marks that answers are read by stay in the text,
+    which else leaves special tokens out."""
     params, format = turn.params, text.tool_format
-    if not tools:
-        return params, format
-    if turn.choice.required and len(tools) == 1 and tools[0].grammar is not None:
-        return msgspec.structs.replace(params, grammar=tools[0].grammar), FORCED
-    if turn.choice.required:  # a constraint on words has nothing to hold on to then
-        parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
-        return msgspec.structs.replace(params, grammar=forced_grammar(tools, format, parallel=parallel)), FORCED
-    marker = text.special_id(format.marker)
-    if params.grammar is not None or any(tool.strict for tool in tools):
-        params = msgspec.structs.replace(params, grammar=strict_grammar(tools, format, marker, params.grammar))
-    if marker is not None:  # text leaves special tokens out, and with them what begins a call
+    if text.hidden_marks(tools=bool(tools)):
         params = msgspec.structs.replace(params, skip_special_tokens=False)
-    return params, format
+    if not tools:
+        return params
+    grammar = params.grammar
+    if turn.choice.required and len(tools) == 1 and tools[0].grammar is not None:
+        grammar = tools[0].grammar
+    elif turn.choice.required:  # a constraint on words has nothing to hold on to then
+        parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)
+        grammar = required_grammar(tools, format, text.special_id, parallel=parallel)
+    elif grammar is not None or any(tool.strict for tool in tools):
+        grammar = strict_grammar(tools, format, text.special_id, grammar)
+    return msgspec.structs.replace(params, grammar=grammar)
