@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from quire.types.config import CONCERNS, EngineOptions, flat_fields
+from quire.types.config import CONCERNS, EngineOptions, SchedulerOptions, flat_fields
 from quire.types.serving import ServeOptions
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
@@ -29,6 +29,16 @@ def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[
         for f in flat_fields()
     ]
     return _with(derived, "engine", lambda options: EngineOptions.of(**options))
+
+
+def with_scheduler_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the scheduler's options, some with other `defaults`; it receives them as one `scheduling:
+    SchedulerOptions`."""
+    derived = [
+        _parameter(SchedulerOptions, f, False).replace(default=defaults.get(f.name, f.default))
+        for f in dataclasses.fields(SchedulerOptions)
+    ]
+    return _with(derived, "scheduling", lambda options: SchedulerOptions(**options))
 
 
 def with_serve_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:

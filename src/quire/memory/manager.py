@@ -67,6 +67,10 @@ class KVManager:
 
     # ---- prefixes -------------------------------------------------------------------------------------------
 
+    def name_pages_by(self, namer: Callable[[int], PageHasher]) -> None:
+        """Have pages named otherwise, given their size; before there are any."""
+        self._hashers = [namer(size) for size in self._sizes]
+
     def hash_pages(self, table: PageTable, tokens: Sequence[int], salt: str) -> None:
         """Name all full pages of `tokens`, continuing from those already named."""
         if not self.prefix_cache:

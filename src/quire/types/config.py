@@ -113,6 +113,12 @@ class SchedulerOptions(Checked):
         "when pages run out: recompute, swap (to --kv-host) or auto (whichever is quicker)",
         forms=("auto", "recompute", "swap"),
     )
+    slo_ttft: float | None = option(
+        None, "target for the time to first token, in seconds, where a request or its key has none", above=0
+    )
+    slo_tpot: float | None = option(
+        None, "target for the time per output token, in seconds, where a request or its key has none", above=0
+    )
     ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level", above=0)
 
 

@@ -1,0 +1,114 @@
+"""simulate: a trace, or made-up traffic, through the real scheduler over a fitted device, without one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from msgspec.structs import replace
+
+from quire.cli.options import JsonOption, with_scheduler_options
+from quire.types.config import SchedulerOptions
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.simulation.traces import Arrival
+    from quire.types.cost_model import CostModel
+
+UNBOUNDED = 1_000_000_000  # requests that may wait, unless said otherwise: overload shows as waiting, not as refusals
+
+
+def simulate(
+    *,
+    scheduling: SchedulerOptions,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines or CSV: see docs/scheduling.md")] = None,
+    workload: Annotated[str | None, typer.Option(help="made-up traffic instead: chat, mix or conversations")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="requests (default: the trace's; 1000 made up)")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second, in place of the trace's own moments")] = None,
+    arrivals: Annotated[str, typer.Option(help="with a rate: poisson, gamma:SHAPE or diurnal:SECONDS")] = "poisson",
+    clients: Annotated[int, typer.Option(min=0, help="closed loop: so many, each one request at a time")] = 0,
+    think: Annotated[float, typer.Option(min=0, help="closed loop: seconds between an answer and the next")] = 0.0,
+    device: Annotated[str, typer.Option(help="h200, or a file that `quire bench calibrate` wrote")] = "h200",
+    replicas: Annotated[int, typer.Option(min=1, help="engines behind the router")] = 1,
+    router: Annotated[str, typer.Option(help="round-robin, least-load, power-of-two or prefix")] = "round-robin",
+    rate_scale: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
+    kv_scale: Annotated[float, typer.Option(help="KV memory of each replica, as a multiple of the device's")] = 1.0,
+    page_size: Annotated[
+        int | None, typer.Option(min=1, help="tokens per KV page (default: the device file's)")
+    ] = None,
+    prefix_cache: Annotated[bool, typer.Option(help="share KV pages between requests with equal prefixes")] = True,
+    workers: Annotated[int | None, typer.Option(min=1, help="processes (default: one a core)")] = None,
+    seed: Annotated[int, typer.Option(help="seed of made-up traffic and of the router")] = 0,
+    json_: JsonOption = None,
+) -> None:
+    """Simulate engines under load; report latencies, throughput and goodput."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from quire.simulation.devices import load_device
+    from quire.simulation.figures import Targets, rows_of, summarise
+    from quire.simulation.fleet import Fleet
+    from quire.simulation.fleet import simulate as run
+    from quire.types.config import CacheOptions, EngineOptions
+
+    if rate_scale <= 0 or kv_scale <= 0:
+        raise ConfigError("rate_scale and kv_scale must be more than 0")
+    asked = _traffic(trace, workload, num, rate, arrivals, seed, rate_scale)
+    model = _sized(load_device(device), scheduling, kv_scale, page_size)
+    options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
+    fleet = Fleet(options, model, replicas, router, seed, clients, think)
+    result = run(fleet, asked, workers=workers)
+    summary = summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot))
+    table = Table.grid(padding=(0, 2))
+    for line in rows_of(summary):
+        table.add_row(*line)
+    Console().print(table)
+    if json_:
+        facts = {"device": device, "source": model.source, "replicas": replicas, "router": router, "seed": seed}
+        json_.write_text(json.dumps({**facts, "scheduler": scheduling.scheduler, **summary}, indent=1))
+
+
+def _traffic(
+    trace: Path | None,
+    workload: str | None,
+    num: int | None,
+    rate: float | None,
+    kind: str,
+    seed: int,
+    scale: float,
+) -> list[Arrival]:
+    from quire.simulation.synthetic import resampled, synthetic
+    from quire.simulation.traces import read_trace
+
+    if (trace is None) == (workload is None):
+        raise ConfigError("say either trace or workload")
+    if workload is not None:
+        return synthetic(workload, num or 1000, (rate or 1.0) * scale, seed, kind)
+    assert trace is not None
+    found = read_trace(trace, limit=num if rate is None else None)
+    if rate is not None:
+        return resampled(found, num or len(found), rate * scale, seed, kind)
+    return [one._replace(at=one.at / scale) for one in found] if scale != 1 else found
+
+
+def _sized(model: CostModel, scheduling: SchedulerOptions, kv_scale: float, page_size: int | None) -> CostModel:
+    """The device, with as much KV memory and such limits as were asked for."""
+    machine = model.machine
+    size = page_size or machine.page_size
+    return replace(
+        model,
+        machine=replace(
+            machine,
+            pages=max(1, int(machine.pages * machine.page_size * kv_scale) // size),
+            page_size=size,
+            slots=scheduling.max_seqs or machine.slots,
+            max_batch_tokens=scheduling.max_batch_tokens or machine.max_batch_tokens,
+            step_target=machine.step_target if scheduling.step_target is None else scheduling.step_target,
+        ),
+    )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(with_scheduler_options(max_waiting=UNBOUNDED)(simulate))

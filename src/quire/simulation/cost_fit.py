@@ -1,0 +1,91 @@
+"""Rates of a cost model by least squares over measured steps: relative errors count, no rate is negative.
+
+Refuses to know: how steps were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.types.cost_model import Rates, StepWork
+from quire.types.errors import ConfigError
+
+KNEES = (0, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512)
+MAX_ROUNDS = 1000
+
+
+class Measured(NamedTuple):
+    """Work of some steps together, how many they were, and how long they took."""
+
+    work: StepWork
+    seconds: float
+    steps: int = 1
+    beyond: int | None = None  # tokens beyond the knee, where several steps are told together
+
+
+def fit(measured: Sequence[Measured], knees: Sequence[int] = KNEES) -> tuple[int, Rates]:
+    """The knee and the rates that miss the least."""
+    if len(measured) < len(Rates.__struct_fields__):
+        raise ConfigError(f"{len(measured)} measured steps are too few to fit {len(Rates.__struct_fields__)} rates")
+    found = []
+    for knee in knees:
+        matrix = np.array([_features(one, knee) for one in measured], dtype=np.float64)
+        seconds = np.array([one.seconds for one in measured])
+        relative = matrix / seconds[:, None]
+        rates = nonnegative_least_squares(relative, np.ones(len(measured)))
+        found.append((float(np.sum((relative @ rates - 1) ** 2)), knee, rates))
+    _, knee, rates = min(found, key=lambda one: one[0])
+    return knee, Rates(*map(float, rates))
+
+
+def errors(measured: Sequence[Measured], knee: int, rates: Rates) -> dict[str, float]:
+    """How far predictions are from what was measured: of all steps together, and of one."""
+    values = np.array([getattr(rates, name) for name in Rates.__struct_fields__])
+    predicted = np.array([_features(one, knee) for one in measured]) @ values
+    seconds = np.array([one.seconds for one in measured])
+    off = np.abs(predicted / seconds - 1)
+    return {
+        "total": float(predicted.sum() / seconds.sum() - 1),
+        "median": float(np.median(off)),
+        "p90": float(np.percentile(off, 90)),
+    }
+
+
+def _features(one: Measured, knee: int) -> list[float]:
+    work = one.work
+    beyond = max(0, work.tokens - knee) if one.beyond is None else one.beyond
+    return [one.steps, work.tokens, beyond, work.rows, work.context, work.pairs]
+
+
+def nonnegative_least_squares(
+    matrix: npt.NDArray[np.float64], target: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Lawson and Hanson's active sets, columns scaled to unit length."""
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    columns = matrix / scale
+    x = np.zeros(columns.shape[1])
+    free = np.zeros(columns.shape[1], dtype=bool)
+    for _ in range(MAX_ROUNDS):
+        gradient = columns.T @ (target - columns @ x)
+        if free.all() or gradient[~free].max() <= 1e-10:
+            break
+        free[np.argmax(np.where(free, -np.inf, gradient))] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+            if trial[free].min() > 0:
+                x = trial
+                break
+            below = free & (trial <= 0)
+            step = np.min(x[below] / (x[below] - trial[below]))
+            x = x + step * (trial - x)
+            free &= x > 1e-12
+            x[~free] = 0.0
+            if not free.any():
+                break
+    return x / scale

@@ -1,0 +1,178 @@
+"""What came of simulated requests: one row each, and gaps between tokens as a histogram.
+
+Refuses to know: why the scheduler decided as it did.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from math import exp, log
+
+import msgspec
+
+from quire.scheduling import SchedulingFeature
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.sequence import Sequence
+from quire.simulation.traces import Arrival
+from quire.types.clock import Clock
+from quire.types.events import EngineStats
+from quire.types.plan import StepResult
+from quire.types.request import FinishReason, Status
+
+GAP_RESOLUTION = 400  # buckets of gaps by a factor of e: percentiles are right to a quarter of a percent
+COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background")
+
+
+class Gaps(msgspec.Struct):
+    """Times between tokens of one answer, over all answers."""
+
+    counts: dict[int, int] = {}
+    total: float = 0.0
+
+    def add(self, gap: float, times: int) -> None:
+        self.total += gap * times
+        bucket = round(log(gap) * GAP_RESOLUTION) if gap > 0 else -(1 << 30)
+        self.counts[bucket] = self.counts.get(bucket, 0) + times
+
+    def merge(self, other: Gaps) -> None:
+        self.total += other.total
+        for bucket, times in other.counts.items():
+            self.counts[bucket] = self.counts.get(bucket, 0) + times
+
+    def spread(self) -> dict[str, float | None]:
+        count = sum(self.counts.values())
+        if not count:
+            return dict.fromkeys(("mean", "p50", "p90", "p99"))
+        found: dict[str, float | None] = {"mean": self.total / count}
+        for percent in (50, 90, 99):
+            left = count * percent / 100
+            for bucket in sorted(self.counts):
+                left -= self.counts[bucket]
+                if left <= 0:
+                    found[f"p{percent}"] = exp(bucket / GAP_RESOLUTION) if bucket > -(1 << 30) else 0.0
+                    break
+        return found
+
+
+class Result(msgspec.Struct):
+    """Of one replica, or of several: columns of those that finished, and counters."""
+
+    rows: dict[str, array[float]]
+    tenants: list[str]
+    gaps: Gaps
+    refused: dict[str, int]
+    lost: int = 0  # ended without an answer
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    busy: float = 0.0
+    end: float = 0.0
+    served: dict[str, int] = {}  # token rows by tenant
+
+    def packed(self) -> bytes:
+        columns = {name: column.tobytes() for name, column in self.rows.items()}
+        return msgspec.msgpack.encode({**msgspec.structs.asdict(self), "rows": columns})
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Result:
+        fields = msgspec.msgpack.decode(data, strict=False)
+        rows = {name: array("d", column) for name, column in fields.pop("rows").items()}
+        gaps = msgspec.convert(fields.pop("gaps"), Gaps, strict=False)
+        return cls(rows=rows, gaps=gaps, **fields)
+
+    def merge(self, other: Result) -> None:
+        names = {i: self._tenant(name) for i, name in enumerate(other.tenants)}
+        for column, values in other.rows.items():
+            mapped = array("d", (names[int(v)] for v in values)) if column == "tenant" else values
+            self.rows[column].extend(mapped)
+        self.gaps.merge(other.gaps)
+        self.refused = dict(Counter(self.refused) + Counter(other.refused))
+        self.served = dict(Counter(self.served) + Counter(other.served))
+        for name in ("lost", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions", "steps", "busy"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.end = max(self.end, other.end)
+
+    def _tenant(self, name: str) -> int:
+        if name not in self.tenants:
+            self.tenants.append(name)
+        return self.tenants.index(name)
+
+
+class Recorder(SchedulingFeature):
+    """Notes what becomes of requests, as the sequence table tells of it."""
+
+    def __init__(self, clock: Clock, lengths: dict[str, int]):
+        self._clock = clock
+        self._lengths = lengths
+        self._arrivals: dict[str, Arrival] = {}
+        self._rows: dict[str, array[float]] = {name: array("d") for name in COLUMNS}
+        self._tenants: dict[str, int] = {}
+        self._gaps = Gaps()
+        self._refused: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
+        self._drew: dict[Sequence, float] = {}  # when it drew last
+        self._lost = 0
+        self._end = 0.0
+        self.ended: Callable[[], None] = lambda: None  # called when a request has ended, however
+
+    def expect(self, request: str, one: Arrival) -> None:
+        self._arrivals[request] = one
+
+    def refused(self, one: Arrival, why: str) -> None:
+        self._refused[why] += 1
+        self.ended()
+
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        now, drew, last = self._clock.now, self._drew, 0.0
+        same = 0  # in a row with the same gap
+        for seq, epoch in step.samples:
+            if seq.epoch == epoch and seq.status is Status.RUNNING:
+                before = drew.get(seq)
+                drew[seq] = now
+                if before is not None:
+                    if before == last:
+                        same += 1
+                    else:
+                        if same:
+                            self._gaps.add(now - last, same)
+                        last, same = before, 1
+        if same:
+            self._gaps.add(now - last, same)
+
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self._drew.pop(seq, None)
+        self._lengths.pop(seq.request.id, None)
+        one, log_ = self._arrivals.pop(seq.request.id), seq.log
+        self._end = max(self._end, self._clock.now)
+        self._served[one.tenant] += seq.attained
+        self.ended()
+        if reason is not FinishReason.STOP and reason is not FinishReason.LENGTH:
+            self._lost += 1
+            return
+        tenant = self._tenants.setdefault(one.tenant, len(self._tenants))
+        start = log_.arrival
+        values = (one.at, log_.first_token - start, self._clock.now - start, log_.admitted - start, seq.outputs,
+                  one.prompt, one.ttft, one.tpot, tenant, one.background)  # fmt: skip
+        for column, value in zip(self._rows.values(), values, strict=True):
+            column.append(value)
+
+    def result(self, stats: EngineStats, busy: float) -> Result:
+        return Result(
+            rows=self._rows,
+            tenants=list(self._tenants),
+            gaps=self._gaps,
+            refused=dict(self._refused),
+            lost=self._lost,
+            prompt_tokens=stats.prompt_tokens,
+            cached_tokens=stats.cached_tokens,
+            output_tokens=stats.output_tokens,
+            preemptions=stats.preemptions,
+            steps=stats.steps,
+            busy=busy,
+            end=self._end,
+            served=dict(self._served),
+        )

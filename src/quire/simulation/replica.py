@@ -1,0 +1,108 @@
+"""One simulated replica: an engine core that steps on a virtual clock as an engine process does in real time.
+
+    arrivals due ──► submit ──► step (plan, submit, land) ──► the clock is where the oldest step ended
+
+Refuses to know: other replicas, where arrivals come from.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from math import inf
+
+from quire.engine.core import EngineCore
+from quire.simulation.records import Recorder, Result
+from quire.simulation.simulated_executor import STOP_TOKEN, ContentNames, SimulatedExecutor
+from quire.simulation.traces import Arrival, prompt_tokens
+from quire.types.clock import Clock
+from quire.types.config import EngineOptions
+from quire.types.cost_model import CostModel
+from quire.types.errors import ConfigError, EngineDeadError, QuireError
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+
+START = 1.0  # of the virtual clock: in timelines 0 means never
+MAX_STILL = 1000  # steps that may pass while the clock stands still
+OUTPUT_CAP = 4096  # tokens that a request asks for at most: how long its answer becomes is not known before
+
+
+class Replica:
+    def __init__(self, options: EngineOptions, model: CostModel):
+        self._clock = Clock(START)
+        self._lengths: dict[str, int] = {}
+        self.executor = SimulatedExecutor(model, self._clock, self._lengths)
+        self.recorder = Recorder(self._clock, self._lengths)
+        self.core = EngineCore(options, self.executor, clock=lambda: self._clock.now, listeners=[self.recorder])
+        self.core.scheduler.memory.name_pages_by(ContentNames)
+        self._due: deque[tuple[Arrival, int]] = deque()
+        self._longest = min(model.machine.max_model_len, model.machine.pages * model.machine.page_size)
+        self._params: dict[int, SamplingParams] = {}  # by most tokens: requests share them
+
+    def arrives(self, one: Arrival, number: int) -> None:
+        """In the order of arrival; `number` is the request's own."""
+        self._due.append((one, number))
+
+    def close_loop(self, work: Iterator[tuple[Arrival, int]], clients: int, think: float) -> None:
+        """So many clients ask one after the other, each again when it has its answer and has thought about it."""
+
+        def next_call(at: float) -> None:
+            if (call := next(work, None)) is not None:
+                insort(self._due, (call[0]._replace(at=at), call[1]), key=lambda one: one[0].at)
+
+        self.recorder.ended = lambda: next_call(self._clock.now - START + think)
+        for _ in range(clients):
+            next_call(0.0)
+
+    def run(self, until: float = inf) -> None:
+        """Up to a moment of the trace's time; a step that is under way then ends first."""
+        clock, core, due, until = self._clock, self.core, self._due, until + START
+        still = 0  # steps in a row that took no time
+        while clock.now < until:
+            while due and due[0][0].at + START <= clock.now:
+                self._submit(*due.popleft())
+            if core.busy:
+                before = clock.now
+                core.step()
+                still = still + 1 if clock.now == before else 0
+                if still > MAX_STILL:
+                    raise EngineDeadError("the simulated engine does not get on: nothing that waits can be planned")
+            elif due:
+                clock.now = min(until, due[0][0].at + START)
+            else:
+                break
+        core.settle()
+
+    def _submit(self, one: Arrival, number: int) -> None:
+        most = min(max(OUTPUT_CAP, one.outputs), self._longest - one.prompt)
+        if most < one.outputs:
+            self.recorder.refused(one, "too long")
+            return
+        if (params := self._params.get(most)) is None:
+            params = self._params[most] = SamplingParams(
+                temperature=0.0, seed=0, max_tokens=most, stop_token_ids=[STOP_TOKEN]
+            )
+        name = str(number)
+        self._lengths[name] = one.outputs
+        request = Request(
+            id=name, prompt=prompt_tokens(one, number), params=params, arrival=one.at + START, tenant=one.tenant
+        )
+        self.recorder.expect(name, one)
+        try:
+            self.core.submit(request)
+        except QuireError as error:
+            self.recorder.refused(one, type(error).__name__)
+            self._lengths.pop(name, None)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """Requests under way or due, and tokens of prompts that are not computed yet."""
+        waiting = self.core.scheduler.sequences.waiting
+        tokens = sum(seq.prompt_len for seq in waiting) + sum(one.prompt for one, _ in self._due)
+        return len(self.core.scheduler.sequences.requests) + len(self._due), tokens
+
+    def result(self) -> Result:
+        if self.core.busy:
+            raise ConfigError("the simulation is not over")
+        return self.recorder.result(self.core.stats(), self.executor.busy)

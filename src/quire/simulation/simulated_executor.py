@@ -1,0 +1,114 @@
+"""An executor without a device: a step takes as long as the cost model says, on a virtual clock, and draws what the
+trace says.
+
+Token values stand for content: in a prompt the id of its block, in an answer a number of its own; a page is named by
+its place and its last token, because equal blocks of a trace have equal histories. Refuses to know: arrivals, figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from itertools import count
+from typing import Any
+
+from quire.types.clock import Clock
+from quire.types.cost_model import CostModel, work_of
+from quire.types.errors import ConfigError
+from quire.types.grammar import GrammarSpec
+from quire.types.hashing import PageHasher
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.seams import ExecutorInfo
+
+STOP_TOKEN = 0
+FIRST_OUTPUT = 1 << 60  # numbers of drawn tokens: no block of a trace is called so
+
+
+class SimulatedTicket:
+    __slots__ = ("_clock", "_end", "_result")
+
+    def __init__(self, clock: Clock, end: float, result: StepResult):
+        self._clock = clock
+        self._end = end
+        self._result = result
+
+    def result(self) -> StepResult:
+        self._clock.now = max(self._clock.now, self._end)
+        return self._result
+
+
+class SimulatedExecutor:
+    kind = "simulated"
+
+    def __init__(self, model: CostModel, clock: Clock, lengths: Mapping[str, int]):
+        """`lengths`: output tokens by request."""
+        machine = model.machine
+        self.layout = KVLayout((KVGroup((0,), machine.page_size, 1, 1),), "float16")
+        self._capacity = Capacity(
+            pages=machine.pages + 1,
+            slots=machine.slots,
+            max_model_len=machine.max_model_len,
+            max_batch_tokens=machine.max_batch_tokens,
+            depth=machine.depth,
+            step_target=machine.step_target,
+        )
+        self._model = model
+        self._clock = clock
+        self._lengths = lengths
+        self._ends: dict[int, int] = {}  # by slot: tokens that prompt and answer come to
+        self._numbers = count(FIRST_OUTPUT)
+        self._free = 0.0  # when the device has done all that was submitted
+        self.busy = 0.0  # seconds of work so far
+
+    def start(self) -> Capacity:
+        return self._capacity
+
+    def submit(self, plan: StepPlan) -> SimulatedTicket:
+        for admit in plan.admits:
+            self._ends[admit.slot] = admit.prompt_len + self._lengths[admit.key.rpartition("/")[0]]
+        seconds = self._model.seconds(work_of(plan.rows))
+        self._free = max(self._free, self._clock.now) + seconds
+        self.busy += seconds
+        ends, numbers = self._ends, self._numbers
+        drawn = [[STOP_TOKEN if s.position + 1 >= ends[s.slot] else next(numbers)] for s in plan.samples]
+        return SimulatedTicket(self._clock, self._free, StepResult(plan.step, drawn, seconds=seconds))
+
+    def describe(self) -> ExecutorInfo:
+        return ExecutorInfo(self._model.device, "simulated", 0, [f"cost model: {self._model.source}"], {})
+
+    def prepare(self, grammar: GrammarSpec) -> Future[Any]:
+        raise ConfigError("the simulator has no grammars")
+
+    def load_adapter(self, slot: int, path: str) -> str:
+        return path
+
+    def unload_adapter(self, slot: int) -> None:
+        pass
+
+    def sleep(self, pages: list[int]) -> None:
+        raise ConfigError("a simulated device does not sleep")
+
+    def wake(self) -> None:
+        raise ConfigError("a simulated device does not sleep")
+
+    def read_pages(self, pages: list[int]) -> list[bytes]:
+        raise ConfigError("pages of a simulated device hold nothing")
+
+    def write_pages(self, pages: list[int], content: list[bytes]) -> None:
+        raise ConfigError("pages of a simulated device hold nothing")
+
+    def close(self) -> None:
+        self._ends.clear()
+
+
+class ContentNames(PageHasher):
+    """Names of pages by their place and last token: no hashing, because token values tell whole histories apart."""
+
+    def __init__(self, tokens_per_page: int):
+        super().__init__(b"simulated", tokens_per_page)
+
+    def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[Any]:
+        size = self._size
+        last = tokens[first * size + size - 1 :: size]
+        return list(zip(range(first, first + len(last)), last, strict=True))

@@ -1,0 +1,96 @@
+"""How long a step takes, as a sum over what is in it: the model that steps are budgeted by and simulated with.
+
+    seconds = base + tokens + tokens beyond the knee + rows + decode context + prefill pairs      (each times its rate)
+
+Below the knee a step reads all weights whatever it computes; beyond it, every token costs its products. Decode rows
+read their context, prefill rows attend to pairs of tokens. Rates are fitted to measured steps (`quire bench
+calibrate`). Refuses to know: how they were measured, who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from quire.types.errors import ConfigError
+from quire.types.plan import Row
+
+
+class StepWork(msgspec.Struct, gc=False):
+    """What is in a step."""
+
+    tokens: int = 0
+    rows: int = 0
+    context: int = 0  # KV entries that decode rows read
+    pairs: float = 0.0  # of tokens that attend and are attended to, in prefill rows
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """Seconds of a step, and of each unit of what is in it."""
+
+    base: float = 0.0
+    tokens: float = 0.0
+    beyond: float = 0.0  # the knee
+    rows: float = 0.0
+    context: float = 0.0
+    pairs: float = 0.0
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What the device holds that the rates were measured on."""
+
+    pages: int
+    slots: int
+    max_model_len: int
+    max_batch_tokens: int
+    depth: int
+    page_size: int = 16
+    step_target: float = 0.0
+
+
+class CostModel(msgspec.Struct, frozen=True):
+    device: str
+    model: str
+    source: str  # of the measurements
+    knee: int
+    rates: Rates
+    machine: Machine
+    error: dict[str, float] = {}  # of the fit, on steps that it did not see
+
+    def seconds(self, work: StepWork) -> float:
+        rates, tokens = self.rates, work.tokens
+        return (
+            rates.base
+            + rates.tokens * tokens
+            + (rates.beyond * (tokens - self.knee) if tokens > self.knee else 0.0)
+            + rates.rows * work.rows
+            + rates.context * work.context
+            + rates.pairs * work.pairs
+        )
+
+
+def work_of(rows: Iterable[Row]) -> StepWork:
+    tokens = count = context = 0
+    pairs = 0.0
+    for row in rows:
+        size = row.count
+        tokens += size
+        count += 1
+        if size == 1:
+            context += row.start + 1 - row.shift
+        else:
+            pairs += size * (row.start - row.shift + (size + 1) / 2)
+    return StepWork(tokens, count, context, pairs)
+
+
+def read_cost_model(path: Path) -> CostModel:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=CostModel)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read the cost model {path}: {error}") from None
+
+
+def write_cost_model(path: Path, model: CostModel) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(model), indent=1) + b"\n")

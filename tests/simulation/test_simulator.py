@@ -1,0 +1,248 @@
+"""The simulator: the real engine on a virtual clock, traces, traffic, fleets, and what `quire simulate` writes."""
+
+import json
+from itertools import islice, pairwise
+from random import Random
+from statistics import mean, pstdev
+
+import pytest
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from quire.cli.main import app
+from quire.simulation import fleet as fleet_module
+from quire.simulation.cost_fit import Measured, errors, fit
+from quire.simulation.devices import load_device
+from quire.simulation.figures import Targets, summarise
+from quire.simulation.fleet import Fleet, simulate
+from quire.simulation.replica import START, Replica
+from quire.simulation.synthetic import arrivals, resampled, synthetic
+from quire.simulation.traces import Arrival, read_trace
+from quire.types.config import EngineOptions
+from quire.types.cost_model import CostModel, Machine, Rates, StepWork, read_cost_model, write_cost_model
+from quire.types.errors import ConfigError
+
+RATES = Rates(base=0.01, tokens=1e-4, beyond=2e-4, rows=1e-3, context=1e-6, pairs=1e-8)
+MACHINE = Machine(pages=200, slots=8, max_model_len=4096, max_batch_tokens=256, depth=1, page_size=16)
+MODEL = CostModel("test", "none", "made up", 64, RATES, MACHINE)
+
+
+def with_machine(**machine):
+    return replace(MODEL, machine=replace(MACHINE, **machine))
+
+
+def replica(model=MODEL, **options):
+    return Replica(EngineOptions.of(**options), model)
+
+
+def served(trace, model=MODEL, **options):
+    one = replica(model, **options)
+    for number, arrival in enumerate(trace):
+        one.arrives(arrival, number)
+    one.run()
+    return one
+
+
+def test_a_request_alone_takes_what_the_cost_model_says():
+    one = served([Arrival(0.5, 100, 3)])
+    first = MODEL.seconds(StepWork(tokens=100, rows=1, pairs=100 * 101 / 2))
+    second, third = (MODEL.seconds(StepWork(tokens=1, rows=1, context=c)) for c in (101, 102))
+    rows = one.result().rows
+    assert rows["ttft"][0] == pytest.approx(first)
+    assert rows["ttlt"][0] == pytest.approx(first + second + third)
+    assert one.result().gaps.spread()["mean"] == pytest.approx((second + third) / 2)
+    one.core.scheduler.check()
+
+
+def test_a_request_that_arrives_during_a_step_waits_for_its_end():
+    one = served([Arrival(0.0, 256, 1), Arrival(0.001, 16, 1)])
+    whole = MODEL.seconds(StepWork(tokens=256, rows=1, pairs=256 * 257 / 2))
+    assert one.result().rows["wait"][1] == pytest.approx(whole - 0.001)
+
+
+def test_steps_in_flight_overlap_with_planning():
+    deep = with_machine(depth=2)
+    one = served([Arrival(0.0, 16, 20), Arrival(0.0, 16, 20)], deep)
+    result = one.result()
+    overrun = MODEL.seconds(StepWork(tokens=2, rows=2, context=80))  # a step was in flight when both had ended
+    assert result.busy - overrun <= result.end - START < result.busy  # the device never waited for a plan
+
+
+def test_equal_blocks_are_prefix_hits_and_others_are_not():
+    blocks = [(1, 2, 3), (1, 2, 4), (1, 5, 3), (9, 2, 3)]
+    trace = [Arrival(float(i), 96, 2, ids, 32) for i, ids in enumerate(blocks)]
+    result = served(trace).result()
+    assert result.cached_tokens == 64 + 32 + 0
+
+
+def test_what_overflows_memory_is_preempted_and_ends():
+    small = with_machine(pages=24)
+    one = served([Arrival(0.0, 60, 60) for _ in range(6)], small)
+    result = one.result()
+    assert len(result.rows["ttft"]) == 6 and result.preemptions > 0
+    assert list(result.rows["outputs"]) == [60.0] * 6
+
+
+def test_requests_that_never_fit_are_refused_by_name():
+    result = served([Arrival(0.0, 5000, 2), Arrival(0.0, 50, 2)]).result()
+    assert sum(result.refused.values()) == 1 and len(result.rows["ttft"]) == 1
+
+
+def test_a_replay_is_the_same_and_workers_change_nothing():
+    trace = synthetic("mix", 40, 60.0, seed=3, kind="gamma:0.3")
+    trace = [one._replace(prompt=min(one.prompt, 900)) for one in trace]
+    for router in ("round-robin", "prefix"):
+        fleet = Fleet(EngineOptions(), MODEL, replicas=3, router=router, seed=1)
+        found = [summarise(simulate(fleet, trace, workers=n), 40, Targets(1.0)) for n in (1, 1, 2)]
+        assert found[0] == found[1]
+        assert _close(found[0], found[2])
+
+
+def _close(one, two):
+    """Equal but for the order of sums."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_close(one[key], two[key]) for key in one)
+    return one == (pytest.approx(two, rel=1e-9) if isinstance(two, float) else two)
+
+
+def test_a_closed_loop_never_has_more_under_way_than_clients():
+    one = replica()
+    one.close_loop(iter([(Arrival(0.0, 20, 4), i) for i in range(30)]), 3, 0.25)
+    most, step = 0, one.core.step
+
+    def watched():
+        nonlocal most
+        most = max(most, len(one.core.scheduler.sequences.requests))
+        return step()
+
+    one.core.step = watched
+    one.run()
+    rows = one.result().rows
+    assert len(rows["ttft"]) == 30 and most == 3
+    assert one.result().end - START > 9 * 0.25
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "arrival_s,input_tokens,output_tokens,tenant,ttft_s\n7.5,100,5,x,0.5\n7.0,200,6,y,\n"),
+        (
+            "a.jsonl",
+            '{"arrival_s":7.5,"input_tokens":100,"output_tokens":5,"tenant":"x","ttft_s":0.5}\n\n'
+            '{"arrival_s":7.0,"input_tokens":200,"output_tokens":6,"tenant":"y"}\n',
+        ),
+    ],
+)
+def test_traces(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_trace(tmp_path / name) == [
+        Arrival(0.0, 200, 6, tenant="y"),
+        Arrival(0.5, 100, 5, tenant="x", ttft=0.5),
+    ]
+
+
+def test_public_traces_by_their_own_names(tmp_path):
+    (tmp_path / "azure.csv").write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.4799600,8,8\n"
+    )
+    (tmp_path / "mooncake.jsonl").write_text(
+        '{"timestamp": 1000, "input_length": 1100, "output_length": 4, "hash_ids": [0, 7, 9]}\n'
+    )
+    assert read_trace(tmp_path / "azure.csv") == [Arrival(0.0, 4808, 10), Arrival(pytest.approx(0.5), 8, 8)]
+    assert read_trace(tmp_path / "mooncake.jsonl") == [Arrival(0.0, 1100, 4, (0, 7, 9), 512)]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "arrival_s,input_tokens,output_tokens\nx,1,2\n"])
+def test_traces_that_cannot_be_read(tmp_path, text):
+    (tmp_path / "bad.csv").write_text(text)
+    with pytest.raises(ConfigError, match="trace"):
+        read_trace(tmp_path / "bad.csv")
+
+
+def test_arrivals_have_their_rate_and_burstiness():
+    def gaps(kind):
+        times = list(islice(arrivals(kind, 20.0, 1), 20000))
+        return [b - a for a, b in pairwise([0.0, *times])]
+
+    for kind, variation in (("poisson", 1.0), ("gamma:0.25", 2.0), ("gamma:4", 0.5)):
+        found = gaps(kind)
+        assert mean(found) == pytest.approx(1 / 20, rel=0.06)
+        assert pstdev(found) / mean(found) == pytest.approx(variation, rel=0.06)
+    wave = list(islice(arrivals("diurnal:100", 20.0, 1), 20000))
+    early, late = (sum(low <= t % 100 < low + 50 for t in wave) for low in (0, 50))
+    assert early > 2 * late and len(wave) / wave[-1] == pytest.approx(20, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["sometimes", "gamma", "gamma:0", "diurnal:x", "poisson:2"])
+def test_arrivals_that_make_no_sense(kind):
+    with pytest.raises(ConfigError, match="arrivals"):
+        next(arrivals(kind, 1.0, 0))
+
+
+def test_a_stretch_of_a_trace_keeps_its_requests_in_order():
+    trace = [Arrival(float(i), i + 1, 1) for i in range(100)]
+    found = resampled(trace, 10, 50.0, seed=4)
+    sizes = [one.prompt for one in found]
+    assert sizes == list(range(sizes[0], sizes[0] + 10)) and found != resampled(trace, 10, 50.0, seed=5)
+
+
+def test_the_fit_finds_the_rates_that_steps_were_made_with(tmp_path):
+    rng = Random(1)
+    works = [
+        StepWork(rng.randrange(1, 600), rng.randrange(1, 60), rng.randrange(90000), rng.random() * 1e6)
+        for _ in range(400)
+    ]
+    steps = [Measured(work, MODEL.seconds(work) * rng.uniform(0.98, 1.02)) for work in works]
+    knee, rates = fit(steps)
+    assert knee == 64
+    for name in ("base", "tokens", "beyond", "context", "pairs"):
+        assert getattr(rates, name) == pytest.approx(getattr(RATES, name), rel=0.15), name
+    assert errors(steps, knee, rates)["p90"] < 0.03
+    write_cost_model(tmp_path / "m.json", MODEL)
+    assert read_cost_model(tmp_path / "m.json") == MODEL
+    with pytest.raises(ConfigError, match="too few"):
+        fit(steps[:3])
+
+
+def test_rates_are_never_negative():
+    rng = Random(2)
+    works = [StepWork(rng.randrange(1, 600), 1, 0, 0.0) for _ in range(100)]
+    _, rates = fit([Measured(work, max(1e-4, 0.05 - 5e-5 * work.tokens)) for work in works])  # more is quicker: noise
+    assert min(rates.base, rates.tokens, rates.beyond, rates.rows) >= 0
+
+
+def test_the_shipped_device_says_where_it_is_from():
+    model = load_device("h200")
+    assert "H200" in model.source and model.machine.pages > 0
+    assert 0.003 < model.seconds(StepWork(tokens=1, rows=1, context=128)) < 0.006
+    with pytest.raises(ConfigError, match="h200"):
+        load_device("h2000")
+
+
+def test_what_simulate_writes(tmp_path):
+    out, trace = tmp_path / "out.json", tmp_path / "t.csv"
+    lines = [f"{i / 10},{50 + i},{2 + i % 5}" for i in range(40)]
+    trace.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *lines]))
+    write_cost_model(tmp_path / "d.json", MODEL)
+    command = [
+        "simulate", "--trace", str(trace), "--device", str(tmp_path / "d.json"), "--replicas", "2", "--scheduler",
+        "fcfs", "--router", "least-load", "--slo-ttft", "0.5", "--slo-tpot", "0.1", "--rate-scale", "2", "--seed", "3",
+        "--json", str(out),
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert found["requests"] == found["finished"] == 40 and found["preemptions"] == 0
+    for name in ("ttft_s", "tpot_s", "itl_s", "ttlt_s"):
+        assert set(found[name]) == {"mean", "p50", "p90", "p99"}
+    assert {"goodput_rps", "throughput_tok_s", "hit_rate", "max_wait_s"} <= found.keys()
+    assert "goodput" in done.output
+
+
+def test_reports_of_loads_are_what_routers_wait_for(monkeypatch):
+    """Fresher reports let the router see that a replica is done: both get half of the requests."""
+    monkeypatch.setattr(fleet_module, "REPORT_S", 0.01)
+    trace = [Arrival(i * 0.2, 200, 2) for i in range(20)]
+    result = simulate(Fleet(EngineOptions(), MODEL, replicas=2, router="least-load"), trace, workers=1)
+    assert max(result.rows["wait"]) == pytest.approx(0, abs=1e-9)
