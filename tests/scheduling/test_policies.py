@@ -195,7 +195,7 @@ def test_own_policy_through_the_public_option(default_model):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("sjf", "scheduler must be one of fcfs, priority, static"),
+        ("lifo", "scheduler must be one of fcfs, priority, sjf"),
         ("nowhere:Policy", "cannot be imported"),
         ("own_policies:Nothing", "cannot be imported"),
         ("random:Random", "not a subclass"),

@@ -39,6 +39,9 @@ def simulate(
         int | None, typer.Option(min=1, help="tokens per KV page (default: the device file's)")
     ] = None,
     prefix_cache: Annotated[bool, typer.Option(help="share KV pages between requests with equal prefixes")] = True,
+    oracle: Annotated[
+        bool, typer.Option(help="tell policies how long answers become, in place of predicting it")
+    ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="processes (default: one a core)")] = None,
     seed: Annotated[int, typer.Option(help="seed of made-up traffic and of the router")] = 0,
     json_: JsonOption = None,
@@ -58,7 +61,7 @@ def simulate(
     asked = _traffic(trace, workload, num, rate, arrivals, seed, rate_scale)
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
-    fleet = Fleet(options, model, replicas, router, seed, clients, think)
+    fleet = Fleet(options, model, replicas, router, seed, clients, think, oracle)
     result = run(fleet, asked, workers=workers)
     summary = summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot))
     table = Table.grid(padding=(0, 2))

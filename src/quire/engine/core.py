@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from quire.engine.adapters import Adapters
 from quire.engine.cache_orders import CacheOrders
 from quire.engine.grammar_queue import GrammarQueue
-from quire.scheduling import Scheduler, SchedulingFeature
+from quire.scheduling import LengthPredictor, Scheduler, SchedulingFeature
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
@@ -38,8 +38,10 @@ class EngineCore:
         *,
         clock: Callable[[], float] = time.monotonic,
         listeners: Iterable[SchedulingFeature] = (),
+        predictor: LengthPredictor | None = None,
     ):
-        """`clock`: seconds; `listeners`: scheduling features beside the scheduler's own."""
+        """`clock`: seconds; `listeners`: scheduling features beside the scheduler's own; `predictor`: of answers'
+        lengths, in place of the one that is asked for."""
         self.executor = executor
         self._clock = clock
         self.capacity = executor.start()
@@ -51,6 +53,7 @@ class EngineCore:
             kv_policy=options.cache.kv_policy,
             session_quota=options.cache.session_quota,
             listeners=listeners,
+            predictor=predictor,
         )
         self._grammar_queue = GrammarQueue(options.scheduler.max_waiting)
         self.adapters = Adapters(options.adapters, executor)

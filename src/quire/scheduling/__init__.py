@@ -4,8 +4,18 @@ Knows: types, memory. Refuses to know: tensors, text, processes, clocks (the cal
 """
 
 from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.length_predictor import LengthPredictor, OraclePredictor
 from quire.scheduling.policies import POLICIES, Policy, make_policy
 from quire.scheduling.scheduler import Scheduler
 from quire.scheduling.sequence import Sequence
 
-__all__ = ["POLICIES", "Policy", "Scheduler", "SchedulingFeature", "Sequence", "make_policy"]
+__all__ = [
+    "POLICIES",
+    "LengthPredictor",
+    "OraclePredictor",
+    "Policy",
+    "Scheduler",
+    "SchedulingFeature",
+    "Sequence",
+    "make_policy",
+]

@@ -7,7 +7,9 @@ bound; and the policy may have running sequences displaced for it. Refuses to kn
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
+from math import inf
 
 from quire.memory.manager import Hit, KVManager
 from quire.scheduling.feature import SchedulingFeature
@@ -22,6 +24,7 @@ from quire.types.request import FinishReason, Status
 MAX_SCANNED = 64  # waiting sequences looked at in one plan, beyond those that get a slot
 MAX_PASSED = 8  # ... of them, behind one that does not fit
 MAX_OVERTAKEN = 32  # admissions of others that a sequence which does not fit is made to wait for
+OVERDUE_EVERY = 8  # admissions, of which one is for the sequence that has waited longest, where that is too long
 MAX_DISPLACED = 4  # running sequences preempted for better candidates in one plan
 IDLE_SEQUENCES, IDLE_TOKENS = 64, 4096  # admitted while the device is idle; others follow while it works
 
@@ -38,9 +41,10 @@ class Admission(SchedulingFeature):
         memory: KVManager,
         timeline: TimelineRecorder,
         preemption: PreemptionGuard,
+        max_wait: float,
     ):
         """`chunk`: most tokens of one row; `longest`: of one sequence; `overlapped`: whether plans are made while the
-        device works."""
+        device works; `max_wait`: seconds after which the oldest that waits goes before all others."""
         self._table = table
         self._policy = policy
         self._displacing = type(policy).displaces is not Policy.displaces and not memory.contiguous
@@ -53,12 +57,34 @@ class Admission(SchedulingFeature):
         self._overtaken: dict[Sequence, int] = {}  # how often, of those that wait
         self._candidate: Sequence | None = None  # waits for the slots and pages of those who were displaced for it
         self._displaced: list[Sequence] = []
+        self._max_wait = max_wait
+        self._oldest: deque[Sequence] = deque()  # that wait for their first admission, and others that do no more
+        self._since_overdue = OVERDUE_EVERY  # sequences admitted
+
+    def better_waits(self, seq: Sequence) -> bool:
+        """Whether the best that waits, and could start, goes before this one, which runs."""
+        first = self._table.waiting.first(1) if self._table.slots else []
+        return bool(first) and first[0].rank < seq.rank and first[0].status is not Status.PENDING
+
+    def _put_overdue_first(self, now: float) -> None:
+        """One in so many admissions is for the oldest that waits, once that is too long; under overload all are."""
+        oldest = self._oldest
+        while oldest and oldest[0].status not in (Status.WAITING, Status.PENDING):
+            oldest.popleft()
+        if oldest and now - oldest[0].request.arrival > self._max_wait and self._since_overdue >= OVERDUE_EVERY:
+            self._since_overdue = 0
+            self._table.put_first(oldest.popleft())
+
+    def arrived(self, seq: Sequence) -> None:
+        if self._max_wait < inf:
+            self._oldest.append(seq)
 
     def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
         """Let waiting sequences start; `only` this one, at any price."""
         table, slots, memory = self._table, self._table.slots, self._memory
         if not (table.waiting and slots and builder.budget.fit(0)) or (memory.contiguous and table.running):
             return
+        self._put_overdue_first(builder.now)
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
         reserve = 0
         if memory.contiguous:
@@ -210,9 +236,11 @@ class Admission(SchedulingFeature):
             self._table.add_row(builder, seq, 1)
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
+        self._since_overdue += 1
         self._overtaken.pop(seq, None)
         if seq is self._candidate:
             self._candidate, self._displaced = None, []
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self.admitted(seq, None)
+        self._since_overdue -= 1

@@ -11,9 +11,11 @@ from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.chunk_reuse import ChunkReuse
 from quire.scheduling.features.draft_budgets import Drafting
 from quire.scheduling.features.kv_eviction import KVEviction
+from quire.scheduling.features.length_prediction import LengthPrediction
 from quire.scheduling.features.sessions import Sessions
 from quire.scheduling.features.tier_prefetch import TierPrefetch
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.length_predictor import LengthPredictor
 from quire.scheduling.preemption import PreemptionGuard
 from quire.scheduling.sequence_table import SequenceTable
 from quire.types.clock import Clock
@@ -31,6 +33,7 @@ class FeatureSet:
         kv_policy: str,
         session_quota: float,
         preempt: str,
+        predictor: LengthPredictor | None = None,
     ):
         directory = Directory(
             capacity.tiers,
@@ -50,8 +53,9 @@ class FeatureSet:
         self.eviction = KVEviction(memory, capacity, self.timeline)
         self.chunk_reuse = ChunkReuse(memory, capacity, table, self.timeline)
         self.drafting = Drafting(capacity, clock) if capacity.drafts else None
+        self.lengths = LengthPrediction(predictor, self.timeline) if predictor is not None else None
 
     def __iter__(self) -> Iterator[SchedulingFeature]:
-        drafting = [self.drafting] if self.drafting is not None else []
-        shared = [self.timeline, self.preemption, *drafting, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
+        optional = [feature for feature in (self.drafting, self.lengths) if feature is not None]
+        shared = [self.timeline, self.preemption, *optional, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
         return iter(shared)

@@ -23,18 +23,30 @@ def _work(start: int, count: int) -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is left for prompts in a step: so many tokens, and so much work."""
+    """What is left for prompts in a step: so many tokens, and so much work; and what is set aside of both."""
 
     tokens: int
     work: float = inf
     begun: bool = False
+    aside: tuple[int, float] = (0, 0.0)
 
     def fit(self, start: int) -> int:
         """Tokens from position `start` on that are within it; of a whole budget one at least."""
         return max(int(min(self.tokens, self.work / _work(start, 1))), 0 if self.begun else 1)
 
     def less(self, start: int, count: int) -> Budget:
-        return Budget(self.tokens - count, self.work - _work(start, count), begun=self.begun or count > 0)
+        return Budget(self.tokens - count, self.work - _work(start, count), self.begun or count > 0, self.aside)
+
+    def part(self, share: float) -> Budget:
+        """A part of it; the rest is set aside."""
+        tokens, work = int(self.tokens * share), self.work * share
+        aside = self.tokens - tokens, self.work - work if self.work < inf else 0.0
+        return Budget(tokens, work, self.begun, aside)
+
+    def whole(self) -> Budget:
+        """With what was set aside."""
+        tokens, work = self.aside
+        return Budget(self.tokens + tokens, self.work + work, self.begun)
 
 
 class PrefillLimiter:
@@ -55,6 +67,10 @@ class PrefillLimiter:
             return Budget(self._most)
         return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
 
+    def seconds(self, start: int, count: int) -> float:
+        """About how long so many prompt tokens take from `start` on, as the latest steps say; 0: nothing is known."""
+        return _work(start, count) * self._seconds / self._work if self._work else 0.0
+
     @property
     def _fitting(self) -> float:
         """Work that ends in time."""
@@ -63,7 +79,7 @@ class PrefillLimiter:
     def ended(self, now: float, plan: StepPlan, *, began: float | None) -> None:
         """A step is over; `began`: when it was planned, if none was in flight. Others begin when the last ends."""
         took, self._last = now - (self._last if began is None else began), now
-        if not self._target or not plan.rows or plan.probes or took <= 0:
+        if not plan.rows or plan.probes or took <= 0:
             return
         work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
         if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so

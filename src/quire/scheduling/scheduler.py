@@ -13,7 +13,8 @@ take part (`feature.py`). Several plans may be in flight. Plans are made from co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from math import inf
 
 from quire.memory.manager import Change, KVManager
 from quire.scheduling.admission import Admission
@@ -21,9 +22,12 @@ from quire.scheduling.beam_search import Search
 from quire.scheduling.commit import Commit
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.feature_set import FeatureSet
+from quire.scheduling.length_mlp import LengthMLP
+from quire.scheduling.length_predictor import ConstantPredictor, LengthPredictor
 from quire.scheduling.limits import Deadlines, check_request
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import make_policy
+from quire.scheduling.policy_services import Services
 from quire.scheduling.prefill_budget import Budget, PrefillLimiter
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
@@ -39,6 +43,9 @@ from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
+HELD_BACK_SHARE = 0.25  # of a step's prefill budget, for prompts that let better ones start first
+PREDICTORS: dict[str, Callable[[], LengthPredictor]] = {"mlp": LengthMLP, "constant": ConstantPredictor}
+
 
 class Scheduler:
     def __init__(
@@ -51,8 +58,10 @@ class Scheduler:
         kv_policy: str = "lru",
         session_quota: float = 0.25,
         listeners: Iterable[SchedulingFeature] = (),
+        predictor: LengthPredictor | None = None,
     ):
-        """`listeners`: features beside those that the scheduler has itself."""
+        """`listeners`: features beside those that the scheduler has itself; `predictor`: of answers' lengths, in place
+        of the one that is asked for."""
         self.capacity = capacity
         self.clock = Clock()
         self.policy = make_policy(options)
@@ -76,6 +85,7 @@ class Scheduler:
             kv_policy=kv_policy,
             session_quota=session_quota,
             preempt=options.preempt,
+            predictor=(predictor or PREDICTORS[options.length_predictor]()) if self.policy.uses_lengths else None,
         )
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._admission = Admission(
@@ -87,11 +97,13 @@ class Scheduler:
             memory=self.memory,
             timeline=self.features.timeline,
             preemption=self.features.preemption,
+            max_wait=options.max_wait if self.policy.starves else inf,
         )
         self._commit = Commit(self.sequences, self.memory)
         self.sequences.register(*self.features, self._admission, self._commit, *listeners)
         self._max_waiting = options.max_waiting
         self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
+        self.policy.attach(Services(self.sequences, self.memory, self._prefill_limiter))
         self._in_flight: deque[PlanBuilder] = deque()
         self._undelivered: list[TokenEvent] = []  # of the step that is being committed
         self._deadlines = Deadlines()
@@ -122,6 +134,11 @@ class Scheduler:
             if self.sequences.requests[request_id].request.deadline == deadline:
                 message = "the deadline passed before the answer was complete"
                 events += self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
+        for id in self.policy.gives_up(now):
+            self.stats.gave_up += 1
+            message = "its first token would come later than its target allows"
+            request_id = self.sequences.by_id(id).request.id
+            events += self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         return events
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -157,11 +174,12 @@ class Scheduler:
         sequences, admission, idle = self.sequences, self._admission, not self._in_flight
         builder = PlanBuilder(self._step, now, idle=idle)
         admission.displace(builder)
-        self._catch_up(builder)
+        held_back = self._catch_up(builder)
         for contribute in sequences.contribute:
             contribute(builder)
         admission.seat_forks(builder)
         admission.admit(builder)
+        self._go_on(builder, held_back)
         stuck = not builder.plan.computes and idle and not self._commit.awaiting
         if stuck and (sequences.running or sequences.forks):
             self._make_way(builder)
@@ -192,9 +210,10 @@ class Scheduler:
             plan.rests = self.features.drafting.rests
         return plan
 
-    def _catch_up(self, builder: PlanBuilder) -> None:
+    def _catch_up(self, builder: PlanBuilder) -> list[Sequence]:
         """Rows for running sequences. Decoding rows are outside the prefill budget: there are at most as many as slots,
-        and a prompt need not be cut in two because others are being answered."""
+        and a prompt need not be cut in two because others are being answered. Returns those in the midst of their
+        prompts that let better ones start first; a part of the budget stays theirs."""
         running, drafting = self.sequences.running, self.features.drafting
         drafts = self._up_to_boundaries(drafting.budgets(list(running))) if drafting is not None else {}
         unverified = drafting.unverified if drafting is not None else ()
@@ -214,6 +233,8 @@ class Scheduler:
                 continue
             (decode if missing == 1 else prefill).append((seq, missing))
         prefill.sort(key=lambda one: one[0].rank)
+        held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
+        prefill = prefill[: len(prefill) - len(held_back)]
         target = self.policy.latency_target(seq.view for seq in running)
         whole = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
         chosen: list[tuple[Sequence, int, Change, int]] = []
@@ -237,6 +258,31 @@ class Scheduler:
                     builder.budget = builder.budget.less(seq.held, count)
                 builder.change(seq, change)
                 self.sequences.add_row(builder, seq, count, drafts.get(seq, 0))
+        if held_back:
+            builder.budget = builder.budget.part(1 - HELD_BACK_SHARE)
+        return held_back
+
+    def _go_on(self, builder: PlanBuilder, held_back: list[Sequence]) -> None:
+        """Prompts that let others start first take what the budget has left, and their own part of it. Nobody loses
+        pages for them once others were admitted: those have their rows."""
+        if not held_back:
+            return
+        builder.budget = builder.budget.whole()
+        alone = not builder.rows
+        for seq in held_back:
+            if seq.status is not Status.RUNNING:
+                continue
+            count = min(seq.known - seq.computed, self._chunk, builder.budget.fit(seq.held))
+            if seq.hook is not None:
+                count = min(count, seq.hook.row_limit(seq.computed))
+            if count <= 0:
+                return
+            change = self._extend_or_preempt(seq, count) if alone else self._extend(seq, count)
+            if change is not None:
+                builder.budget = builder.budget.less(seq.held, count)
+                builder.change(seq, change)
+                self.sequences.add_row(builder, seq, count)
+                alone = False
 
     def _up_to_boundaries(self, drafts: dict[Sequence, int]) -> dict[Sequence, int]:
         """Where states are kept, no draft goes beyond the next page boundary, so that one can be kept there."""

@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from quire.memory.manager import Change, PageTable
-from quire.types.policy import SequenceView
+from quire.types.policy import Expected, SequenceView
 from quire.types.request import TRANSITIONS, Request, Status
 from quire.types.timeline import Timeline
 
@@ -22,15 +22,17 @@ class Sequence:
     """
 
     __slots__ = (
-        "attained", "branch", "cached", "computed", "draws", "epoch", "hook", "id", "inflight", "limit", "log",
-        "pending", "prompt_len", "rank", "request", "slot", "status", "table", "tokens", "unsent",
+        "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight", "limit",
+        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
         self.request = request
         self.branch = branch
         self.id = id
-        self.rank: tuple[Any, ...] = (id,)  # the policy's key, then the id
+        self.rank: tuple[Any, ...] = (id,)  # overdue, interactive or background; the policy's key; the id
+        self.overdue = False  # it has waited so long that it goes before all others
+        self.expected = Expected(limit - len(request.prompt), limit - len(request.prompt))
         self.prompt_len = len(request.prompt)
         self.limit = limit  # most tokens it may ever have, prompt included
         self.tokens = [*request.prompt, *request.outputs]
@@ -97,6 +99,7 @@ class Sequence:
         """Another sequence with the same tokens, computed as far; `table` holds its pages."""
         child = Sequence(self.request, self.branch, id=id, limit=self.limit, table=table)
         child.rank = self.rank
+        child.expected = self.expected
         child.tokens = list(self.tokens)
         child.computed = self.computed
         child.cached = self.cached
@@ -164,6 +167,11 @@ class _View:
     computed = property(attrgetter("_seq.held"))
     drawn = property(attrgetter("_seq.outputs"))
     attained = property(attrgetter("_seq.attained"))
+    expected = property(attrgetter("_seq.expected"))
+    ttft_target = property(attrgetter("_seq.request.slo_ttft"))
+    tpot_target = property(attrgetter("_seq.request.slo_tpot"))
+    weight = property(attrgetter("_seq.request.weight"))
+    background = property(attrgetter("_seq.request.background"))
 
     @property
     def remaining(self) -> int:

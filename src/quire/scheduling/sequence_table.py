@@ -25,7 +25,7 @@ from quire.scheduling.waiting_queue import WaitingQueue
 from quire.types.clock import Clock
 from quire.types.counts import Counts
 from quire.types.events import TokenEvent
-from quire.types.policy import EventKind, PolicyEvent
+from quire.types.policy import EventKind, PolicyEvent, SequenceId
 from quire.types.request import FinishReason, Request, Status
 
 
@@ -79,9 +79,18 @@ class SequenceTable:
         queued = seq in self.waiting
         if queued:
             self.waiting.remove(seq)
-        seq.rank = (*self._policy.key(seq.view), seq.id)
+        level = 0 if seq.overdue else 2 if seq.request.background else 1
+        seq.rank = (level, *(self._policy.key(seq.view) if level else (seq.request.arrival,)), seq.id)
         if queued:
             self.waiting.add(seq)
+
+    def by_id(self, id: SequenceId) -> Sequence:
+        return self._by_id[id]
+
+    def put_first(self, seq: Sequence) -> None:
+        """It has waited too long: from now on it goes before all others."""
+        seq.overdue = True
+        self._rank(seq)
 
     # ---- in -------------------------------------------------------------------------------------------------
 
@@ -134,6 +143,7 @@ class SequenceTable:
         self.running[seq] = None
         seq.slot = self.slots.pop()
         builder.admit(seq)
+        self.tell(EventKind.ADMITTED, [(seq, hit.tokens if hit is not None else seq.computed)])
 
     # ---- on the way -----------------------------------------------------------------------------------------
 

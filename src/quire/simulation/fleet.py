@@ -45,10 +45,11 @@ class Fleet:
     seed: int = 0
     clients: int = 0  # of a closed loop: each sends its next request when it has the last answer; 0: arrivals as told
     think: float = 0.0  # seconds before it does so
+    oracle: bool = False  # answers' lengths are known in advance
 
     def build(self, trace: Sequence[Arrival], share: range) -> list[Replica]:
         """Replicas by number."""
-        made = [Replica(self.options, self.model) for _ in share]
+        made = [Replica(self.options, self.model, oracle=self.oracle) for _ in share]
         if self.clients:
             for number, replica in zip(share, made, strict=True):
                 own = range(number, len(trace), self.replicas)

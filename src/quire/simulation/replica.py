@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from math import inf
 
 from quire.engine.core import EngineCore
+from quire.scheduling import OraclePredictor
 from quire.simulation.records import Recorder, Result
 from quire.simulation.simulated_executor import STOP_TOKEN, ContentNames, SimulatedExecutor
 from quire.simulation.traces import Arrival, prompt_tokens
@@ -29,12 +30,19 @@ OUTPUT_CAP = 4096  # tokens that a request asks for at most: how long its answer
 
 
 class Replica:
-    def __init__(self, options: EngineOptions, model: CostModel):
+    def __init__(self, options: EngineOptions, model: CostModel, *, oracle: bool = False):
+        """`oracle`: how long answers become is known in advance, to policies that ask."""
         self._clock = Clock(START)
         self._lengths: dict[str, int] = {}
         self.executor = SimulatedExecutor(model, self._clock, self._lengths)
         self.recorder = Recorder(self._clock, self._lengths)
-        self.core = EngineCore(options, self.executor, clock=lambda: self._clock.now, listeners=[self.recorder])
+        self.core = EngineCore(
+            options,
+            self.executor,
+            clock=lambda: self._clock.now,
+            listeners=[self.recorder],
+            predictor=OraclePredictor(self._lengths) if oracle else None,
+        )
         self.core.scheduler.memory.name_pages_by(ContentNames)
         self._due: deque[tuple[Arrival, int]] = deque()
         self._longest = min(model.machine.max_model_len, model.machine.pages * model.machine.page_size)
@@ -86,7 +94,14 @@ class Replica:
         name = str(number)
         self._lengths[name] = one.outputs
         request = Request(
-            id=name, prompt=prompt_tokens(one, number), params=params, arrival=one.at + START, tenant=one.tenant
+            id=name,
+            prompt=prompt_tokens(one, number),
+            params=params,
+            arrival=one.at + START,
+            tenant=one.tenant,
+            slo_ttft=one.ttft,
+            slo_tpot=one.tpot,
+            background=one.background,
         )
         self.recorder.expect(name, one)
         try:

@@ -61,12 +61,13 @@ def chat(rng: Random) -> Arrival:
 
 
 def mix(rng: Random) -> Arrival:
-    """Nine short interactive requests to one long piece of batch work, each a tenant of its own."""
+    """Nine short interactive requests to one long piece of batch work, each kind with a tenant and targets of its own:
+    0.5 s to the first token and 50 ms a token, 30 s and 200 ms."""
     if rng.random() < 0.9:
         prompt, outputs = _lognormal(rng, 180, 0.8, 8, 1500), _lognormal(rng, 60, 0.7, 4, 400)
-        return Arrival(0.0, prompt, outputs, tenant="interactive")
+        return Arrival(0.0, prompt, outputs, tenant="interactive", ttft=0.5, tpot=0.05)
     prompt, outputs = _lognormal(rng, 6000, 0.6, 1500, 30000), _lognormal(rng, 500, 0.6, 100, 2000)
-    return Arrival(0.0, prompt, outputs, tenant="batch")
+    return Arrival(0.0, prompt, outputs, tenant="batch", ttft=30.0, tpot=0.2)
 
 
 def conversations(rng: Random) -> Asks:

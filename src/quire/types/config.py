@@ -96,8 +96,9 @@ class SchedulerOptions(Checked):
 
     scheduler: str = option(
         "fcfs",
-        "fcfs, priority, static, or package.module:Class of your own",
-        forms=("fcfs", "priority", "static", "MODULE:CLASS"),
+        "fcfs, priority, sjf, srpt, mlfq, lpm, slo, fair, auto, static, or package.module:Class of your own "
+        "(see docs/scheduling.md)",
+        forms=("fcfs", "priority", "sjf", "srpt", "mlfq", "lpm", "slo", "fair", "auto", "static", "MODULE:CLASS"),
     )
     max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)", low=1)
     max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)", low=1)
@@ -118,6 +119,20 @@ class SchedulerOptions(Checked):
     )
     slo_tpot: float | None = option(
         None, "target for the time per output token, in seconds, where a request or its key has none", above=0
+    )
+    slo_give_up: bool = option(
+        False, "slo and auto: end a waiting request with an error once its first token can only come too late"
+    )
+    max_wait: float = option(
+        60.0,
+        "seconds of waiting after which a request goes before all others, one in eight of those admitted "
+        "(policies that could starve it)",
+        above=0,
+    )
+    length_predictor: str = option(
+        "mlp",
+        "sjf, srpt and auto: how long answers are expected to become: mlp (learned from those that ended) or constant",
+        forms=("mlp", "constant"),
     )
     ageing: float = option(10.0, "priority policy: seconds of waiting worth one priority level", above=0)
 
@@ -179,6 +194,8 @@ PAIRS = (
     Pair("kv_fsync", "it is how the disk tier writes", needs=("kv_disk",)),
     Pair("kv_policy", "it says which page leaves a full tier", needs=("kv_host", "kv_disk")),
     Pair("preempt", "pages are moved to a tier below the device", value="swap", needs=_TIERS),
+    Pair("slo_give_up", "no other policy has targets to miss", needs=("scheduler",)),
+    Pair("length_predictor", "no other policy looks at lengths", needs=("scheduler",)),
     Pair("ageing", "only the priority policy ages", needs=("scheduler",), excludes="scheduler", excluded="static"),
     *(Pair(tier, _SHARED, excludes="prefix_cache", excluded=False) for tier in _TIERS),
     *(Pair(n, _CONTIGUOUS, excludes="scheduler", excluded="static") for n in (*_TIERS, "session_quota")),

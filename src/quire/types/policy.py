@@ -13,6 +13,13 @@ from typing import NamedTuple, Protocol
 SequenceId = int  # submission number: unique, and a total order where all else ties
 
 
+class Expected(NamedTuple):
+    """Output tokens that an answer is thought to come to: as many are likely, hardly more than `high`."""
+
+    likely: float
+    high: float
+
+
 class SequenceView(Protocol):
     """One sequence, read-only. Numbers are tokens unless said otherwise."""
 
@@ -64,9 +71,44 @@ class SequenceView(Protocol):
         """KV pages it holds."""
         ...
 
+    @property
+    def expected(self) -> Expected:
+        """How long its answer is thought to become."""
+        ...
+
+    @property
+    def ttft_target(self) -> float:
+        """Seconds; 0: it has none of its own."""
+        ...
+
+    @property
+    def tpot_target(self) -> float: ...
+    @property
+    def weight(self) -> float:
+        """Its tenant's, among others'."""
+        ...
+
+    @property
+    def background(self) -> bool:
+        """Whether nobody waits for it: it runs below all that is interactive, whatever the policy."""
+        ...
+
+
+class PolicyServices(Protocol):
+    """What a policy may ask of its scheduler."""
+
+    def prefill_seconds(self, tokens: int, start: int = 0) -> float:
+        """About how long so many prompt tokens take, from position `start` on, as of the latest steps."""
+        ...
+
+    def matched(self, sequence: SequenceId) -> int:
+        """Tokens of a waiting sequence that are in the prefix cache now."""
+        ...
+
 
 class EventKind(enum.Enum):
     ARRIVED = enum.auto()  # tokens of its prompt; 0: a beam that forked off another, whose rank it has
+    ADMITTED = enum.auto()  # for the first time, or again; tokens of its prompt that were found in the prefix cache
     COMPUTED = enum.auto()  # token rows planned for it, with each step
     DREW = enum.auto()  # output tokens, with each step
     PREEMPTED = enum.auto()

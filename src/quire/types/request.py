@@ -31,6 +31,10 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     arrival: float = 0.0  # 0: when the engine receives it
     priority: int = 0
     tenant: str = ""  # who is served: the name of the API key; what policies are fair between
+    weight: float = 1.0  # of the tenant: what share it gets beside others
+    slo_ttft: float = 0.0  # target for the time to first token, in seconds; 0: the server's, if that has one
+    slo_tpot: float = 0.0  # target for the time per output token
+    background: bool = False  # nobody waits for it (a batch): it runs below all that is interactive
     salt: str = ""  # requests with different salts never share pages
     eos_token_ids: list[int] = []
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all

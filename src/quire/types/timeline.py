@@ -46,6 +46,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     ended: float = 0.0
     finish: str = ""
     outputs: int = 0
+    expected: tuple[float, float] = (0.0, 0.0)  # output tokens that were likely, and that nine of ten stay below
     forced: int = 0  # of outputs, forced by a grammar: they took no step
     drafted: int = 0  # draft tokens
     accepted: int = 0  # ... of them, right

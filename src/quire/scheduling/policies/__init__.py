@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import importlib
 
+from quire.scheduling.policies.auto import Auto
 from quire.scheduling.policies.base import Policy
+from quire.scheduling.policies.fair import Fair
 from quire.scheduling.policies.fcfs import FCFS
+from quire.scheduling.policies.lpm import LPM
+from quire.scheduling.policies.mlfq import MLFQ
 from quire.scheduling.policies.priority import Priority
+from quire.scheduling.policies.sjf import SJF
+from quire.scheduling.policies.slo import SLO
+from quire.scheduling.policies.srpt import SRPT
 from quire.scheduling.policies.static import Static
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError
 
-POLICIES: dict[str, type[Policy]] = {"fcfs": FCFS, "priority": Priority, "static": Static}
+POLICIES: dict[str, type[Policy]] = {
+    "fcfs": FCFS,
+    "priority": Priority,
+    "sjf": SJF,
+    "srpt": SRPT,
+    "mlfq": MLFQ,
+    "lpm": LPM,
+    "slo": SLO,
+    "fair": Fair,
+    "auto": Auto,
+    "static": Static,
+}
 
-__all__ = ["FCFS", "POLICIES", "Policy", "Priority", "Static", "make_policy"]
+__all__ = ["FCFS", "POLICIES", "Fair", "Policy", "Priority", "Static", "make_policy"]
 
 
 def make_policy(options: SchedulerOptions) -> Policy:

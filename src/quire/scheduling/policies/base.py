@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from quire.types.config import SchedulerOptions
-from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
+from quire.types.policy import EventKind, PolicyEvent, PolicyServices, SequenceId, SequenceView
 
 
 class Policy(ABC):
@@ -15,10 +15,17 @@ class Policy(ABC):
 
     observes: Collection[EventKind] = ()  # the kinds that `observe` wants to be told of
     uses_priority = False  # whether a request's priority has a meaning; where it has none, setting it is an error
+    uses_lengths = False  # whether it looks at how long answers are expected to become
     contiguous = False  # whether KV memory is reserved whole and in one piece: the allocator's affair
+    starves = True  # whether its order alone could keep a request waiting for ever, so that `max_wait` must see to it
 
     def __init__(self, options: SchedulerOptions):
         self.options = options
+        self.services: PolicyServices = NoServices()
+
+    def attach(self, services: PolicyServices) -> None:
+        """Before anything is asked of it."""
+        self.services = services
 
     @abstractmethod
     def key(self, seq: SequenceView) -> tuple[Any, ...]:
@@ -41,3 +48,17 @@ class Policy(ABC):
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
         """Take note; returns the sequences whose key changed."""
         return ()
+
+    def gives_up(self, now: float) -> Iterable[SequenceId]:
+        """Sequences that shall end now, without an answer, because it would come too late."""
+        return ()
+
+
+class NoServices:
+    """Of a policy without a scheduler: nothing is known."""
+
+    def prefill_seconds(self, tokens: int, start: int = 0) -> float:
+        return 0.0
+
+    def matched(self, sequence: SequenceId) -> int:
+        return 0

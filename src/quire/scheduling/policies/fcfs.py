@@ -7,5 +7,7 @@ from quire.types.policy import SequenceView
 
 
 class FCFS(Policy):
+    starves = False
+
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         return (seq.arrival,)

@@ -9,6 +9,7 @@ from quire.types.policy import SequenceView
 
 class Priority(Policy):
     uses_priority = True
+    starves = False
 
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         return (seq.priority + seq.arrival / self.options.ageing,)

@@ -1,0 +1,98 @@
+"""The policy for mixed traffic: slack first, then fairness between tenants, then little work and what is cached.
+
+    0   can still have its first token in time (or has no target)     by tenant's service, in coarse steps; then by work
+    1   is too late                                                   as they came
+
+Work is what is left of the prompt behind the prefix cache, and the answer as far as it is expected; of two that look
+alike the surer goes first, because an uncertain answer counts as one that may be long. A running sequence is displaced
+only by one that can be in time, if it cannot itself and has much more left. `max_wait` bounds how long any of them
+waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, log2
+
+from quire.scheduling.policies.fair import Fair
+from quire.scheduling.policies.sjf import OUTPUT_WEIGHT
+from quire.scheduling.policies.srpt import HYSTERESIS, remaining_work
+from quire.scheduling.policies.targets import Targets
+from quire.types.config import SchedulerOptions
+from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
+
+FAIR_STEP = 32_768.0  # of service, by which tenants must be apart for the order between them to change
+DOUBT = 0.1  # weight of how much longer than likely an answer may become
+
+
+class Auto(Fair):
+    starves = True
+    uses_lengths = True
+
+    def __init__(self, options: SchedulerOptions):
+        super().__init__(options)
+        self._targets = Targets(options)
+        self._work: dict[SequenceId, float] = {}  # of those that wait
+        self._steps: dict[str, float] = {}  # tenants' service beyond the least, in coarse steps
+
+    def key(self, seq: SequenceView) -> tuple[float, ...]:
+        if seq.id in self._targets.lost:
+            return (1, 0.0, seq.arrival)
+        return (0, self._steps.get(seq.tenant, 0.0), self._work.get(seq.id, inf))
+
+    def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
+        return True
+
+    def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
+        lost = self._targets.lost
+        if waiting.id in lost or self._targets.lost_at(waiting.id) == inf or waiting.background:
+            return False
+        helpless = running.background or running.id in lost
+        return helpless and HYSTERESIS * remaining_work(waiting) < remaining_work(running)
+
+    def latency_target(self, running: Iterable[SequenceView]) -> float | None:
+        return self._targets.latency()
+
+    def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
+        super().observe(event)
+        changed: list[SequenceId] = []
+        targets = self._targets
+        for seq, _ in event.sequences:
+            if event.kind is EventKind.ARRIVED:
+                targets.arrived(seq, self.services)
+                self._work[seq.id] = self._weigh(seq)
+            elif event.kind is EventKind.FINISHED:
+                targets.finished(seq.id)
+                self._work.pop(seq.id, None)
+            elif event.kind is EventKind.DREW and targets.drew(seq.id):
+                changed.append(seq.id)
+            elif event.kind is EventKind.PREEMPTED:
+                self._work[seq.id] = remaining_work(seq)
+                changed.append(seq.id)
+        if event.kind is EventKind.COMPUTED:
+            changed += targets.passed(event.now)
+            changed += self._stepped()
+        return changed
+
+    def _weigh(self, seq: SequenceView) -> float:
+        likely, high = seq.expected
+        cached = self.services.matched(seq.id) if seq.prompt > 0 else 0
+        return seq.prompt - cached + OUTPUT_WEIGHT * (likely + DOUBT * (high - likely))
+
+    def _stepped(self) -> list[SequenceId]:
+        """Waiting requests of tenants that got so much more, or less, than others that their order changes."""
+        busy = {name: tenant for name, tenant in self._tenants.items() if tenant.live}
+        if len(busy) < 2:
+            self._steps.clear()
+            return []
+        least = min(tenant.counter for tenant in busy.values())
+        changed: list[SequenceId] = []
+        for name, tenant in busy.items():
+            step = float(int(log2(1 + (tenant.counter - least) / FAIR_STEP)))
+            if step != self._steps.get(name, 0.0):
+                self._steps[name] = step
+                changed += tenant.waiting
+        return changed
+
+    def gives_up(self, now: float) -> Iterable[SequenceId]:
+        return list(self._targets.lost) if self.options.slo_give_up else ()

@@ -1,0 +1,207 @@
+"""Policies that know lengths, targets, tenants and prefixes: what each does that others do not, and how long any
+request waits."""
+
+import random
+
+import pytest
+from test_policies import Admitted, ask, engine, step
+
+from quire.scheduling import LengthPredictor, OraclePredictor, Scheduler
+from quire.scheduling import scheduler as scheduler_module
+from quire.scheduling.length_mlp import LengthMLP
+from quire.scheduling.length_predictor import ConstantPredictor
+from quire.scheduling.policies import mlfq
+from quire.types.errors import DeadlineError
+from quire.types.request import FinishReason
+
+STARVING = ["sjf", "srpt", "mlfq", "slo", "auto", "lpm"]
+
+
+def order_of(policy, requests, *, slots=1, steps=400, **options):
+    """In which order requests that are all there are admitted first."""
+    admitted = Admitted()
+    scheduler, executor = engine(policy, slots=slots, listeners=[admitted], **options)
+    for request in requests:
+        scheduler.submit(request)
+    for i in range(steps):
+        step(scheduler, executor, 1.0 + 0.1 * i)
+    assert not scheduler.busy
+    return list(dict.fromkeys(admitted.order))
+
+
+def expecting(monkeypatch, lengths):
+    """Have the scheduler's predictor know these lengths."""
+    monkeypatch.setitem(scheduler_module.PREDICTORS, "mlp", lambda: OraclePredictor(lengths))
+
+
+def test_shortest_jobs_go_first(monkeypatch):
+    expecting(monkeypatch, {"long": 20, "short": 2, "middle": 9})
+    requests = [ask(name, [i, 2, 3], tokens=20) for i, name in enumerate(("long", "short", "middle"))]
+    assert order_of("sjf", requests) == ["short", "middle", "long"]
+
+
+def test_a_much_shorter_job_displaces_under_srpt_and_one_that_is_a_little_shorter_does_not(monkeypatch):
+    for length, displaced in ((2, 1), (25, 0)):
+        expecting(monkeypatch, {"runs": 40, "comes": length})
+        scheduler, executor = engine("srpt", slots=1)
+        scheduler.submit(ask("runs", [1, 2, 3], tokens=40))
+        step(scheduler, executor, 0.1)
+        scheduler.submit(ask("comes", [4, 5, 6], tokens=40))
+        step(scheduler, executor, 0.2)
+        assert scheduler.stats.preemptions == displaced
+
+
+def test_service_demotes_and_long_prompts_skip_levels(monkeypatch):
+    monkeypatch.setattr(mlfq, "QUANTA", (20.0, 60.0))
+    scheduler, executor = engine("mlfq", slots=1)
+    scheduler.submit(ask("runs", [1, 2, 3], tokens=60))
+    for i in range(8):  # 3 + 4 tokens for each one drawn: beyond the first quantum
+        step(scheduler, executor, 0.1 * i)
+    scheduler.submit(ask("skips", list(range(40)), tokens=3, arrival=1.0))
+    step(scheduler, executor, 1.0)
+    assert scheduler.stats.preemptions == 0, "it joins below the first level"
+    scheduler.submit(ask("fresh", [7, 8], tokens=3, arrival=2.0))
+    step(scheduler, executor, 2.0)
+    assert scheduler.stats.preemptions == 1
+    assert next(iter(scheduler.sequences.running)).request.id == "fresh"
+
+
+def test_the_longest_cached_prefix_goes_first():
+    admitted = Admitted()
+    scheduler, executor = engine("lpm", slots=1, listeners=[admitted])
+    stem = list(range(30))
+    scheduler.submit(ask("first", stem, tokens=4))
+    step(scheduler, executor, 0.1)
+    for name, prompt in (("other", [90, 91, 92]), ("half", [*stem[:16], 95, 96]), ("whole", [*stem, 97])):
+        scheduler.submit(ask(name, prompt, tokens=2, arrival=0.2))
+    for i in range(60):
+        step(scheduler, executor, 1.0 + i)
+    assert admitted.order == ["first", "whole", "half", "other"]
+
+
+@pytest.mark.parametrize("policy", ["slo", "auto"])
+def test_what_is_too_late_goes_last_and_ends_only_if_that_is_asked_for(policy):
+    for give_up in (False, True):
+        admitted = Admitted()
+        scheduler, executor = engine(policy, slots=1, listeners=[admitted], slo_give_up=give_up)
+        scheduler.submit(ask("runs", [1], tokens=12))
+        step(scheduler, executor, 0.0)
+        scheduler.submit(ask("late", [2], tokens=2, slo_ttft=0.3))
+        scheduler.submit(ask("later", [3], tokens=2, slo_ttft=500.0))
+        ends = {}
+        for i in range(40):
+            for event in scheduler.expire(1.0 + i):
+                ends[event.request] = (event.finish, event.error)
+            for event in step(scheduler, executor, 1.0 + i)[1]:
+                if event.finish:
+                    ends[event.request] = (event.finish, event.error)
+        if give_up:
+            assert ends["late"] == (FinishReason.ERROR, DeadlineError.__name__) and scheduler.stats.gave_up == 1
+            assert admitted.order == ["runs", "later"]
+        else:
+            assert ends["late"][0] is FinishReason.LENGTH and admitted.order == ["runs", "later", "late"]
+
+
+def test_least_slack_first_by_own_target_or_the_servers():
+    requests = [
+        ask("default", [1], tokens=1),
+        ask("relaxed", [2], tokens=1, slo_ttft=9000.0),
+        ask("tight", [3], tokens=1, slo_ttft=500.0),
+    ]
+    assert order_of("slo", requests, slo_ttft=1000.0) == ["tight", "default", "relaxed"]
+
+
+def test_targets_for_each_token_bound_steps():
+    scheduler, executor = engine("slo", slo_tpot=0.4)
+    scheduler.submit(ask("a", [1, 2], tokens=4, slo_tpot=0.1))
+    scheduler.submit(ask("b", [1, 2], tokens=4))
+    assert scheduler.policy.latency_target(()) == 0.1
+    for i in range(20):
+        step(scheduler, executor, 1.0 + i)
+    assert scheduler.policy.latency_target(()) == 0.4
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair", "auto", "slo"])
+def test_background_work_runs_below_what_is_interactive(policy):
+    batch = [ask(f"b{i}", [i, 1], tokens=3, background=True) for i in range(4)]
+    live = [ask(f"i{i}", [i, 2, 3, 4, 5, 6], tokens=6, arrival=1.0) for i in range(3)]
+    order = order_of(policy, [*batch, *live])
+    assert set(order[:3]) == {"i0", "i1", "i2"}
+
+
+@pytest.mark.parametrize("policy", STARVING)
+def test_nobody_waits_much_longer_than_max_wait_while_others_keep_coming(policy, monkeypatch):
+    """A stream of better requests as fast as they are served; the long one starts all the same."""
+    monkeypatch.setattr(mlfq, "QUANTA", (20.0, 60.0))
+    waits = {}
+    for bound in (5.0, 1e9):
+        admitted = Admitted()
+        scheduler, executor = engine(policy, slots=1, listeners=[admitted], max_wait=bound, slo_ttft=300.0)
+        stem = list(range(16))
+        scheduler.submit(ask("warm", stem, tokens=1))
+        long = ask("long", [90 + i % 7 for i in range(60)], tokens=20, slo_ttft=100_000.0)
+        now, count = 0.0, 0
+        for i in range(600):
+            if i == 2:
+                scheduler.submit(long)
+            while len(scheduler.sequences.waiting) < 3:
+                scheduler.submit(ask(f"s{count}", [*stem, count], tokens=1, arrival=now))
+                count += 1
+            step(scheduler, executor, now)
+            now += 0.1
+            if "long" in admitted.order:
+                break
+        waits[bound] = now
+    assert waits[5.0] < 5.0 + 2.0, "one in eight of those admitted is the oldest"
+    assert waits[1e9] > 30.0, "without the bound it starves"
+
+
+def test_a_long_prompt_under_way_lets_shorter_ones_start_and_goes_on_all_the_same():
+    for policy, before in (("fcfs", 1), ("sjf", 4)):
+        scheduler, executor = engine(policy, slots=8, tokens=16, length=90)
+        scheduler.submit(ask("long", list(range(80)), tokens=2))
+        step(scheduler, executor, 0.0)
+        for i in range(3):
+            scheduler.submit(ask(f"short{i}", [i, 99], tokens=4, arrival=0.1))
+        plan, _ = step(scheduler, executor, 0.1)
+        assert len(plan.rows) == before
+        progress = next(seq for seq in scheduler.sequences.running if seq.request.id == "long").computed
+        assert progress >= 16 + 4, "a part of the budget is its own"
+
+
+def test_lengths_are_learned_and_how_well_is_told():
+    predictor, rng = LengthMLP(), random.Random(1)
+    hits = [0, 0]
+    for i in range(3000):
+        tenant = "code" if i % 2 else "chat"
+        prompt = [0] * rng.randrange(10, 800)
+        length = max(1, int(rng.lognormvariate(3.0 if tenant == "code" else 5.5, 0.4)))
+        request = ask(f"r{i}", prompt, tokens=4000, tenant=tenant)
+        expected = predictor.predict(request, 4000)
+        assert 0 < expected.likely <= expected.high <= 4000 * 1.001
+        if i >= 1000:
+            hits = [hits[0] + (length <= expected.likely), hits[1] + (length <= expected.high)]
+        predictor.learn(request, 4000, length)
+    assert 0.42 < hits[0] / 2000 < 0.58 and 0.84 < hits[1] / 2000 < 0.96
+    code, chat = (predictor.predict(ask("x", [0] * 100, tenant=t), 4000).likely for t in ("code", "chat"))
+    assert code < 35 and chat > 150
+
+
+def test_every_predictor_has_one_face():
+    for predictor in (ConstantPredictor(), LengthMLP(), OraclePredictor({"a": 7})):
+        found: LengthPredictor = predictor
+        likely, high = found.predict(ask("a", [1, 2]), 50)
+        assert 0 < likely <= high <= 50.01
+        found.learn(ask("a", [1, 2]), 50, 7)
+
+
+def test_calibration_is_counted():
+    scheduler, executor = engine("sjf")
+    for i in range(6):
+        scheduler.submit(ask(f"r{i}", [i, 1], tokens=5))
+    for i in range(60):
+        step(scheduler, executor, 1.0 + i)
+    stats = scheduler.snapshot()
+    assert stats.lengths_predicted == 6 >= stats.lengths_below_high >= stats.lengths_below_likely
+    assert scheduler.timelines("r0")[0].expected[1] > 0
+    assert isinstance(scheduler, Scheduler)
