@@ -41,10 +41,11 @@ def test_row_buckets_end_at_the_most():
 
 @pytest.mark.parametrize("size", [(8, 8), (64, 8)])
 def test_padding_belongs_to_the_null_slot_and_fills_the_size(size):
-    table = np.array([[3, 5], [7, 0], [1, 1], [4, 0], [3, 9]])
-    padded = pad_table(table, size, null_slot=9)
+    table = np.array([[3, 5], [7, 0], [1, 1], [4, 0], [3, 9], [2, 4], [2, 5]])
+    padded = pad_table(table, size, null_slot=9, waste_cell=6)
     assert (padded[:, :2] == table).all()
     assert set(padded[0, 2:]) == set(padded[4, 2:]) == {9}
+    assert set(padded[5, 2:]) == {0} and set(padded[6, 2:]) == {6}
     assert padded[2].sum() == size[0]
 
 
@@ -114,11 +115,11 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
     ran, brief, beside, cpu = [], [], [], torch.device("cpu")
 
     def warmup(rows, tokens, counts, kv_lens, lists):
-        assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
+        assert rows.shape == (7, len(counts)) and rows[2].sum() == tokens
         brief.append((tokens, len(counts), lists is not None and lists.items.shape[0]))
 
     def forward(rows, tokens, counts, kv_lens, lists):
-        assert rows.shape == (5, len(counts)) and rows[2].sum() == tokens
+        assert rows.shape == (7, len(counts)) and rows[2].sum() == tokens
         ran.append((tokens, len(counts), lists is not None and lists.items.shape[0]))
         return StepOutput(torch.zeros(len(counts), 3), torch.zeros(len(counts)), torch.zeros(len(counts), 2))
 
@@ -140,7 +141,7 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
 
     staging = Staging(cpu, 1)
     staging.rotate()
-    table = np.array([[3, 5], [7, 0], [1, 1], [0, 0], [3, 9]])
+    table = np.array([[3, 5], [7, 0], [1, 1], [0, 0], [3, 9], [0, 0], [0, 0]])
     lists = np.arange(sharing.length(32), dtype=np.int32)
     output = steps.replay_shared(32, table, lists, staging)
     capture = steps._shared[32]

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from quire.generation.sampling.noise import row_keys, streams
 from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv_views import LayerKV
-from quire.kernels.triton import activation, cascade, expert_kernels, gemm, gemv, int4_matmul, launch, norm
+from quire.kernels.triton import activation, cascade, expert_kernels, gated_delta, gemm, gemv, int4_matmul, launch, norm
 from quire.kernels.triton import batch_gather as batch
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import rope_kernel as rope
@@ -149,6 +149,13 @@ def draws():
     sampling.draw(logits, keys, heat, ids + 50, torch.full((4,), 0.9, dtype=torch.float64), heat)
 
 
+def recurrent():
+    """Of the sizes of a hybrid of 9B."""
+    qkv, share = random(8, 2 * 16 * 128 + 32 * 128), torch.ones(8, 32)
+    states, cells = torch.zeros(3, 32, 128, 128), torch.zeros(8, dtype=torch.int64)
+    gated_delta.gated_delta_step(qkv, share, share, states, cells, cells, 16)
+
+
 def experts():
     """Of the sizes of a 30B with 3B at a time, few rows to an expert and many."""
     for tokens in (1, 64, 4096):
@@ -190,7 +197,7 @@ def spilled(cubin):
     return int(re.search(r"STACK:(\d+)", found.stdout + found.stderr)[1])
 
 
-launch.compile_together((elementwise, products, draws, experts, latent, attending), None)
+launch.compile_together((elementwise, products, draws, recurrent, experts, latent, attending), None)
 for name, kernel in made:
     kernel = getattr(kernel, "result", lambda kernel=kernel: kernel)()
     assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)

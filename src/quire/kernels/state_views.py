@@ -83,6 +83,7 @@ class Segments:
     sources: torch.Tensor  # [segments] cells whose states they go on from
     targets: torch.Tensor  # [segments] cells that get the states behind them
     whole: bool = False  # all tokens of the step, in order
+    apart: bool = False  # no cell is written by one segment and read by another
     _taps: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _chunks: ChunkedTokens | None = None
     _index: torch.Tensor | None = None
@@ -172,5 +173,17 @@ def rounds_of(runs: Sequence[Run], device: torch.device) -> list[Round]:
                 cells = cells.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else cells
                 starts, counts = [r.start for r in some], [r.tokens for r in some]
                 whole = sum(counts) == total and starts == sorted(starts)
-                rounds[-1].append(Segments(starts, counts, cells[0], cells[1], whole))
+                rounds[-1].append(Segments(starts, counts, cells[0], cells[1], whole, apart(some)))
     return rounds
+
+
+def apart(runs: Sequence[Run]) -> bool:
+    """Whether no cell is written by one and read by another."""
+    writers = {run.target: run for run in runs}
+    return all(writers.get(run.source, run) is run for run in runs)
+
+
+def single_tokens(sources: torch.Tensor, targets: torch.Tensor) -> list[Round]:
+    """Of a step whose rows have a token each, and cells apart."""
+    rows = len(sources)
+    return [[Segments(list(range(rows)), [1] * rows, sources, targets, whole=True, apart=True)]]

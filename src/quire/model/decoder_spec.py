@@ -352,7 +352,8 @@ class DecoderSpec:
         """Numbers that a token of a step takes at most while its widest layer runs, roughly."""
         qkv = max(layer.mixer.qkv_width for layer in self.layers)
         feed = max(layer.feed.width(self.hidden) for layer in self.layers if layer.feed is not None)
-        return 6 * self.hidden + 3 * qkv + 3 * feed
+        chunked = max(_chunked_width(layer.mixer) for layer in self.layers)
+        return 6 * self.hidden + 3 * qkv + max(3 * feed, chunked)
 
     def kv_refusal(self, dtype: str, kinds: Collection[str]) -> str | None:
         """Why there are no KV pages of this kind where `kinds` can be run; None: there are."""
@@ -365,6 +366,17 @@ class DecoderSpec:
 
     def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
         return layout_for([layer.mixer.kept for layer in self.layers], page_size=page_size, dtype=dtype)
+
+
+def _chunked_width(mixer: Mixer) -> int:
+    """Numbers of 16 bits, of those in float32 two, that a token takes in the parallel form of a recurrent layer."""
+    match mixer:
+        case GatedDelta():
+            return 48 * mixer.values
+        case Mamba2():
+            return 16 * (mixer.inner + 2 * mixer.heads * mixer.state_size)
+        case _:
+            return 0
 
 
 def _unscaled(mixer: Mixer) -> Mixer:

@@ -4,7 +4,8 @@ A captured step is keyed by (tokens, rows). A real step takes the smallest that 
 rows belong to the null slot, and the first of them takes all spare tokens. What varies between replays is only
 the small integer table of rows, copied in before.
 
-    rows table [5, rows]:   slot | start | count | shift | slot that receives the greedy token (the null slot: none)
+    rows table [7, rows]:   slot | start | count | shift | slot that receives the greedy token (the null slot: none) |
+                            cells that recurrent layers read and write, where there are such
 
 Steps whose rows share prefixes are captured too, in a few sizes, with the groups that share one as a second table.
 """
@@ -48,7 +49,7 @@ Warmup = Callable[[torch.Tensor, int, list[int], list[int], "PrefixLists | None"
 class _Inputs:
     """What is written before a replay."""
 
-    rows: torch.Tensor  # [5, rows]
+    rows: torch.Tensor  # [7, rows]
     shared: torch.Tensor | None = None  # the lists of shared prefixes, as int64
     lists: PrefixLists | None = None  # ... as the kernels read them
 
@@ -78,9 +79,11 @@ class CapturedSteps:
         device: torch.device,
         warmups: Sequence[Warmup],
         sharing: SharedPrefixes | None = None,
+        waste_cell: int | None = None,
     ):
         """`warmups` launch what `forward` does in less time: the last all of it, those before it what takes long
-        to compile."""
+        to compile. `waste_cell`, of models with recurrent layers: where padding leaves its states; of those, steps are
+        captured whose rows have one token each."""
         self._forward = forward
         self._warmups = warmups
         self._sharing = sharing
@@ -88,7 +91,8 @@ class CapturedSteps:
         self._device = device
         self._max_kv = max_kv
         self._row_sizes = row_buckets(max_rows)
-        self._token_sizes = [t for t in MIXED_TOKENS if t <= max_tokens]
+        self._waste_cell = waste_cell or 0
+        self._token_sizes = [t for t in MIXED_TOKENS if t <= max_tokens and waste_cell is None]
         self._captures: dict[tuple[int, int], _Capture] = {}
         self._shared: dict[int, _Capture] = {}
         self._pool: Any = None
@@ -156,7 +160,7 @@ class CapturedSteps:
         return None
 
     def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
-        """Run the capture of `size` on a table [5, rows]; the output is overwritten by the next replay."""
+        """Run the capture of `size` on a table [7, rows]; the output is overwritten by the next replay."""
         return self._run(self._captures[size], table, size, staging)
 
     def prefix_rows(self, rows: int) -> int | None:
@@ -171,7 +175,9 @@ class CapturedSteps:
         return self._run(capture, table, (rows, rows), staging)
 
     def _run(self, capture: _Capture, table: Ints, size: tuple[int, int], staging: Staging) -> StepOutput:
-        capture.inputs.rows.copy_(staging.stage(pad_table(table, size, self._null_slot)), non_blocking=True)
+        capture.inputs.rows.copy_(
+            staging.stage(pad_table(table, size, self._null_slot, self._waste_cell)), non_blocking=True
+        )
         capture.replay()
         return capture.output
 
@@ -180,7 +186,7 @@ class CapturedSteps:
 
     def _null_inputs(self, tokens: int, rows: int, *, shared: bool = False) -> _Inputs:
         """Tables of a step whose rows are all in the null slot; `shared`: with groups that share prefixes."""
-        table = pad_table(np.zeros((5, 0), np.int64), (tokens, rows), self._null_slot)
+        table = pad_table(np.zeros((7, 0), np.int64), (tokens, rows), self._null_slot, self._waste_cell)
         inputs = _Inputs(torch.from_numpy(table).to(self._device))
         if shared:
             assert self._sharing is not None
@@ -239,13 +245,14 @@ def bounds(tokens: int, rows: int, max_kv: int) -> tuple[list[int], list[int]]:
     return counts, [max(max_kv, tokens + 1)] * rows
 
 
-def pad_table(table: Ints, size: tuple[int, int], null_slot: int) -> Ints:
+def pad_table(table: Ints, size: tuple[int, int], null_slot: int, waste_cell: int = 0) -> Ints:
     """A table of `size`: spare rows are in the null slot, the first of them holds all spare tokens."""
     tokens, rows = size
-    padded = np.zeros((5, rows), dtype=np.int64)
+    padded = np.zeros((7, rows), dtype=np.int64)
     used = table.shape[1]
     padded[:, :used] = table
     padded[0, used:] = padded[4, used:] = null_slot
+    padded[6, used:] = waste_cell
     spare = tokens - int(table[2].sum())
     if tokens == rows:
         padded[2, used:] = 1

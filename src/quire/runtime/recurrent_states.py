@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.state_views import Round, Run, cells_in, rounds_of
+from quire.kernels.state_views import Round, Run, apart, cells_in, rounds_of
 from quire.types.kv import NULL_STATE, KVLayout
 from quire.types.plan import Capacity, Row
 
@@ -20,7 +20,7 @@ class RecurrentStates:
     def __init__(self, layout: KVLayout, capacity: Capacity, pages: torch.Tensor):
         """`pages`: those of tokens, and as many behind them as `pages_for` says."""
         self._device = pages.device
-        self._waste = capacity.states  # where padding writes
+        self.waste = capacity.states  # the cell where padding writes
         self._drafts = capacity.drafts
         self._ends: dict[int, int] = {}  # by slot: the cell behind its last row
         self.cells = cells_in(pages[capacity.pages :], layout)
@@ -30,7 +30,7 @@ class RecurrentStates:
         return layout.state_pages * (capacity.states + 1 + capacity.slots * capacity.drafts) if layout.states else 0
 
     def _draft_cell(self, slot: int, place: int) -> int:
-        return self._waste + 1 + slot * self._drafts + place
+        return self.waste + 1 + slot * self._drafts + place
 
     def rounds(self, rows: list[Row]) -> list[Round]:
         """Drafts, which no plan knows of, are rows without states behind their own."""
@@ -50,10 +50,20 @@ class RecurrentStates:
             at += row.count
         return rounds_of(runs, self._device)
 
+    def single(self, rows: list[Row]) -> list[tuple[int, int]] | None:
+        """(source, target) of rows that have one token each and no drafts, if none writes what another reads."""
+        if any(len(row.states) != 1 or row.count != 1 for row in rows):
+            return None
+        cells = [(row.state, row.states[0][1]) for row in rows]
+        if not apart([Run(i, 1, *cell, 0) for i, cell in enumerate(cells)]):
+            return None
+        self._ends.update((row.slot, target) for row, (_, target) in zip(rows, cells, strict=True))
+        return cells
+
     def null_rounds(self, counts: list[int]) -> list[Round]:
         """Of rows that only pad, or warm up."""
         starts = [sum(counts[:i]) for i in range(len(counts))]
-        runs = [Run(start, n, NULL_STATE, self._waste, 0) for start, n in zip(starts, counts, strict=True)]
+        runs = [Run(start, n, NULL_STATE, self.waste, 0) for start, n in zip(starts, counts, strict=True)]
         return rounds_of(runs, self._device)
 
     @torch.inference_mode()

@@ -19,6 +19,7 @@ from quire.generation.drafting.speculation import ExpandedPlan, TreeRow
 from quire.generation.sampling.top_k import argmax_tokens
 from quire.kernels.attention_backend import NO_TREE, Batch, Paths
 from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.state_views import single_tokens
 from quire.model import KVViews, Runnable, allocate_kv
 from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
@@ -91,6 +92,7 @@ class ForwardWorker:
             device=self.device,
             warmups=[self._attention, partial(decode, warmup=True)],
             sharing=sharing,
+            waste_cell=None if self._states is None else self._states.waste,
         )
 
     @property
@@ -119,6 +121,8 @@ class ForwardWorker:
     def capture(self, *, beside: Sequence[Callable[[], None]] = ()) -> None:
         """Record the steps a GPU will replay. `beside`: what else to compile with their kernels."""
         self._null_batch([1])  # one kernel alone: what Triton looks up once, all threads would look up at once
+        if self._states is not None:
+            self._null_step(self._warmup_model or self.model, [2])  # torch loads its solvers once, not once a thread
         self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside])
         if self._adapted_steps is not None:
             self._adapted_steps.capture(beside=[])
@@ -142,17 +146,20 @@ class ForwardWorker:
         steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(budget // short, slots, 8)]
         if drafts:
             steps.append([1] * min(budget, slots * (1 + drafts)))
-        return [partial(self._null_step, model, counts) for counts in steps]
+        warm: list[Callable[[], None]] = [partial(self._null_step, model, counts) for counts in steps]
+        if self._states is not None:  # others have captured steps for the rest of a prompt
+            warm += [partial(self._null_step, model, [rest], longest - rest) for rest in (2, short) if rest < longest]
+        return warm
 
-    def _null_step(self, model: Runnable | Sketch, counts: list[int]) -> None:
-        input_ids, batch = self._null_batch(counts)
+    def _null_step(self, model: Runnable | Sketch, counts: list[int], context: int = 0) -> None:
+        input_ids, batch = self._null_batch(counts, context)
         model.logits(model.forward(input_ids, batch, self._kv, last=True))
 
-    def _null_batch(self, counts: list[int]) -> tuple[torch.Tensor, Batch]:
-        """Input ids and batch of rows with so many tokens, all in the null slot."""
-        spans = [(self.slots.null_slot, 0, count, 0) for count in counts]
+    def _null_batch(self, counts: list[int], context: int = 0) -> tuple[torch.Tensor, Batch]:
+        """Input ids and batch of rows with so many tokens behind so many, all in the null slot."""
+        spans = [(self.slots.null_slot, context, count, 0) for count in counts]
         table = torch.tensor(spans, device=self.device).T.contiguous()
-        input_ids, batch = self.slots.batch(table, sum(counts), counts, counts)
+        input_ids, batch = self.slots.batch(table, sum(counts), counts, [context + count for count in counts])
         if self._states is not None:
             batch.states = self._states.null_rounds(counts)
         return input_ids, batch
@@ -191,9 +198,10 @@ class ForwardWorker:
         inspected = any(row.score or row.pool or row.mass for row in plan.rows)
         eager = inspected or expanded.tree_rows or not self._captured.ready
         size = None if eager else self._captured.fit(counts)
+        cells = None if self._states is None or size is None else self._states.single(plan.rows)
         adapted = self.slots.adapted(row.slot for row in plan.rows)
-        if size is not None:
-            return self._replay(plan, size, greedy, adapted)
+        if size is not None and (self._states is None or cells is not None):
+            return self._replay(plan, size, greedy, adapted, cells)
         return self._eager(expanded, counts, inspected, adapted)
 
     def _eager(self, expanded: ExpandedPlan, counts: list[int], inspected: bool, adapted: bool) -> ForwardOutput:
@@ -260,14 +268,19 @@ class ForwardWorker:
         if self._states is not None:
             self._states.keep(slot, accepted)
 
-    def _replay(self, plan: StepPlan, size: tuple[int, int], greedy: bool, adapted: bool) -> ForwardOutput:
-        """The step as one launch of a captured one; greedy samples are part of it."""
+    def _replay(
+        self, plan: StepPlan, size: tuple[int, int], greedy: bool, adapted: bool, cells: list[tuple[int, int]] | None
+    ) -> ForwardOutput:
+        """The step as one launch of a captured one; greedy samples are part of it. `cells` that rows read and write."""
         receivers = [self.slots.null_slot] * len(plan.rows)
         if greedy:
             for sample in plan.samples:
                 receivers[sample.row] = sample.slot
         table = np.array(
-            [[r.slot, r.start, r.count, r.shift, to] for r, to in zip(plan.rows, receivers, strict=True)],
+            [
+                [r.slot, r.start, r.count, r.shift, to, *states]
+                for r, to, states in zip(plan.rows, receivers, cells or [(0, 0)] * len(receivers), strict=True)
+            ],
             dtype=np.int64,
         ).T
         if adapted and self._adapted_steps is not None:
@@ -310,6 +323,8 @@ class ForwardWorker:
         """What is captured: rows table in, logits of each row's last token and greedy samples out."""
         input_ids, batch = self.slots.batch(rows, tokens, counts, kv_lens, prefix, adapted=adapted)
         batch.exact = False
+        if self._states is not None:
+            batch.states = single_tokens(rows[5], rows[6])
         model, tap = (self._warmup_model or self.model, None) if warmup else (self.model, self._tap)
         hidden = model.forward(input_ids, batch, self._kv, last=True, tap=tap)
         logits = model.logits(hidden)

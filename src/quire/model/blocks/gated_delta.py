@@ -21,7 +21,15 @@ from quire.kernels.state_views import ChunkedTokens, LayerState, Round, Segments
 from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
-from quire.model.blocks.recurrent import CausalConv, ConvMaker, StateMixer, VectorMaker, gated_norm, run_rounds
+from quire.model.blocks.recurrent import (
+    CausalConv,
+    ConvMaker,
+    StateMixer,
+    VectorMaker,
+    gated_norm,
+    run_rounds,
+    single_round,
+)
 from quire.model.decoder_spec import DecoderSpec, GatedDelta
 
 Rule = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g, beta
@@ -90,10 +98,23 @@ class GatedDeltaBlock(StateMixer):
         qkv, z = self.qkvz(x).split((2 * spec.keys + spec.values, spec.values), dim=1)
         b, a = self.ba(x).float().chunk(2, dim=1)
         decay = -self.a_log.weight.exp() * F.softplus(a + self.dt_bias.weight)
-        mixed = run_rounds(spec.values, qkv, state, rounds, partial(self._segments, qkv, decay, b.sigmoid()))
+        if x.is_cuda and (one := single_round(rounds)) is not None:
+            mixed = self._step_by_kernel(qkv, decay, b.sigmoid(), state, one)
+        else:
+            mixed = run_rounds(spec.values, qkv, state, rounds, partial(self._segments, qkv, decay, b.sigmoid()))
         heads, gates = (side.unflatten(1, (spec.value_heads, -1)) for side in (mixed.float(), z))
         normed = gated_norm(heads, gates, self.head_norm.weight, self.head_norm.eps, gate_first=False)
         return normed.flatten(1).to(x.dtype)
+
+    def _step_by_kernel(
+        self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: LayerState, one: Segments
+    ) -> torch.Tensor:
+        """A token of each row, states from cell to cell in one launch."""
+        from quire.kernels.triton.gated_delta import gated_delta_step
+
+        seen, window = self.conv(one, qkv, state.window[one.sources])
+        state.window[one.targets] = window.float()
+        return gated_delta_step(seen, decay, beta, state.matrix, one.sources, one.targets, self.spec.key_heads)
 
     def _segments(
         self,

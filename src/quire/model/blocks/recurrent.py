@@ -66,6 +66,14 @@ def run_rounds(width: int, x: torch.Tensor, state: LayerState, rounds: list[Roun
     return out
 
 
+def single_round(rounds: list[Round]) -> Segments | None:
+    """A step's only segments, where each row has one token and leaves its state in nobody else's cell."""
+    if len(rounds) != 1 or len(rounds[0]) != 1:
+        return None
+    one = rounds[0][0]
+    return one if one.single and one.whole and one.apart else None
+
+
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, groups: int = 1, gate_first: bool
 ) -> torch.Tensor:

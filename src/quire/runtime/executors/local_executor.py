@@ -93,9 +93,9 @@ class LocalExecutor:
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
         self._speculation, self._drafter = options.speculation, drafter
-        self._graphs = self._device.type == "cuda" and options.device.graphs and not self.layout.states
-        if self._device.type == "cuda" and self.layout.states:
-            self._reasons.append("captured steps: none, recurrent layers run in plain torch")
+        self._graphs = self._device.type == "cuda" and options.device.graphs
+        if self._graphs and self.layout.states:
+            self._reasons.append("captured steps: of one token a row, because layers are recurrent")
         self._threaded = self._device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._worker: ForwardWorker | None = None
