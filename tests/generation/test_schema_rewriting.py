@@ -2,6 +2,7 @@
 rather than refused. The instances are spelled as the server writes JSON."""
 
 import json
+import re
 
 import pytest
 
@@ -82,6 +83,7 @@ def closed_object(**properties):
 
 
 TEN = {f"p{i}": {"type": "integer"} for i in range(10)}
+LETTERS = list("abcdefghijkl")
 DAYS = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 KEPT_TO = {
     "closed objects with names of their own": (
@@ -114,6 +116,17 @@ KEPT_TO = {
         ["{}", '{"p3": 1}'],
         ['{"p3": 1, "p4": 1}'],
     ),
+    "conditions on one property": (
+        {
+            "type": "object",
+            "properties": {"t": {"enum": LETTERS}} | {f"f{c}": {"type": "integer"} for c in LETTERS},
+            "required": ["t"],
+            "additionalProperties": False,
+            "allOf": [{"if": {"properties": {"t": {"const": c}}}, "then": {"required": [f"f{c}"]}} for c in LETTERS],
+        },
+        ['{"t": "a", "fa": 1}', '{"t": "l", "fl": 1}', '{"t": "b", "fa": 1, "fb": 2}'],
+        ['{"t": "a"}', '{"t": "a", "fb": 1}', '{"t": "x"}'],
+    ),
     "different days, as they are listed": (
         {"type": "array", "items": {"enum": DAYS}, "uniqueItems": True, "minItems": 1},
         ['["tue"]', '["mon", "sun"]', json.dumps(DAYS)],
@@ -126,6 +139,39 @@ KEPT_TO = {
 def test_ordinary_schemas_are_kept_to(judge, schema, good, bad):
     grammar = judge.compile(schema)
     assert taken(judge, grammar, [*good, *bad]) == good
+
+
+PATTERNS = {
+    "pydantic's decimals": (
+        r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$",
+        ["1", "-1.50", ".5", "+0012."],
+        ["", ".", "+", "-.", "1.2.3"],
+    ),
+    "zod's addresses": (
+        r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+        ["a@b.co", "a.b+c@d-e.org"],
+        [".a@b.co", "a..b@c.co", "a.@b.co", "a@b"],
+    ),
+    "passwords": (r"^(?=.*[A-Z])(?=.*\d).{4,}$", ["Abc1", "1bCde"], ["abc1", "Abcd", "Ab1"]),
+    "no word": (r"^(?!foo|ba-)[a-z-]+$", ["fo", "barn", "food"[:2] + "x"], ["foo", "food", "ba-r", ""]),
+    "not just a word": (r"^(?!foo$)[a-z]+$", ["food", "fo"], ["foo"]),
+    "no two in a row": (r"^(?!.*--)[a-z-]+$", ["a-b-", "-"], ["a--b", "--"]),
+    "no such pair": (r"^(?!.*ab)[a-c]+$", ["aac", "ba"], ["ab", "caab"]),
+    "not of a kind first": (r"^(?!\d)(?![_.])\w+$", ["a1"], ["1a", "_a"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), PATTERNS.values(), ids=PATTERNS)
+def test_lookaheads_at_the_beginning(judge, pattern, good, bad):
+    assert [text for text in [*good, *bad] if re.search(pattern, text)] == good
+    grammar = judge.compile({"type": "string", "pattern": pattern})
+    assert taken(judge, grammar, [json.dumps(text) for text in [*good, *bad]]) == [json.dumps(text) for text in good]
+
+
+@pytest.mark.parametrize("pattern", ["a(?!b)", "^(?!a.c)x", "^(?=a)b|c", "^(?!a|b$)c", "^a(?<=a)$", "^(?!(?!a)b)c"])
+def test_other_lookaheads_are_refused(judge, pattern):
+    with pytest.raises(InputError, match="look-around"):
+        judge.compile({"type": "string", "pattern": pattern})
 
 
 def closed(schema):

@@ -2,7 +2,9 @@
 
     allOf, $ref ──► all of them        anyOf, oneOf, if, dependencies, what a `not` denies ──► one alternative each
 
-An alternative that no type of value is left for is dropped at once. Refuses to know: how schemas are merged, grammars.
+An alternative that no type of value is left for is dropped at once, and so are objects of which a property would have
+to be two constants: of many conditions on one property, few hold together. Refuses to know: how schemas are merged,
+grammars.
 """
 
 from __future__ import annotations
@@ -80,6 +82,10 @@ class Alternatives:
             within = (*origins, id(schema)) if self._document.evaluates else ()
             tasks = self._parts(schema, within) + tasks
             groups += self._choices(schema, within)
+        if "object" in types and _contradictory(schemas):
+            types -= {"object"}
+            if not types:
+                return []
         rest = Alternative(types, schemas)
         if not groups:
             return [rest]
@@ -175,6 +181,24 @@ class Alternatives:
                 break
             schema = self._document.target(schema, schema["$ref"])
         return schema
+
+
+def _contradictory(schemas: list[tuple[Node, tuple[int, ...]]]) -> bool:
+    """Whether it is plain to see that a property that must be there can have no value."""
+    required = {name for node, _ in schemas for name in node.get("required", ()) if isinstance(name, str)}
+    for name in required:
+        inner = [(node.get("properties") or {}).get(name) for node, _ in schemas]
+        lists = [found for schema in inner if isinstance(schema, dict) and (found := _constants(schema)) is not None]
+        out = [value for schema in inner if isinstance(schema, dict) for value in _left_out(schema)]
+        if lists and not any(value not in out and all(value in one for one in lists) for value in lists[0]):
+            return True
+    return False
+
+
+def _left_out(schema: Node) -> list[tuple[str, Any]]:
+    """Constants that a `not` of nothing else leaves out."""
+    denied = schema.get("not")
+    return (_constants(denied) or []) if isinstance(denied, dict) and denied.keys() <= {"const", "enum"} else []
 
 
 def _other_constants(one: Node, other: Node) -> bool:

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
+from quire.generation.grammar.json_schema.lookaheads import without_lookaheads
 from quire.generation.grammar.json_schema.negation import NOT_IN
 from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import MAX_EXACT, exact_number, json_type, matches, none_of
@@ -115,6 +116,7 @@ def strings(schemas: list[Node]) -> list[Node]:
     patterns = list(dict.fromkeys(schema["pattern"] for schema in schemas if "pattern" in schema))
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise SchemaRefusal("a pattern must be a string")
+    patterns = [part for pattern in patterns for part in without_lookaheads(pattern)]
     formats = {schema["format"] for schema in schemas if schema.get("format") in KNOWN_FORMATS}
     out = {value for schema in schemas for value in schema.get(NOT_IN, ()) if isinstance(value, str)}
     if len(out) > MAX_EXCLUDED:
