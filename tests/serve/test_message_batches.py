@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 from fake_frontend import FakeFrontend
 
 from quire.serve.anthropic import message_batches
+from quire.serve.anthropic.message_batches import MessageBatches
 from quire.serve.core.api_keys import INFERENCE, Key, KeyRing, digest
 from quire.serve.core.background_lanes import Lanes
 from quire.serve.http import background_work
@@ -111,6 +113,25 @@ def test_cancelled(fake_server: str, fake_frontend: FakeFrontend) -> None:
     assert ended(api, batch.id).request_counts.canceled == 1
     assert [entry.result.type for entry in api.messages.batches.results(batch.id)] == ["canceled"]
     assert fake_frontend.aborted.acquire(timeout=20)
+
+
+def test_cancelled_before_it_began(fake_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, read = threading.Event(), MessageBatches._unanswered
+
+    def slowly(self: MessageBatches, kept: Any) -> Any:
+        first = not reading.is_set()
+        reading.set()
+        if first:
+            until(lambda: kept.batch.cancel_initiated_at)
+        return read(self, kept)
+
+    monkeypatch.setattr(MessageBatches, "_unanswered", slowly)
+    api = client(fake_server)
+    batch = api.messages.batches.create(requests=asked("one", "two"))
+    assert reading.wait(20)
+    api.messages.batches.cancel(batch.id)
+    counts = ended(api, batch.id).request_counts
+    assert (counts.canceled, counts.processing) == (2, 0)
 
 
 def raise_for(response: httpx.Response) -> None:

@@ -196,7 +196,7 @@ class MessageBatches:
     async def _work_off(self, kept: KeptBatch) -> None:
         batch = kept.batch
         rest, why = "canceled", b""  # what becomes of requests that are not reached
-        requests: dict[str, BatchedMessage] = {}
+        requests: dict[str, BatchedMessage] | None = None
         try:
             requests = await asyncio.to_thread(self._unanswered, kept)
             act_for(self._serving, kept.owner, batch.id)
@@ -213,6 +213,9 @@ class MessageBatches:
             raise
         except Exception as error:
             rest, why = "errored", b'"error":' + describe(error).encode(PATH)
+            requests = requests or {}
+        if requests is None:  # it was cancelled while they were read
+            requests = await asyncio.to_thread(self._unanswered, kept)
         self._finish(kept, requests, rest, why)
 
     async def _answer_all(self, kept: KeptBatch, requests: dict[str, BatchedMessage]) -> None:
