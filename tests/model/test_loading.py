@@ -114,8 +114,8 @@ def test_unsupported_type():
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*known: LlamaForCausalLM.*GPT2LMHeadModel"),
-        ({"architectures": None, "model_type": None}, "None.*known"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*did you mean .*ForCausalLM.*docs/models.md lists"),
+        ({"architectures": None, "model_type": None}, "None.*is not supported"),
         ({"hidden_size": None}, "'hidden_size' should be an integer from 1 to 1048576, got None"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers"),

@@ -20,8 +20,8 @@ from quire.model.blocks.low_rank import Update, Updates
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense
 from quire.model.families.architecture import Target
-from quire.model.loading.stored_tensor import StoredTensor
-from quire.types.errors import ConfigError
+from quire.model.loading.stored_tensor import StoredTensor, not_finite
+from quire.types.errors import ConfigError, ModelFileError
 from quire.types.kv import KVLayout
 from quire.types.seams import WeightSource
 
@@ -267,7 +267,8 @@ class _Packer:
         name = self._names[module, "weight", part]
         info = self._tensors[name]
         packed = cpu.PackedMatrix(self._store, info.shape[0], info.shape[1], info.kind)
-        packed.fill(self._stored(name).rows())
+        if not packed.fill(self._stored(name).rows()):
+            raise ModelFileError(not_finite(name))
         return packed
 
     def _norm(self, module: str) -> torch.Tensor:

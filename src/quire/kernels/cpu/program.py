@@ -77,9 +77,10 @@ class PackedMatrix:
         self.rows, self.columns = rows, columns
         self.struct = lib.Matrix(store.take(Store.needs(rows, columns, kind)), rows, columns, bits_of(kind))
 
-    def fill(self, raw: torch.Tensor) -> None:
-        """From raw bytes by row, [rows, bytes per row] uint8."""
+    def fill(self, raw: torch.Tensor) -> bool:
+        """From raw bytes by row, [rows, bytes per row] uint8. False: not all that is stored is finite."""
         assert raw.shape[0] == self.rows
+        finite = True
         number, _ = DIRECT.get(self.kind, FLOAT)
         step = max(1, SLICE // self.columns)
         for first in range(0, self.rows, step):
@@ -87,7 +88,9 @@ class PackedMatrix:
             if self.kind not in DIRECT:
                 piece = dequantize(piece, self.kind).float()
             piece = piece.contiguous()
-            lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
+            done = lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
+            finite = finite and bool(done)
+        return finite
 
     def scale(self, factors: torch.Tensor) -> None:
         """Multiply each row by a factor, a power of two: only the blocks' scales change."""

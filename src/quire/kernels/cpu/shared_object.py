@@ -96,7 +96,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_reserve": (c_void_p, [c_size_t]),
     "quire_release": (None, [c_void_p, c_size_t]),
     "quire_matrix_bytes": (c_size_t, [c_int, c_int, c_int]),
-    "quire_pack": (None, [c_int, c_void_p, c_int, c_int, POINTER(Matrix)]),
+    "quire_pack": (c_int, [c_int, c_void_p, c_int, c_int, POINTER(Matrix)]),
     "quire_scale": (None, [POINTER(Matrix), c_void_p]),
     "quire_unpack": (None, [POINTER(Matrix), c_int, c_void_p]),
     "quire_pool": (c_void_p, [c_int]),

@@ -6,6 +6,7 @@ Adding a family is a file beside this one, which maps a config to a spec and ten
 
 from __future__ import annotations
 
+import difflib
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -68,5 +69,7 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
 
 def _find(named: Any, known: dict[str, Architecture]) -> Architecture:
     if not isinstance(named, str) or named not in known:
-        raise ModelFileError(f"architecture {named!r} is not supported; known: {', '.join(known)}")
+        close = difflib.get_close_matches(str(named), known, n=3)
+        guess = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ModelFileError(f"architecture {named!r} is not supported{guess}; docs/models.md lists those that are")
     return known[named]

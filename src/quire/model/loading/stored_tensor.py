@@ -21,6 +21,10 @@ from quire.types.seams import TensorInfo
 SLICE = 1 << 24  # elements unpacked at a time
 
 
+def not_finite(name: str) -> str:
+    return f"tensor {name!r} holds numbers or scales that are not finite; the file is damaged, fetch it again"
+
+
 class RowOrder(Protocol):
     def index(self, rows: int) -> torch.Tensor:
         """[rows]: which stored row each wanted one is."""
@@ -123,5 +127,7 @@ class StoredTensor:
         for first in range(0, out.shape[0], step):
             piece = rows[first : first + step].to(out.device)
             numbers = dequantize(piece, self.info.kind)
+            if self.info.kind in FORMATS and not numbers.isfinite().all():
+                raise ModelFileError(not_finite(self.info.name))
             numbers = numbers if columns is None else numbers[:, columns.to(numbers.device)]
             out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)

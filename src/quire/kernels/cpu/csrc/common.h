@@ -175,7 +175,7 @@ const Kernels* kernels_amx();
 const Kernels* kernels_neon();
 const Kernels* kernels_i8mm();
 
-void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
+bool pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
 void scale_rows(const Matrix& m, const float* factors);  // each row by a factor
 void unpack_row(const Matrix& m, int32_t row, float* out);
 float half_to_float(uint16_t h);

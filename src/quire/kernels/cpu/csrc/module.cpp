@@ -68,8 +68,8 @@ EXPORT size_t quire_matrix_bytes(int n, int k, int bits) {
   return m.group_bytes() * m.groups();
 }
 
-EXPORT void quire_pack(int kind, const uint8_t* rows, int first, int count, const Matrix* into) {
-  pack(kind, rows, first, count, *into);
+EXPORT int quire_pack(int kind, const uint8_t* rows, int first, int count, const Matrix* into) {
+  return pack(kind, rows, first, count, *into);
 }
 
 EXPORT void quire_scale(const Matrix* m, const float* factors) { scale_rows(*m, factors); }

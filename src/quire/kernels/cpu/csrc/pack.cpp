@@ -53,6 +53,8 @@ uint16_t read16(const uint8_t* p) {
   return v;
 }
 
+bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
 void nibbles(const uint8_t* p, Block& out) {
   for (int i = 0; i < 16; i++) {
     out.quants[i] = p[i] & 15;
@@ -75,7 +77,7 @@ void read_q4_k(const uint8_t* super, int sub, Block& out) {
 void read_f32(const uint8_t* p, Block& out) {
   float x[kBlock], most = 0;
   std::memcpy(x, p, sizeof x);
-  for (float v : x) most = std::fmax(most, std::fabs(v));
+  for (float v : x) most = v == v ? std::fmax(most, std::fabs(v)) : INFINITY;
   out.scale = float_to_half(most / 127);
   float scale = half_to_float(out.scale);  // quantise against the scale as it will be read
   float inverse = scale > 0 ? 1 / scale : 0;
@@ -130,9 +132,11 @@ size_t row_bytes(int kind, int k) {
 
 }  // namespace
 
-// Rows first .. first + count of the matrix, stored as `kind`. The matrix starts zeroed: lanes past n stay zero.
-void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into) {
+// Rows first .. first + count of the matrix, stored as `kind`. The matrix starts zeroed: lanes past n stay zero. False:
+// a scale or minimum is not finite.
+bool pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into) {
   Block block = {};
+  bool finite = true;
   for (int r = 0; r < count; r++) {
     int group = (first + r) / kLanes, lane = (first + r) % kLanes;
     const uint8_t* row = rows + r * row_bytes(kind, into.k);
@@ -141,6 +145,7 @@ void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const
       uint8_t* quants = const_cast<uint8_t*>(into.quants(group, b));
       uint16_t* scales = const_cast<uint16_t*>(into.scales(group, b));
       scales[lane] = block.scale;
+      finite &= is_finite(block.scale) && is_finite(block.minimum);
       if (into.bits == 4) {
         scales[kLanes + lane] = block.minimum;
         for (int i = 0; i < 16; i++)
@@ -150,6 +155,7 @@ void pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const
       }
     }
   }
+  return finite;
 }
 
 void scale_rows(const Matrix& m, const float* factors) {
