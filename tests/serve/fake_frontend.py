@@ -80,7 +80,8 @@ class FakeTokenizer:
 
 class FakeText:
     answer_reader, reasoning_reader = TextModel.answer_reader, TextModel.reasoning_reader
-    hidden_marks, _end = TextModel.hidden_marks, TextModel._end
+    hidden_marks, _end, thought = TextModel.hidden_marks, TextModel._end, TextModel.thought
+    answer_lead = ""
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()

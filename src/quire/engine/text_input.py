@@ -126,7 +126,8 @@ def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: 
 def check_grammar(spec: GrammarSpec, text: TextModel) -> None:
     """Compile a grammar on trial; InputError with the reason if it makes no sense, is too large or takes too long.
     Needs no torch. Waits for the compiler: not for an event loop to call."""
-    _sandbox.check(spec, _alphabet(text.tokenizer))
+    if spec.kind != "free":
+        _sandbox.check(spec.answer, _alphabet(text.tokenizer))
 
 
 _alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it makes of a vocabulary as long as that lives

@@ -17,7 +17,7 @@ class ReasoningFormat(NamedTuple):
     closes: tuple[str, ...]  # any of these ends it
     drops: tuple[str, ...] = ()  # marks in an answer that say nothing
     sign: str = ""  # what a template with this format has in it, if not the first of `closes`
-    lead: str = ""  # written before an answer
+    gap: bool = True  # white space may follow a thought
     aliases: tuple[str, ...] = ()  # what vLLM and SGLang call it, or models that mark thoughts the same way
 
     @property
@@ -62,7 +62,7 @@ HARMONY = ReasoningFormat(
     (harmony.ANALYSIS,),
     (harmony.NEXT,),
     sign=f"{harmony.CHANNEL}analysis",
-    lead=harmony.FINAL,
+    gap=False,
     aliases=("openai_gptoss", "gpt-oss"),
 )
 FORMATS = {

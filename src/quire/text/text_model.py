@@ -21,6 +21,7 @@ from quire.text.tokenizer import Tokenizer
 from quire.text.tool_calls import spell_out
 from quire.text.tool_reader import ToolReader
 from quire.types.errors import ModelFileError
+from quire.types.grammar import ThoughtSpec
 
 log = logging.getLogger("quire.text")
 
@@ -121,6 +122,21 @@ class TextModel:
         if self.reasoning is None or self.tool_format is HARMONY:
             return None
         return ReasoningReader(self.reasoning.ends_inside(self._end(prompt)), self.reasoning)
+
+    @property
+    def answer_lead(self) -> str:
+        """What a grammar must write before an answer that is no call, in Lark's notation."""
+        lead = self.tool_format.lead
+        return self.tool_format.writer(self.special_id).text(lead) if lead else ""
+
+    def thought(self, prompt: Sequence[int], budget: int | None = None, *, wanted: bool = True) -> ThoughtSpec | None:
+        """The thought that precedes an answer to `prompt`; None: there is none, or the prompt itself has it. `wanted`:
+        whether the model may begin one by itself."""
+        format, end = self.reasoning, self._end(prompt)
+        if format is None or format.ends_behind(end):
+            return None
+        inside = format.ends_inside(end)
+        return ThoughtSpec(format.open, format.closes, inside, budget, format.gap) if inside or wanted else None
 
     def _end(self, prompt: Sequence[int]) -> str:
         return self.tokenizer.decode(prompt[-16:], skip_special_tokens=False)

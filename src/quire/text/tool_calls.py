@@ -35,11 +35,17 @@ def strict_grammar(
     mark = format.mark
     opening = format.open.removeprefix(mark)  # of calls behind their mark
     calls = _calls(tools, format, write, 1 if mark and mark in format.separator else MAX_CALLS)
+    if answer is None and format.lead:
+        text = write.rule(ANY_TEXT, terminal=True)
+        return GrammarSpec(
+            "lark", _whole(write, f"{write.text(format.lead)} {text} | {write.text(format.open)} {calls}")
+        )
     if answer is not None:
         if answer.kind not in ("json_object", "json_schema"):
             raise InputError(f"tools and a constraint of kind {answer.kind} cannot be combined", param="tools")
         said = write.rule("%json " + (answer.source or '{"type": "object"}'))
-        return GrammarSpec("lark", _whole(write, f"{said} | {_text(write, format.open)}{calls}"))
+        start = f"{_text(write, format.lead)}{said} | {_text(write, format.open)}{calls}"
+        return GrammarSpec("lark", _whole(write, start))
     bound = write.rule(f"{_text(write, opening)}{calls}")
     if not format.bare:
         text = write.rule(_text_without(mark, ANY_TEXT, write), terminal=True)

@@ -13,18 +13,31 @@ import numpy.typing as npt
 
 from quire.types.errors import InputError
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark", "gbnf"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "each", "lark", "gbnf", "free"]
 CLOSED = "x-quire-closed"  # in a schema: whether objects that declare properties have no others, from there down
 MAX_GRAMMAR = 256 << 10  # characters of one grammar
 TokenMasks = npt.NDArray[np.uint8]  # [rows, bytes]: a bit a token, lowest first
 
 
-class GrammarSpec(msgspec.Struct, frozen=True):
+class ThoughtSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A thought before an answer, which no grammar holds for."""
+
+    open: str  # begins it
+    closes: tuple[str, ...]  # any of these ends it; the first is what is forced at its budget
+    inside: bool = False  # the prompt has begun it
+    budget: int | None = None  # tokens it may have
+    gap: bool = True  # white space may stand between it and the answer
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """`source` is, by kind: a JSON schema, a regular expression, a JSON list of strings, a Lark or GBNF grammar;
-    nothing for `json_object`. `each` is a list of strings too: of several answers, each spells its own."""
+    nothing for `json_object`. `each` is a list of strings too: of several answers, each spells its own. `free` says
+    nothing of the answer: only its thought is bounded."""
 
     kind: GrammarKind
     source: str = ""
+    lead: str = ""  # in Lark's notation, what stands before the answer
+    thought: ThoughtSpec | None = None  # comes before all that
 
     def __post_init__(self) -> None:
         if len(self.source) > MAX_GRAMMAR:
@@ -39,7 +52,13 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         """What holds for each of several answers, if not the same for all."""
         if self.kind != "each":
             return []
-        return [GrammarSpec("choice", json.dumps([text], ensure_ascii=False)) for text in json.loads(self.source)]
+        texts = [json.dumps([text], ensure_ascii=False) for text in json.loads(self.source)]
+        return [GrammarSpec("choice", text, self.lead, self.thought) for text in texts]
+
+    @property
+    def answer(self) -> GrammarSpec:
+        """What holds behind the thought."""
+        return msgspec.structs.replace(self, thought=None)
 
 
 @dataclass(frozen=True, eq=False)

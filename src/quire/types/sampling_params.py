@@ -102,7 +102,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 f"kv_eviction must be one of {', '.join(EVICTION)}, got {self.kv_eviction!r}", param="kv_eviction"
             )
         for name in ("ignore_eos", "min_tokens"):
-            if self.grammar is not None and getattr(self, name):
+            if self.grammar is not None and self.grammar.kind != "free" and getattr(self, name):
                 raise InputError(f"{name} contradicts a grammar, which says where the answer ends", param=name)
 
     @property

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from quire.generation.grammar.thought_grammar import compile_answer
 from quire.types.grammar import GrammarSpec, TokenMasks, Vocabulary
 from quire.types.seams import Grammar, GrammarBackend
 
@@ -63,8 +64,8 @@ class GrammarStore:
             return known
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        whole = self._backend.compile(spec, self._known_vocabulary())
-        parts = [self._backend.compile(part, self._known_vocabulary()) for part in spec.parts] or [whole]
+        whole = compile_answer(self._backend, spec, self._known_vocabulary())
+        parts = [compile_answer(self._backend, part, self._known_vocabulary()) for part in spec.parts] or [whole]
         masks = np.zeros((len(parts), -(-len(self._known_vocabulary().tokens) // 8)), np.uint8)
         for part, row in zip(parts, masks, strict=True):
             part.fork().fill(row)
@@ -83,7 +84,8 @@ class GrammarStore:
 
     def fresh(self, spec: GrammarSpec, branch: int) -> Grammar:
         """A grammar that shares nothing with other answers; compiled by the caller's own thread."""
-        return self._backend.compile(spec.parts[branch] if spec.kind == "each" else spec, self._known_vocabulary())
+        part = spec.parts[branch] if spec.kind == "each" else spec
+        return compile_answer(self._backend, part, self._known_vocabulary())
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.gbnf import GbnfError, lark_of
@@ -69,11 +70,20 @@ def compile_unchecked(spec: GrammarSpec, tokenizer: Any) -> tuple[LLGuidanceGram
     """The grammar, and the form in which it was taken."""
     reason = ""
     for source in sources(spec):
-        matcher = _matcher(_grammar(source), tokenizer)
+        matcher = _matcher(_behind(spec.lead, _grammar(source)), tokenizer)
         if not matcher.is_error():
             return LLGuidanceGrammar(matcher, -(-tokenizer.vocab_size // 32)), source
         reason = matcher.get_error()
     raise _refusal(spec, reason)
+
+
+def _behind(lead: str, grammar: str) -> str:
+    """A grammar in llguidance's notation behind an expression in Lark's."""
+    if not lead:
+        return grammar
+    parts = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    named = [{**part, "name": "answer"} if at == 0 else part for at, part in enumerate(parts)]
+    return json.dumps({"grammars": [{"lark_grammar": f"start: {lead} @answer"}, *named]})
 
 
 def _matcher(grammar: str, tokenizer: Any) -> Any:
@@ -109,7 +119,7 @@ def sources(spec: GrammarSpec) -> Iterator[GrammarSpec]:
 
 def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
     """After a trial: too many ways to begin, or to go on from the beginning of a string, show only when tried."""
-    grammar, source = compile_unchecked(spec, tokenizer)
+    grammar, source = compile_unchecked(replace(spec, lead=""), tokenizer)
     ends = time.thread_time() + MAX_TRIAL_S
     for opening in openings(source):
         if error := _first_mask_error(grammar.fork(), tokenizer.tokenize_str(opening)):
@@ -120,7 +130,7 @@ def compile_grammar(spec: GrammarSpec, tokenizer: Any) -> LLGuidanceGrammar:
         alone = LLGuidanceGrammar(_matcher(_grammar(GrammarSpec("json_schema", schema)), tokenizer), grammar.words)
         if error := _first_mask_error(alone, tokenizer.tokenize_str('"')):
             raise _refusal(spec, error)
-    return grammar
+    return compile_unchecked(spec, tokenizer)[0] if spec.lead else grammar
 
 
 def _first_mask_error(grammar: LLGuidanceGrammar, opening: list[int]) -> str:

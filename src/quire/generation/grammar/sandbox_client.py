@@ -54,7 +54,8 @@ class GrammarSandbox:
     def check(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
         """InputError with the reason if a grammar makes no sense, or takes too long or too much memory. `vocabulary`
         has single bytes and special tokens only."""
-        name = hashlib.blake2b(f"{id(vocabulary)} {spec.kind} {spec.source}".encode(errors="replace")).digest()
+        known = f"{id(vocabulary)} {spec.kind} {spec.lead} {spec.source}"
+        name = hashlib.blake2b(known.encode(errors="replace")).digest()
         with self._lock:
             if name in self._passed:
                 self._passed.move_to_end(name)

@@ -45,7 +45,7 @@ class ChoiceNone(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", t
 
 
 class ThinkingEnabled(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    budget_tokens: Annotated[int, Meta(ge=1, le=1 << 30, description="Counted in max_tokens, not enforced by itself.")]
+    budget_tokens: Annotated[int, Meta(ge=1, le=1 << 30, description="Of the thought: its end is forced there.")]
     display: Literal["summarized", "omitted", "updates"] | None = None
 
 
@@ -87,7 +87,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     thinking: (
         Annotated[
             ThinkingEnabled | ThinkingAdaptive | ThinkingBetweenTools | ThinkingDisabled,
-            noted("where the model thinks; a budget counts within max_tokens and is not enforced by itself"),
+            noted("where the model thinks; at its budget the end of the thought is forced"),
         ]
         | None
     ) = None

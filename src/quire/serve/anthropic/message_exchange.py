@@ -21,6 +21,7 @@ from quire.serve.anthropic.message_bodies import (
     CountTokensRequest,
     MessagesRequest,
     ThinkingDisabled,
+    ThinkingEnabled,
 )
 from quire.serve.anthropic.message_tools import Toolbox
 from quire.serve.anthropic.tool_search import SearchError, search
@@ -153,6 +154,7 @@ class Exchange:
 
     def _turn(self, messages: Conversation, params: SamplingParams) -> Turn:
         variables: dict[str, Any] = {"enable_thinking": thinks(self.body)}
+        thinking = self.body.thinking
         if self.body.output_config is not None and self.body.output_config.effort is not None:
             variables["reasoning_effort"] = self.body.output_config.effort
         messages, prefix = continued(messages)
@@ -166,6 +168,7 @@ class Exchange:
             constraint=CONSTRAINT,
             inline=self.tools.found,
             priority=self.priority,
+            thinking_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
         )
 
     async def _start(self, turn: Turn) -> Talk:

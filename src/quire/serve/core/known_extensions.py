@@ -14,7 +14,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *("chat_template", "detokenize", "echo", "guided_decoding_backend"),
         *("kv_transfer_params", "logits_processors"),
         *("logprob_token_ids", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds", "repetition_detection"),
-        *("request_id", "return_prompt_text", "spaces_between_special_tokens", "thinking_token_budget"),
+        *("request_id", "return_prompt_text", "spaces_between_special_tokens"),
         *("vllm_xargs", "enable_response_messages", "previous_input_messages", "normalize", "embed_dtype"),
         *("endianness", "data_parallel_rank", "lora_request", "stream_interval"),
     ),
@@ -83,6 +83,7 @@ ALIASES: dict[str, tuple[Alias, ...]] = {
     "regex": (Alias("guided_regex", ("",)),),
     "repeat_penalty": (Alias("repetition_penalty"),),
     "return_tokens": (Alias("return_token_ids"),),
+    "thinking_token_budget": (Alias("thinking_budget"),),
 }
 
 # What the same thing is called in another of the APIs served here: whoever sends it means ours.

@@ -17,13 +17,14 @@ import msgspec
 from quire.serve.core.generation import Generation, Serving, kept_tail, naming, off_loop, preparing, search
 from quire.serve.core.request_warnings import warn
 from quire.text import TextModel, Tool, ToolFormat, chat_prompt
-from quire.text.answer_reader import Reader
+from quire.text.answer_reader import ChainedReader, Reader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.text_inputs import TextCallReader
 from quire.text.tool_calls import required_grammar, strict_grammar, tool_grammar
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
+from quire.types.grammar import GrammarSpec, ThoughtSpec
 from quire.types.outputs import CompletionOutput, Delta
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
@@ -33,6 +34,7 @@ from quire.types.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
 
+THINKING_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates
 RESERVED = frozenset({"prefix", "messages", "tools", "add_generation_prompt"})
 
 
@@ -69,6 +71,7 @@ class Turn:
     messages_param: str = "messages"  # what the API calls them
     constraint: str = ""  # what it calls the field that holds the grammar
     inline: Container[str] = ()  # tools that the conversation itself describes
+    thinking_budget: int | None = None  # tokens of a thought, at which its end is forced
 
     def offered(self) -> list[Tool]:
         """The tools the model may call."""
@@ -223,11 +226,17 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
         text = serving.frontend.text
         if turn.raw:
             return text.tokenizer.encode(turn.messages[-1]["content"]), None
-        how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **turn.variables}
+        how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **_switched(turn.variables)}
         return chat_prompt(text, turn.messages, turn.blend, **how)
 
     with naming(prompt=turn.messages_param):
         return await off_loop(size, work)
+
+
+def _switched(variables: dict[str, Any]) -> dict[str, Any]:
+    """Whether to think, under both names that templates have for it."""
+    known = {name: variables[name] for name in THINKING_SWITCHES if isinstance(variables.get(name), bool)}
+    return {name: value for value in known.values() for name in THINKING_SWITCHES} | variables
 
 
 async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
@@ -236,11 +245,16 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
     tools = turn.offered()
     with naming(constraint="tools"):
         params = _bound(turn, tools, frontend.text)
-    if turn.beam is not None and params.grammar is not None:
-        raise InputError("beam search knows no grammars, which these tools need", param="use_beam_search")
     tokens, blend = await (_rendered_to_fit(serving, turn) if turn.drop_oldest else render(serving, turn))
     tokens = kept_tail(tokens, turn.keep_tokens, params, info)
-    constraint = turn.constraint if params.grammar is turn.params.grammar else "tools"
+    words = params.grammar is turn.params.grammar  # it is these that are bound, not calls
+    constraint = turn.constraint if words else "tools"
+    text_call = tools[0].name if tools and params.grammar is tools[0].grammar is not None else ""
+    thought = _thought(turn, tokens, frontend.text)
+    params = _behind_thought(params, thought, frontend.text.answer_lead if words else "")
+    if turn.beam is not None and params.grammar is not None:
+        what = "these tools" if params.grammar.kind != "free" else "a thinking budget"
+        raise InputError(f"beam search knows no grammars, which {what} need", param="use_beam_search")
 
     unusable: list[str] = []
 
@@ -257,21 +271,22 @@ async def start(serving: Serving, turn: Turn, id: str, arrived: float) -> Talk:
             if constraint != "tools" or error.code != "invalid_grammar" or len(tools) < 2:
                 raise
             left = _without_unusable(frontend, tools, unusable)
-            return frontend.prepare(tokens, _bound(turn, left, frontend.text), blend=blend, **where)
+            bound = _behind_thought(_bound(turn, left, frontend.text), thought)
+            return frontend.prepare(tokens, bound, blend=blend, **where)
 
     with naming(prompt=turn.messages_param, constraint=constraint):
         request = await off_loop(preparing(len(tokens) + len(turn.prediction), params), work)
     for message in unusable:
         warn(message)
     schemas = {tool.name: tool.parameters for tool in tools}
-    text_call = tools[0].name if tools and params.grammar is tools[0].grammar is not None else ""
 
     def reply(index: int) -> Reply:
         text = frontend.text
-        # A grammar describes the whole answer: there is no room for thoughts before it.
-        reader: Reader | None = text.answer_reader(request.prompt, schemas, turn.choice.parallel, not params.grammar)
+        thinks = thought is not None or params.grammar is None
+        reader: Reader | None = text.answer_reader(request.prompt, schemas, turn.choice.parallel, thinks)
         if text_call:
-            reader = TextCallReader(text_call)
+            thoughts = text.reasoning_reader(request.prompt) if thinks else None
+            reader = ChainedReader(thoughts, TextCallReader(text_call)) if thoughts else TextCallReader(text_call)
         return Reply(index, reader, text.tool_format)
 
     generation = Generation(serving, [request], arrived, turn.deadline_ms)
@@ -317,6 +332,23 @@ def _without_unusable(frontend: Frontend, tools: list[Tool], told: list[str]) ->
     return found
 
 
+def _thought(turn: Turn, prompt: list[int], text: TextModel) -> ThoughtSpec | None:
+    """The thought that precedes the answer, if the model thinks here."""
+    if turn.raw or turn.prefix or not turn.begin:
+        return None
+    off = any(turn.variables.get(name) is False for name in THINKING_SWITCHES)
+    return text.thought(prompt, turn.thinking_budget, wanted=not off)
+
+
+def _behind_thought(params: SamplingParams, thought: ThoughtSpec | None, lead: str = "") -> SamplingParams:
+    """What holds for the answer begins behind the thought, and `lead`; a budget alone holds for the thought only."""
+    grammar = params.grammar
+    if grammar is None and (thought is None or thought.budget is None):
+        return params
+    made = msgspec.structs.replace(grammar or GrammarSpec("free"), thought=thought, lead=lead if grammar else "")
+    return msgspec.structs.replace(params, grammar=made)
+
+
 def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> SamplingParams:
     """Parameters with the grammar that the choice of tools asks for. Marks that answers are read by stay in the text,
     which else leaves special tokens out."""
@@ -326,7 +358,7 @@ def _bound(turn: Turn, tools: list[Tool], text: TextModel) -> SamplingParams:
     if not tools:
         return params
     grammar = params.grammar
-    if turn.choice.required and len(tools) == 1 and tools[0].grammar is not None:
+    if turn.choice.required and len(tools) == 1 and tools[0].grammar is not None and not format.lead:
         grammar = tools[0].grammar
     elif turn.choice.required:  # a constraint on words has nothing to hold on to then
         parallel = turn.choice.parallel and (turn.choice.only is None or len(turn.choice.only) > 1)

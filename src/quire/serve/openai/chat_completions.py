@@ -96,6 +96,16 @@ def template_variables(body: ChatRequest) -> dict[str, Any]:
     return variables | (body.chat_template_kwargs or {})
 
 
+def thinking_budget(body: ChatRequest) -> int | None:
+    """Tokens that a thought may have, under any of the names for it."""
+    given = (
+        body.thinking_budget,
+        body.thinking.budget_tokens if body.thinking else None,
+        body.reasoning.max_tokens if body.reasoning else None,
+    )
+    return min((budget for budget in given if budget is not None), default=None)
+
+
 def shows_thoughts(body: ChatRequest) -> bool:
     return body.include_reasoning is not False and not (body.reasoning and body.reasoning.exclude)
 
@@ -124,6 +134,7 @@ def turn_of(body: ChatRequest, info: EngineInfo) -> Turn:
         blend=body.blend,
         deadline_ms=body.deadline_ms,
         constraint=grammar_of(body, body.response_format)[0],
+        thinking_budget=thinking_budget(body),
     )
 
 

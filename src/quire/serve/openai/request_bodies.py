@@ -161,13 +161,13 @@ class RouterReasoning(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     enabled: bool | None = None
     exclude: bool | None = None
-    max_tokens: Annotated[Count, unused("budgets of thoughts are not enforced")] | None = None
+    max_tokens: Annotated[Count, noted("of the thought: its end is forced there")] | None = None
     summary: Annotated[str, unused()] | None = None
 
 
 class Thinking(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[Count, unused("budgets of thoughts are not enforced")] | None = None
+    budget_tokens: Annotated[Count, noted("of the thought: its end is forced there")] | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
@@ -191,9 +191,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: Annotated[dict[str, Any], extension("variables for the chat template")] | None = None
     documents: Annotated[list[dict[str, Any]], extension("for chat templates that know documents")] | None = None
     include_reasoning: Annotated[bool, extension("false leaves thoughts out of the answer")] | None = None
-    reasoning: Annotated[RouterReasoning, extension("effort, enabled and exclude, as in OpenRouter")] | None = None
-    thinking: Annotated[Thinking, extension("whether to think, as in LiteLLM")] | None = None
+    reasoning: Annotated[RouterReasoning, extension("effort, enabled, max_tokens and exclude")] | None = None
+    thinking: Annotated[Thinking, extension("whether to think and how long, as in LiteLLM")] | None = None
     enable_thinking: Annotated[bool, extension("whether to think")] | None = None
+    thinking_budget: Annotated[Count, extension("tokens of the thought, at which its end is forced")] | None = None
 
     metadata: Annotated[Metadata, noted("kept with a stored completion")] | None = None
     safety_identifier: Annotated[str, unused()] | None = None

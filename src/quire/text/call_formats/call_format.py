@@ -114,6 +114,7 @@ class ToolFormat:
     open: str = ""  # written before the first call
     separator: str = ""  # between calls
     close: str = ""  # after the last
+    lead: str = ""  # written before an answer that is no call
     marks: tuple[str, ...] = ()  # any of these begins calls
     inner: tuple[str, ...] = ()  # may follow them, before each call
     ends: tuple[str, ...] = ()  # may follow a call

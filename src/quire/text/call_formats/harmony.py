@@ -31,6 +31,7 @@ class HarmonyFormat(HeadedFormat):
     aliases = ("openai", "gpt-oss")
     open = f"{CHANNEL}commentary to=functions."
     separator = f"<|call|>{START}assistant{CHANNEL}commentary to=functions."
+    lead = FINAL
     marks = (CHANNEL,)
     special = (MESSAGE, CONSTRAIN, START, *_ENDS)
     after_name = f" {CONSTRAIN}json{MESSAGE}"
