@@ -30,13 +30,14 @@ from quire.assets import resolve
 from quire.engine.collector import Collector
 from quire.engine.core import EngineCore
 from quire.engine.text_input import prepare, prepare_beam, prepare_embedding
-from quire.engine.text_output import RequestText, embedding_in
+from quire.engine.text_output import RequestText, pooled_in
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.text import TextModel, vocabulary_of
 from quire.types.config import EngineOptions
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.messages import EngineInfo
 from quire.types.outputs import CompletionOutput, RequestOutput
+from quire.types.pooling import unit
 from quire.types.request import FinishReason, Request
 
 MAX_STEPS = 6000  # of a case; the longest take some hundred
@@ -124,7 +125,7 @@ class Engine:
                 continue
             assert event.finish is not FinishReason.ERROR, f"{event.request} ended with an error: {event.message}"
             if answer.request.pooling:
-                answer.embedding, answer.done = embedding_in(event), True
+                answer.embedding, answer.done = unit(pooled_in(event)), True
                 continue
             delta, end = answer.view.take(event)
             if end is not None:

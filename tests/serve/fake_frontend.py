@@ -210,13 +210,23 @@ class FakeFrontend:
         return request
 
     async def embed(
-        self, prompt: str | list[int], pooling: str = "mean", *, salt: str = "", tenant: str = "", lora: str = ""
+        self,
+        prompt: str | list[int],
+        pooling: str | None = None,
+        normalize: bool | None = None,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        lora: str = "",
     ) -> tuple[list[float], int]:
         """A vector of the prompt's bytes; what makes a prompt bad makes it bad here too."""
         tokens = [float(token) for token in self.prepare(prompt, SamplingParams(), salt=salt).prompt]
         vector = [tokens[-1] if pooling == "last" else sum(tokens) / len(tokens), float(len(tokens)), 3.0, 4.0]
         length = sum(value * value for value in vector) ** 0.5
         return [value / length for value in vector], len(tokens)
+
+    def prepare_classes(self, prompt: str | list[int], other: str | None = None, *, most: int | None = None) -> Request:
+        raise InputError("this model has no classification head: it classifies nothing")
 
     async def stream(self, request: Request, direct: object = None) -> AsyncIterator[list[Delta]]:
         self.open += 1

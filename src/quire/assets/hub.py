@@ -26,6 +26,7 @@ _PART = r"[A-Za-z0-9][\w.-]*"
 _REFERENCE = re.compile(rf"({_PART}/{_PART})(?::((?:{_PART}/)*{_PART}\.gguf))?(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
 
 WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", "*.safetensors*"]
+WANTED += ["modules.json", "*_Pooling/config.json"]  # of sentence-transformers
 IGNORED = ["*/*", "consolidated*"]  # copies in other formats, and the same weights a second time
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from quire.assets import ModelInfo, describe, resolve
+from quire.assets.pooling_files import pooling_info
 from quire.engine.core import EngineCore
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.text import load_tokenizer, vocabulary_of
@@ -46,6 +47,9 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         prefix_cache=options.cache.prefix_cache,
         weights=weights_info(describe(model, source)),
         adapters=core.adapters.list(),
+        pooling=pooling_info(
+            model, source.metadata(), encoder=capacity.whole, labels=about.labels, types=about.token_types
+        ),
     )
     return core, info
 
@@ -63,9 +67,12 @@ def weights_info(found: ModelInfo) -> WeightsInfo:
 
 
 def first_token(core: EngineCore) -> float:
-    """Seconds to draw one: what is loaded or compiled at first use is so now, not under the first request."""
+    """Seconds to draw one, or to compute one: what is loaded or compiled at first use is so now, not under the first
+    request."""
     began = time.perf_counter()
-    core.submit(Request(id="first", prompt=[0], params=SamplingParams(temperature=0.0, max_tokens=1)))
+    pooling = "cls" if core.capacity.whole else ""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    core.submit(Request(id="first", prompt=[0], params=params, pooling=pooling))
     while core.busy:
         core.step()
     core.reset()

@@ -10,8 +10,17 @@ from quire.assets import resolve
 from quire.engine.client import AsyncClient
 from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
-from quire.engine.text_input import Prompt, check_grammar, chunked, prepare, prepare_beam, prepare_embedding
-from quire.engine.text_output import RequestText, embedding_in
+from quire.engine.text_input import (
+    Prompt,
+    check_grammar,
+    chunked,
+    pooled_tokens,
+    prepare,
+    prepare_beam,
+    prepare_classes,
+    prepare_embedding,
+)
+from quire.engine.text_output import RequestText, pooled_in
 from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
@@ -19,6 +28,7 @@ from quire.types.config import EngineOptions
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
 from quire.types.outputs import Delta, RequestOutput
+from quire.types.pooling import unit
 from quire.types.request import HOLD, Request
 from quire.types.sampling_params import SamplingParams
 from quire.types.seams import EngineClient
@@ -135,12 +145,29 @@ class Frontend:
                     break
         return vote.result()
 
-    async def embed(self, prompt: Prompt, pooling: str = "mean", **where: Any) -> tuple[list[float], int]:
-        """The pooled hidden state of a prompt, of length one, and how many tokens the prompt has; `where` as for
-        `prepare`."""
-        request = prepare_embedding(prompt, pooling, text=self.text, info=self.client.info, **where)
+    async def embed(
+        self, prompt: Prompt, pooling: str | None = None, normalize: bool | None = None, **where: Any
+    ) -> tuple[list[float], int]:
+        """The pooled hidden state of a prompt, of length one unless the model's files or `normalize` say otherwise, and
+        how many tokens the prompt has; `where` as for `prepare`."""
+        info = self.client.info
+        vector, tokens = await self.pooled(prepare_embedding(prompt, pooling, text=self.text, info=info, **where))
+        scaled = info.pooling.normalized if normalize is None else normalize
+        return unit(vector) if scaled else vector, tokens
+
+    def prepare_classes(self, prompt: Prompt, other: str | None = None, *, most: int | None = None) -> Request:
+        """A request for the scores of classes (logits) of a prompt, or of two texts as a pair. `most`: tokens to keep;
+        -1: as many as the model takes."""
+        return prepare_classes(prompt, other, text=self.text, info=self.client.info, most=most)
+
+    def pooled_tokens(self, prompt: Prompt, most: int | None) -> list[int]:
+        """Of a prompt that an encoder reads, `most` as for `prepare_classes`."""
+        return pooled_tokens(prompt, None, text=self.text, info=self.client.info, most=most)[0]
+
+    async def pooled(self, request: Request) -> tuple[list[float], int]:
+        """What a request for something pooled comes to, and how many tokens its prompt has."""
         events = [event async for batch in self.client.submit(request) for event in batch]
-        return embedding_in(events[-1]), len(request.prompt)
+        return pooled_in(events[-1]), len(request.prompt)
 
 
 class AsyncLLM(Frontend):

@@ -14,9 +14,10 @@ from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
 from quire.engine.frontend import Frontend
 from quire.engine.gc_control import calm
 from quire.engine.link import LentLink, open_link
-from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_embedding
-from quire.engine.text_output import RequestText, embedding_in
+from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_classes, prepare_embedding
+from quire.engine.text_output import RequestText, pooled_in
 from quire.text import TextModel, chat_prompt
+from quire.text.pair_scores import cosine, ranked, scores_pairs, text_pairs
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend, BlendParams
 from quire.types.config import EngineOptions
@@ -43,6 +44,7 @@ from quire.types.messages import (
     UnloadAdapter,
 )
 from quire.types.outputs import Delta, RequestOutput
+from quire.types.pooling import unit
 from quire.types.request import HOLD, Request, longest_first
 from quire.types.sampling_params import SamplingParams
 
@@ -142,17 +144,45 @@ class LLM:
         for _, delta in self._run([self._prepare(prompt, params or SamplingParams(), 0)]):
             yield delta
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: str = "mean") -> list[list[float]]:
-        """One vector of length one per prompt: the hidden states of its tokens after the final norm, their mean or
-        the last of them."""
-        requests = [prepare_embedding(p, pooling, text=self.text, info=self.info) for p in _as_list(prompts)]
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str | None = None, *, normalize: bool | None = None
+    ) -> list[list[float]]:
+        """One vector per prompt: the hidden states of its tokens after the final norm, their mean, the first (of an
+        encoder) or the last of them, as the model's files or `pooling` say (mean, if nobody does), scaled to length
+        one unless files or `normalize` say otherwise."""
+        many = _as_list(prompts)
+        vectors = self._pooled([prepare_embedding(p, pooling, text=self.text, info=self.info) for p in many])
+        scaled = self.info.pooling.normalized if normalize is None else normalize
+        return [unit(vector) for vector in vectors] if scaled else vectors
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], *, truncate: int | None = None) -> list[list[float]]:
+        """The probability of each class (`info.pooling.labels`) for each prompt, by the model's classification head."""
+        many = [prepare_classes(p, text=self.text, info=self.info, most=truncate) for p in _as_list(prompts)]
+        return [self.info.pooling.probabilities(scores) for scores in self._pooled(many)]
+
+    def score(self, first: str | Sequence[str], second: str | Sequence[str]) -> list[float]:
+        """How well texts go together, pair by pair; one `first` serves for all. By a cross-encoder's head if the model
+        has one, else the cosine of their embeddings."""
+        pairs = text_pairs(first, second)
+        if scores_pairs(self.info.pooling):
+            made = [prepare_classes(one, two, text=self.text, info=self.info) for one, two in pairs]
+            return [self.info.pooling.probabilities(scores)[0] for scores in self._pooled(made)]
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        vectors = dict(zip(texts, self.embed(texts, normalize=True), strict=True))
+        return [cosine(vectors[one], vectors[two]) for one, two in pairs]
+
+    def rerank(self, query: str, documents: Sequence[str], top_n: int = 0) -> list[tuple[int, float]]:
+        """(which document, its score) by `score`, best first; all of them, or the best `top_n`."""
+        return ranked(self.score(query, documents), top_n)
+
+    def _pooled(self, requests: list[Request]) -> list[list[float]]:
         vectors: dict[str, list[float]] = {}
         waiting = {r.id for r in requests}
         with self._following(requests, waiting) as inbox:
             while waiting:
                 event = self._next(inbox)
                 waiting.remove(event.request)
-                vectors[event.request] = embedding_in(event)
+                vectors[event.request] = pooled_in(event)
         return [vectors[r.id] for r in requests]
 
     def stats(self) -> EngineStats:

@@ -17,11 +17,12 @@ from quire.types.blend import Blend, BlendParams
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.messages import EngineInfo
+from quire.types.pooling import ENCODER
 from quire.types.request import HOLD, MAX_HOLD, Request
 from quire.types.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-POOLINGS = ("mean", "last")
+POOLINGS = ("mean", "last", "cls")
 _sandbox = GrammarSandbox()
 
 
@@ -40,8 +41,11 @@ def prepare(
     session: str = "",
     hold: float = HOLD,
     lora: str = "",
+    pooling: str = "",
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
+    if info.pooling.encoder and not pooling:
+        raise InputError(ENCODER)
     if priority and not info.priorities:
         raise InputError("priority needs an engine with scheduler priority", param="priority")
     tokens = text.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -76,6 +80,7 @@ def prepare(
         session=session,
         hold=_held(hold) if session else 0.0,
         lora=lora,
+        pooling=pooling,
     )
 
 
@@ -102,11 +107,45 @@ def branches_of(params: SamplingParams) -> tuple[SamplingParams, int]:
     return replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0), params.n
 
 
-def prepare_embedding(prompt: Prompt, pooling: str, **where: Any) -> Request:
-    """A request for the pooled hidden state of a prompt; `where` as for `prepare`."""
+def prepare_embedding(prompt: Prompt, pooling: str | None, *, info: EngineInfo, **where: Any) -> Request:
+    """A request for the pooled hidden state of a prompt, pooled as the model's files say unless told otherwise; `where`
+    as for `prepare`."""
+    pooling = pooling or info.pooling.pooling
     if pooling not in POOLINGS:
         raise InputError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}", param="pooling")
-    return replace(prepare(prompt, SamplingParams(max_tokens=1), **where), pooling=pooling)
+    if pooling == "cls" and not info.pooling.encoder:
+        raise InputError("the first token of a decoder has seen no other; pooling cls is for encoders", param="pooling")
+    return prepare(prompt, SamplingParams(max_tokens=1), info=info, pooling=pooling, **where)
+
+
+def prepare_classes(
+    prompt: Prompt,
+    other: str | None = None,
+    *,
+    text: TextModel,
+    info: EngineInfo,
+    most: int | None = None,
+    **where: Any,
+) -> Request:
+    """A request for the scores of classes of a prompt, or of two texts as a pair. `most`: tokens to keep; -1: as many
+    as the model takes."""
+    if not info.pooling.labels:
+        raise InputError("this model has no classification head: it classifies nothing")
+    tokens, segments = pooled_tokens(prompt, other, text=text, info=info, most=most)
+    request = prepare(tokens, SamplingParams(max_tokens=1), text=text, info=info, pooling="classify", **where)
+    if info.pooling.token_types > 1:  # ids of a further segment lie behind those of the vocabulary
+        tokens = [token + segment * info.vocab_size for token, segment in zip(tokens, segments, strict=True)]
+    return replace(request, prompt=tokens)
+
+
+def pooled_tokens(
+    prompt: Prompt, other: str | None, *, text: TextModel, info: EngineInfo, most: int | None
+) -> tuple[list[int], list[int]]:
+    """Token ids of what is to be pooled, and their segments."""
+    most = info.most_pooled if most is not None and most < 0 else most
+    if isinstance(prompt, str):
+        return text.tokenizer.encode_pair(prompt, other, most)
+    return list(prompt)[:most], [0] * len(prompt[:most])
 
 
 def prepare_beam(prompt: Prompt, beam: BeamParams, *, text: TextModel, **where: Any) -> Request:
@@ -136,7 +175,12 @@ _alphabet = lru_cache(maxsize=8)(alphabet_of)  # the compiler keeps what it make
 def check_tokens(tokens: list[int], info: EngineInfo, room: int) -> None:
     if not tokens:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
-    if len(tokens) >= room:
+    if info.pooling.encoder and len(tokens) > info.most_pooled:
+        most = info.most_pooled
+        raise ContextLengthError(
+            f"the input has {len(tokens)} tokens but the model takes {most}; shorten it, or send truncate_prompt_tokens"
+        )
+    if len(tokens) >= room and not info.pooling.encoder:
         raised = "raise max_model_len, with kv_budget beyond what the model was trained for"
         longer = "send kv_budget" if len(tokens) < info.stream_len else raised
         raise ContextLengthError(

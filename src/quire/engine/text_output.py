@@ -5,8 +5,6 @@ Stop strings are found here, where text is made; the engine is then told where t
 
 from __future__ import annotations
 
-import math
-
 from quire.text import IncrementalDetokenizer, StopMatcher, TextModel
 from quire.types.errors import EngineDeadError, from_wire
 from quire.types.events import TokenEvent
@@ -14,14 +12,13 @@ from quire.types.outputs import Delta
 from quire.types.request import FinishReason, Request
 
 
-def embedding_in(event: TokenEvent) -> list[float]:
-    """The pooled hidden state that an event carries, scaled to length one."""
+def pooled_in(event: TokenEvent) -> list[float]:
+    """The pooled hidden state, or the scores of classes, that an event carries."""
     if event.finish is FinishReason.ERROR:
         raise from_wire(event.error, event.message)
     if event.embedding is None:
         raise EngineDeadError("the request ended without an embedding: it was cancelled")
-    length = math.hypot(*event.embedding) or 1.0
-    return [x / length for x in event.embedding]
+    return event.embedding
 
 
 class _Branch:

@@ -16,6 +16,7 @@ from quire.kernels.cpu.program import KV_KINDS, DecoderWeights, LayerWeights
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import FORMATS
+from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.blocks.low_rank import Update, Updates
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense
@@ -64,6 +65,10 @@ def unknown_to_program(spec: DecoderSpec) -> str | None:
     first = spec.layers[0]
     if spec.recurrent or not isinstance(first.mixer, Attention):
         return "recurrent layers" if spec.recurrent else "latent attention"
+    if spec.encoder:
+        return "bidirectional attention"
+    if spec.class_head is not None:
+        return "a classification head"
     if spec.learned_positions:
         return "learned positions"
     if len(set(spec.rope_kinds)) > 1 or first.mixer.rope is None:
@@ -112,6 +117,7 @@ class CompiledModel:
     kv_dtype = "float16"  # what K and V are best kept in
     kv_kinds = KV_KINDS
     dtype = torch.float32  # of hidden states and logits
+    class_head: ClassHeadBlock | None = None
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from quire.kernels.attention_backend import Batch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.model.blocks.attention import AttentionBlock, LinearMaker
+from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
@@ -29,9 +30,10 @@ from quire.model.blocks.recurrent import CausalConv
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
 from quire.model.blocks.short_conv import ShortConvBlock
 from quire.model.blocks.stages import AttendingBlock, MixerBlock, Step
-from quire.model.decoder_spec import DecoderSpec, Experts, GatedDelta, Latent, Mamba2, Norms, ShortConv
+from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
+from quire.model.recurrent_spec import GatedDelta, Mamba2, ShortConv
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
 
@@ -78,7 +80,10 @@ class Model:
         self.stages = choose_stages(spec, device, invariant=invariant)
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         self.embed = self._plain(spec.vocab_size, spec.hidden)
-        self.positions = self._plain(spec.max_position, spec.hidden) if spec.learned_positions else None
+        places = spec.max_position + spec.position_offset
+        self.positions = self._plain(places, spec.hidden) if spec.learned_positions else None
+        self.token_types = self._plain(spec.token_types, spec.hidden) if spec.token_types else None
+        self.class_head = ClassHeadBlock.build(spec, partial(self._linear, scheme=self._dense))
         made = LayerInputs.build(spec, self._linear, self._norm, self._plain) if spec.layer_input else None
         self.layer_inputs = made
         self.layers = [self._layer(index) for index in range(len(spec.layers))]
@@ -146,9 +151,11 @@ class Model:
         named: dict[str, Module | None] = {
             "embed": self.embed,
             "positions": self.positions,
+            "token_types": self.token_types,
             "rope_divisors": self.rope_divisors,
             "final_norm": self.final_norm,
             "head": self.head,
+            **(self.class_head.modules() if self.class_head is not None else {}),
             **(self.layer_inputs.modules() if self.layer_inputs is not None else {}),
         }
         for layer in self.layers:
@@ -269,7 +276,8 @@ class Model:
                 shown.append(here if len(here) == batch.rows else here[batch.ends])
         if tap is not None:
             tap.states = shown
-        return stages.norm(self.final_norm, x, residual)
+        hidden = stages.norm(self.final_norm, x, residual)
+        return hidden[batch.ends] if last and self.spec.encoder else hidden
 
     def _attend_and_feed(
         self, layer: Layer, q: torch.Tensor, residual: torch.Tensor, step: Step
@@ -304,11 +312,16 @@ class Model:
     def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
         """Embeddings [tokens, hidden], and what the layers share."""
         ops = self.stages.ops
+        types, vocabulary = None, self.spec.vocab_size
+        if self.token_types is not None:
+            types, input_ids = input_ids.div(vocabulary, rounding_mode="floor"), input_ids.remainder(vocabulary)
         residual = ops.take(self.embed.weight, input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         if self.positions is not None:
-            residual += ops.take(self.positions.weight, batch.positions)
+            residual += ops.take(self.positions.weight, batch.positions + self.spec.position_offset)
+        if self.token_types is not None and types is not None:
+            residual += ops.take(self.token_types.weight, types)
         tables = {kind: ops.rope_tables(batch.positions, *self._ropes[kind], self.dtype) for kind in self._rotated}
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
         return residual, Step(batch, kv, tables, inputs=inputs)
@@ -323,7 +336,7 @@ class Model:
     def prefix_heads(self, layout: KVLayout) -> int | None:
         """Query heads of a KV head, where rows with a common prefix are attended together over it; else None."""
         alike = len(set(self.spec.mixer_kinds)) == 1 and layout.groups[0].window is None
-        if not alike or self.spec.recurrent:
+        if not alike or self.spec.recurrent or self.spec.encoder:
             return None
         attention = self.spec.attention
         return attention.heads // attention.kv_heads if self.stages.backends[0].shares else None

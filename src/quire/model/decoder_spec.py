@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from quire.types.kv import KVLayout, StateShape, TokenShape, layout_for
+from quire.model.recurrent_spec import GatedDelta, Mamba2, ShortConv
+from quire.types.kv import KVLayout, TokenShape, layout_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
@@ -59,6 +60,7 @@ class Attention:
     gate: bool = False  # what was attended is multiplied with the sigmoid of a product, before the last one
     v_norm: bool = False  # values are RMS-normed, without weights
     v_from_k: bool = False  # values are the keys as they are before norm and rotation
+    bidirectional: bool = False  # sees what comes later too: sequences are computed whole, and keep nothing
     kv_from: int | None = None  # attends keys and values of this layer, and has none of its own
 
     values_from = None
@@ -75,7 +77,9 @@ class Attention:
     @property
     def kept(self) -> TokenShape | None:
         """What it keeps of a token."""
-        return TokenShape(self.kv_heads, self.head_dim, self.window) if self.kv_from is None else None
+        if self.bidirectional or self.kv_from is not None:
+            return None
+        return TokenShape(self.kv_heads, self.head_dim, self.window)
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Latent:
     sinks = False
     qk_norm = None
     query_scaling = None
+    bidirectional = False
     kv_heads = 1
     kv_from = None
 
@@ -118,91 +123,6 @@ class Latent:
     @property
     def kept(self) -> TokenShape:
         return TokenShape(1, self.head_dim, values_from=self.values_from)
-
-
-@dataclass(frozen=True)
-class GatedDelta:
-    """Gated DeltaNet: queries, keys and values behind a short convolution; of each value head a matrix that decays and
-    takes in, by the delta rule, what a token's key does not find in it yet."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    taps: int  # inputs that the convolution sees, its own included
-
-    rope = None
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def qkv_width(self) -> int:
-        return 2 * (self.keys + self.values)
-
-    @property
-    def kept(self) -> StateShape:
-        """What it keeps of a sequence."""
-        channels = 2 * self.keys + self.values
-        return StateShape((self.taps - 1, channels), (self.value_heads, self.key_dim, self.value_dim))
-
-
-@dataclass(frozen=True)
-class Mamba2:
-    """A selective state space: inputs behind a short convolution; of each head a matrix that decays and takes in
-    products of inputs and input-dependent vectors, which groups of heads share."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_size: int
-    taps: int
-    conv_bias: bool = True
-    bias: bool = False  # of the first and the last product
-    norm_groups: int = 1  # parts that the gated norm is taken over
-    time_step_limit: tuple[float, float] = (0.0, float("inf"))
-
-    rope = None
-
-    @property
-    def inner(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        return self.inner + 2 * self.groups * self.state_size
-
-    @property
-    def qkv_width(self) -> int:
-        return self.inner + self.channels + self.heads
-
-    @property
-    def kept(self) -> StateShape:
-        return StateShape((self.taps - 1, self.channels), (self.heads, self.head_dim, self.state_size))
-
-
-@dataclass(frozen=True)
-class ShortConv:
-    """A short convolution between two gates (LFM2)."""
-
-    width: int
-    taps: int
-    bias: bool = False
-
-    rope = None
-
-    @property
-    def qkv_width(self) -> int:
-        return 3 * self.width
-
-    @property
-    def kept(self) -> StateShape:
-        return StateShape((self.taps - 1, self.width))
 
 
 Recurrent = GatedDelta | Mamba2 | ShortConv
@@ -274,6 +194,7 @@ class Norms:
     after: bool = False
     bias: bool = False  # of LayerNorms
     weight: bool = True  # learned; False: ones
+    replaces: bool = False  # what is normed takes the place of the residual stream (BERT)
 
 
 @dataclass(frozen=True)
@@ -287,8 +208,19 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class ClassHead:
+    """Scores of classes, from one token of a sequence."""
+
+    labels: int
+    pooled: Literal["cls", "last"]  # the first token, or the last
+    dense: bool = False  # behind a product and tanh
+    bias: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
-    """Embed, layers, final norm (of the last layer's kind), head."""
+    """Embed, layers, final norm (of the last layer's kind), head. Encoders are such, but that their attention is
+    bidirectional."""
 
     architecture: str
     vocab_size: int
@@ -297,6 +229,10 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     tie_embeddings: bool = False
     learned_positions: bool = False  # one vector a position, added to the embeddings
+    position_offset: int = 0  # learned positions are counted from here
+    token_types: int = 0  # vectors of segments, added to the embeddings; ids of segment n are those of tokens, plus n
+    # times the size of the vocabulary
+    class_head: ClassHead | None = None
     layer_input: int = 0  # width of per-layer embeddings: a vector a layer, of each token; 0: none
     embedding_scale: float = 1.0  # embeddings are multiplied with it
     residual_scale: float = 1.0  # what mixers and feeds add to the residual stream is
@@ -320,8 +256,14 @@ class DecoderSpec:
 
     @cached_property
     def last_kept(self) -> int:
-        """The last layer that keeps anything of a token or a sequence: behind it, only those asked for matter."""
-        return max(i for i, layer in enumerate(self.layers) if layer.mixer.kept is not None)
+        """The last layer that keeps anything of a token or a sequence: behind it, only those asked for matter. Of an
+        encoder -1."""
+        return max((i for i, layer in enumerate(self.layers) if layer.mixer.kept is not None), default=-1)
+
+    @property
+    def encoder(self) -> bool:
+        """Whether sequences are computed whole, and nothing is kept of them."""
+        return self.last_kept < 0
 
     @property
     def attention(self) -> Attending:

@@ -10,6 +10,7 @@ from quire.kernels.attention_backend import Batch
 from quire.kernels.cpu import CompiledDraw
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
+from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.blocks.low_rank import Updates
 from quire.model.decoder_spec import DecoderSpec
 from quire.types.kv import KVLayout
@@ -40,6 +41,7 @@ class Runnable(Protocol):
     device: torch.device
     dtype: torch.dtype  # of hidden states
     length: int  # the longest context it was made for
+    class_head: ClassHeadBlock | None  # scores of classes, of a row's hidden states
 
     @property
     def kv_dtype(self) -> str:

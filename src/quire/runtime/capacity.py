@@ -39,7 +39,7 @@ def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec
     Workers run their largest step at warm-up, so that one for which this is too little does not start."""
     element, slots = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
     rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a draft token is a row too
-    length = min(options.model.max_model_len or spec.max_position, left // layout.token_bytes)
+    length = min(options.model.max_model_len or spec.max_position, left // max(1, layout.token_bytes))
     drawn = min(rows, SLICE_ROWS)
     forward = (resolved.max_batch_tokens + slots) * spec.token_width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
@@ -124,6 +124,8 @@ def capacity_for(
     ropes = [layer.mixer.rope for layer in model.spec.layers]
     stretched = any(rope is not None and rope.kind == "dynamic" for rope in ropes)  # made to fit whatever is asked for
     longest = asked if stretched else min(asked, model.spec.max_position)
+    if model.spec.encoder:
+        pages, why = 1 + resolved.max_seqs * layout.pages_for(longest), "an encoder keeps no KV"
     fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
     if fits < 2:
         raise ConfigError(
@@ -156,7 +158,8 @@ def capacity_for(
         max_model_len=asked if options.model.max_model_len else longest,
         context=longest,
         rope_shifts=not (model.spec.learned_positions or model.spec.recurrent),
-        max_batch_tokens=resolved.max_batch_tokens,
+        max_batch_tokens=max(resolved.max_batch_tokens, longest if model.spec.encoder else 0),
+        whole=model.spec.encoder,
         step_target=resolved.step_target,
         depth=resolved.depth,
         drafts=PREDICTED_DRAFT_TOKENS if predicted_only else drafts,

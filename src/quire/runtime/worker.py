@@ -21,6 +21,7 @@ from quire.kernels.attention_backend import NO_TREE, Batch, Paths
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.state_views import single_tokens
 from quire.model import KVViews, Runnable, allocate_kv
+from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
 from quire.runtime.kv_deviation import probe
@@ -224,7 +225,7 @@ class ForwardWorker:
         output = ForwardOutput()
         if inspected:
             output.prompt_logits = self._prompt_logits(plan, hidden)
-            output.pooled, hidden = _pool(plan, hidden), hidden[batch.ends]
+            output.pooled, hidden = _pool(plan, hidden, self.model.class_head), hidden[batch.ends]
         tapped = tap.beside(hidden) if tap is not None else None
         if plan.samples:
             rows = [s.row for s in plan.samples]
@@ -352,12 +353,18 @@ class ForwardWorker:
                 yield PromptLogits(i, row.slot, self.model.logits(hidden[begin + at : begin + upto]), known[at:upto])
 
 
-def _pool(plan: StepPlan, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-    """Of rows with `pool`: their hidden states, summed, or the last of them. [tokens, hidden] → float32 [hidden]"""
+def _pool(plan: StepPlan, hidden: torch.Tensor, head: ClassHeadBlock | None) -> dict[int, torch.Tensor]:
+    """Of rows with `pool`: their hidden states, summed, or the first or last of them, [tokens, hidden] → float32
+    [hidden]; or what the classification head makes of them, [labels]."""
     pooled: dict[int, torch.Tensor] = {}
-    end = 0
+    begin = 0
     for i, row in enumerate(plan.rows):
-        begin, end = end, end + row.count
-        if row.pool:
-            pooled[i] = hidden[begin:end].float().sum(0) if row.pool == "mean" else hidden[end - 1].float()
+        end = begin + row.count
+        if row.pool == "classify":
+            assert head is not None, "refused where requests are made"
+            pooled[i] = head(hidden[begin:end])
+        elif row.pool:
+            states = hidden[begin:end].float()
+            pooled[i] = states.sum(0) if row.pool == "mean" else states[0 if row.pool == "cls" else -1]
+        begin = end
     return pooled

@@ -38,17 +38,20 @@ class Admission(SchedulingFeature):
         chunk: int,
         longest: int,
         overlapped: bool,
+        whole: bool = False,
         memory: KVManager,
         timeline: TimelineRecorder,
         preemption: PreemptionGuard,
         max_wait: float,
     ):
         """`chunk`: most tokens of one row; `longest`: of one sequence; `overlapped`: whether plans are made while the
-        device works; `max_wait`: seconds after which the oldest that waits goes before all others."""
+        device works; `max_wait`: seconds after which the oldest that waits goes before all others; `whole`: sequences
+        start only if one row takes all of them."""
         self._table = table
         self._policy = policy
         self._displacing = type(policy).displaces is not Policy.displaces and not memory.contiguous
-        self._chunk = chunk
+        self._chunk = longest if whole else chunk
+        self._whole_rows = whole
         self._longest = longest
         self._overlapped = overlapped
         self._memory = memory
@@ -196,6 +199,8 @@ class Admission(SchedulingFeature):
     def _start(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, spare: int) -> bool:
         """Give a waiting sequence pages, a slot and its first row; False if memory is short."""
         count = min(seq.known - hit.tokens, self._chunk, builder.budget.fit(hit.tokens))
+        if self._whole_rows and count < seq.known:
+            return False
         if seq.hook is not None:
             count = min(count, seq.hook.row_limit(hit.tokens))
         if not self._memory.fits(min(max(seq.known, reserve), seq.peak), hit, spare):

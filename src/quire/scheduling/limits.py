@@ -14,6 +14,7 @@ from quire.scheduling.features.chunk_reuse import check_blend
 from quire.scheduling.features.kv_eviction import KVBudget
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.plan import Capacity
+from quire.types.pooling import ENCODER
 from quire.types.request import Request
 
 
@@ -22,13 +23,17 @@ def check_request(request: Request, memory: KVManager, capacity: Capacity, budge
     length, longest = len(request.prompt), capacity.max_model_len if budget else capacity.longest
     if length == 0:
         raise InputError("the prompt is empty; send at least one token", param="prompt")
-    if length >= longest:
+    if capacity.whole and not request.pooling:
+        raise InputError(ENCODER)
+    if capacity.whole and length > longest:
+        raise ContextLengthError(f"the input has {length} tokens but the model takes {longest}; shorten it")
+    if length >= longest and not capacity.whole:
         longer = "raise max_model_len" if length >= capacity.max_model_len else "set kv_budget"
         raise ContextLengthError(
             f"the prompt has {length} tokens but the context holds {longest}, one of them for the answer; "
             f"shorten the prompt or {longer}"
         )
-    limit = min(longest, length + (1 if request.pooling else request.params.max_tokens or longest))
+    limit = min(longest + capacity.whole, length + (1 if request.pooling else request.params.max_tokens or longest))
     if request.outputs and (request.params.n > 1 or request.beam or request.pooling):
         raise InputError("outputs continue one answer: n must be 1, without beam search or pooling", param="outputs")
     if request.outputs and request.params.prompt_logprobs is not None:

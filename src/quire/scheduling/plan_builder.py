@@ -71,7 +71,7 @@ class PlanBuilder:
         row = Row(seq.slot, start, count, drafts=drafts)
         if request.params.prompt_logprobs is not None:
             row.score = start < seq.prompt_len - 1 and not seq.outputs
-        if request.pooling and (request.pooling != "last" or seq.computed == seq.prompt_len):
+        if request.pooling and (request.pooling == "mean" or seq.computed == seq.prompt_len):
             row.pool = request.pooling
         if hook is not None:
             row.shift, row.mass = hook.evicted, hook.wants_mass(start)

@@ -68,7 +68,7 @@ class Scheduler:
         self.memory = KVManager(
             layout,
             capacity.pages,
-            prefix_cache=prefix_cache and not self.policy.contiguous,
+            prefix_cache=prefix_cache and not (self.policy.contiguous or capacity.whole),
             contiguous=self.policy.contiguous,
             states=capacity.states,
             working=capacity.slots,
@@ -94,6 +94,7 @@ class Scheduler:
             chunk=self._chunk,
             longest=capacity.max_model_len,
             overlapped=capacity.depth > 1,
+            whole=capacity.whole,
             memory=self.memory,
             timeline=self.features.timeline,
             preemption=self.features.preemption,

@@ -91,6 +91,29 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error
 
+    def encode_pair(self, text: str, other: str | None, most: int | None) -> tuple[list[int], list[int]]:
+        """Token ids of one text, or of two as a pair, with what the model wants around them, and of each which segment
+        it is of; of more than `most` the longer text loses its end."""
+        try:
+            for each in (text, other or ""):
+                self._weigh(each, self._most or len(each))
+            found = self._backend.encode(text) if other is None else self._backend.encode(text, other)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InputError("the text has a lone surrogate, which is no character; send valid Unicode") from error
+        owners = found.sequence_ids  # None: of what is around the texts
+        counts = [owners.count(0), owners.count(1)]
+        for _ in range(0 if most is None else len(owners) - most):
+            longer = 0 if counts[0] > counts[1] else 1
+            counts[longer] = max(0, counts[longer] - 1)
+        ids, segments = [], []
+        for token, owner, segment in zip(found.ids, owners, found.type_ids, strict=True):
+            if owner is not None:
+                counts[owner] -= 1
+            if owner is None or counts[owner] >= 0:
+                ids.append(token)
+                segments.append(segment)
+        return ids, segments
+
     def _weigh(self, text: str, most: int) -> None:
         """Part by part; where parts meet there may be some tokens more than in the whole, so twice as many pass."""
         part, found = max(PART, 4 * most), 0

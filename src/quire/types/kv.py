@@ -107,7 +107,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def page_bytes(self) -> int:
         """The largest group's need; smaller groups leave a tail unused. Cells for states are made of pages too, and
         their numbers must lie straight."""
-        size = max(g.tokens_per_page * self._token_bytes(g) for g in self.groups)
+        size = max(g.tokens_per_page * self._token_bytes(g) for g in self.groups) or 16
         return -(-size // 16) * 16 if self.states else size
 
     @property
@@ -164,6 +164,8 @@ def layout_for(shapes: Sequence[TokenShape | StateShape | None], *, page_size: i
             by_state.setdefault(shape, []).append(layer)
         elif shape is not None:  # else it attends what another layer keeps
             by_shape.setdefault(shape, []).append(layer)
+    if not by_shape and not by_state:  # an encoder: pages count tokens, and hold nothing
+        return KVLayout((KVGroup((), page_size, kv_heads=1, head_dim=1),), dtype)
     sizes = {shape: len(layers) * shape.bytes(dtype) for shape, layers in by_shape.items()}
     groups = tuple(
         KVGroup(

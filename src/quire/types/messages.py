@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.pooling import PoolingInfo
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 from quire.types.timeline import Timeline
@@ -197,10 +198,16 @@ class EngineInfo(msgspec.Struct):
     prefix_cache: bool = True
     weights: WeightsInfo = msgspec.field(default_factory=WeightsInfo)
     adapters: list[AdapterInfo] = []  # LoRA adapters loaded at start
+    pooling: PoolingInfo = PoolingInfo()
 
     def room(self, params: SamplingParams) -> int:
         """Tokens that prompt and answer may come to."""
         return max(self.max_model_len, self.stream_len) if params.kv_budget is not None else self.max_model_len
+
+    @property
+    def most_pooled(self) -> int:
+        """Tokens of an input that nothing is generated for: a decoder keeps one for an answer."""
+        return self.max_model_len if self.pooling.encoder else self.max_model_len - 1
 
 
 ToEngine = Submit | Abort | FinishAt | Query | Reset | Shutdown

@@ -72,13 +72,14 @@ class RopeShift(msgspec.Struct):
 class Row(msgspec.Struct):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
-    With `score`, the log-probability of the token after each of these positions is wanted too (the known
-    token there: prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over
-    these positions, "last" for that of the last. `drafts`: how many tokens may be drafted after these; pages are there
-    for all of them, and the row has one sample. `shift`: how many of the slot's tokens before these have no KV any
-    more; what is left lies together, and the token at `start` takes KV position start - shift. `mass` asks how much
-    attention these tokens pay to each page. Of models with recurrent layers: `state` is the cell whose state the row
-    goes on from, `states` says after how many of its tokens which cell gets the state; the last pair is the row's end.
+    With `score`, the log-probability of the token after each of these positions is wanted too (the known token there:
+    prompt logprobs). `pool` asks for the hidden states (after the final norm): "mean" for the sum over these
+    positions, "cls" and "last" for that of the first and the last, "classify" for the scores of classes. `drafts`:
+    how many tokens may be drafted after these; pages are there for all of them, and the row has one sample. `shift`:
+    how many of the slot's tokens before these have no KV any more; what is left lies together, and the token at
+    `start` takes KV position start - shift. `mass` asks how much attention these tokens pay to each page. Of models
+    with recurrent layers: `state` is the cell whose state the row goes on from, `states` says after how many of its
+    tokens which cell gets the state; the last pair is the row's end.
     """
 
     slot: int
@@ -183,6 +184,7 @@ class Capacity(msgspec.Struct, frozen=True):
     step_target: float = 0.0  # seconds a step may take while answers are streamed; 0: any
     naming: bytes = b""  # key of the page hashes; empty: any, they are not shared
     states: int = 0  # cells for states of recurrent layers, the null cell among them
+    whole: bool = False  # an encoder: sequences are computed in one row each, and draw no tokens
     snapshot_tokens: int = 0  # of a prompt, between one snapshot of its state and the next
 
     @property

@@ -47,7 +47,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     prediction: list[int] = []  # what the caller thinks the answer will be: drafts are taken from it
     lora: str = ""  # name of the adapter it runs with; empty: the base model
     lora_slot: int = 0  # ... where the engine keeps that; set by the engine
-    pooling: str = ""  # last or mean: no tokens are drawn, the answer is the pooled hidden state
+    pooling: str = ""  # mean, cls, last or classify: no tokens are drawn, the answer is the pooled hidden state
 
 
 def longest_first(requests: list[Request]) -> list[Request]:

@@ -36,6 +36,8 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     reasons: list[str]  # of its decisions, a line each
     startup_s: dict[str, float]  # seconds by stage of the start
+    labels: int = 0  # classes that the model scores
+    token_types: int = 0  # segments that it tells apart
 
 
 class Executor(Protocol):

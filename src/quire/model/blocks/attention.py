@@ -34,6 +34,7 @@ class AttentionBlock:
     norm: Norm | None
     qkv: Linear  # queries (then gates of what is attended), keys, values
     gated: bool
+    bidirectional: bool
     kv_parts: int  # keys and values, keys that are both, or none: another layer's
     q_norm: Norm | None
     k_norm: Norm | None
@@ -67,6 +68,7 @@ class AttentionBlock:
             norm=norm(spec.hidden, norms) if norms.before else None,
             qkv=linear(spec.hidden, outputs, mixer.qkv_bias),
             gated=mixer.gate,
+            bidirectional=mixer.bidirectional,
             kv_parts=mixer.kv_parts,
             q_norm=norm(q_size, rms) if mixer.qk_norm else None,
             k_norm=norm(k_size, rms) if mixer.qk_norm and mixer.kv_parts else None,

@@ -48,6 +48,8 @@ def batch_dependent(spec: DecoderSpec) -> str | None:
         return "experts"
     if spec.recurrent:
         return "recurrent layers"
+    if spec.encoder:
+        return "an encoder"
     return "latent attention" if any(isinstance(layer.mixer, Latent) for layer in spec.layers) else None
 
 
@@ -102,6 +104,8 @@ class FusedStages(Stages):
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         if not isinstance(block, AttentionBlock) or block.gated or block.kv_parts < 2 or block.v_norm is not None:
+            return super().qkv(block, x, residual, step)
+        if block.bidirectional:
             return super().qkv(block, x, residual, step)
         norm, q_norm, k_norm = block.norm, block.q_norm, block.k_norm
         if norm is not None and not norm.centred and not adapts(block.qkv, step):

@@ -30,7 +30,8 @@ from quire.model.blocks.recurrent import (
     run_rounds,
     single_round,
 )
-from quire.model.decoder_spec import DecoderSpec, GatedDelta
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.recurrent_spec import GatedDelta
 
 Rule = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, g, beta
 

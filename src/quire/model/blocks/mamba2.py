@@ -22,7 +22,8 @@ from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv, ConvMaker, StateMixer, VectorMaker, gated_norm, run_rounds
-from quire.model.decoder_spec import DecoderSpec, Mamba2
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.recurrent_spec import Mamba2
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dt x, dt A, B, C
 

@@ -15,6 +15,7 @@ class Norm(Plain):
         super().__init__((size,), bias=norms.bias, device=device, dtype=dtype)
         self.eps = norms.eps
         self.centred = norms.kind == "layer"  # a LayerNorm: the mean is taken off
+        self.replaces = norms.replaces  # takes the place of what it is the norm of
         self._learned = norms.weight
         if not self._learned:
             self.weight.fill_(1)

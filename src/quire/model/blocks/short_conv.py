@@ -14,7 +14,8 @@ from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv, ConvMaker, StateMixer, run_rounds
-from quire.model.decoder_spec import DecoderSpec, ShortConv
+from quire.model.decoder_spec import DecoderSpec
+from quire.model.recurrent_spec import ShortConv
 
 
 @dataclass

@@ -21,6 +21,7 @@ import torch
 from quire.kernels.attention_backend import AttentionBackend, Batch
 from quire.kernels.attention_mass import AttentionMassRows
 from quire.kernels.backend_choice import choose_backend, choose_lora, choose_ops
+from quire.kernels.eager.row_attention import attend_rows, plan_rows
 from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import AttentionBlock, attention_spec
@@ -82,7 +83,10 @@ class Stages:
         self.lora = choose_lora(device, plain=plain)
         self.backends: dict[int, AttentionBackend] = {}  # by kind of attention
         self.reasons: list[str] = []  # what was chosen and why, for people
-        for kind in sorted({spec.mixer_kinds[layer] for layer in spec.attending}):
+        paged = [layer for layer, mixer in spec.attending.items() if not mixer.bidirectional]
+        if len(paged) < len(spec.attending):
+            self.reasons.append("attention: rows whole, both ways, by torch's own")
+        for kind in sorted({spec.mixer_kinds[layer] for layer in paged}):
             chosen = choose_backend(attention_spec(spec, kind), device, plain=plain, invariant=self.invariant)
             self.backends[kind] = chosen[0]
             self.reasons += chosen[1]
@@ -95,14 +99,17 @@ class Stages:
         if norm is None:
             return residual if x is None else residual.add_(x)
         if norm.centred:
-            return self.ops.layer_norm(residual if x is None else residual.add_(x), norm.weight, norm.bias, norm.eps)
+            added = residual if x is None else residual.add_(x)
+            normed = self.ops.layer_norm(added, norm.weight, norm.bias, norm.eps)
+            return residual.copy_(normed) if norm.replaces else normed
         if x is None:
             return self.ops.rms_norm(residual, norm.weight, norm.eps)
         return self.ops.add_rms_norm(x, residual, norm.weight, norm.eps)
 
     def qkv(self, block: MixerBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step) -> torch.Tensor:
         """Rotated queries [tokens, heads, dim], with gates behind each if there are any; keys and values go to their
-        pages. Of a recurrent mixer, what is left to be multiplied: [tokens, width]."""
+        pages, or, where attention is bidirectional, along with them as more heads. Of a recurrent mixer, what is left
+        to be multiplied: [tokens, width]."""
         if isinstance(block, RecurrentBlock):
             return block.mix(self.norm(block.norm, x, residual), step.kv.states[block.index], step.batch.states)
         if isinstance(block, LatentBlock):
@@ -125,6 +132,8 @@ class Stages:
             qk = torch.cat(normed, dim=1) if normed else qk
         if block.rotates:
             qk = self.ops.rope(qk, *step.rope[block.rope])
+        if block.bidirectional:
+            return torch.cat((qk, v), dim=1)
         if block.kv_parts:
             kv = step.kv.layers[block.index]
             v = v if block.v_norm is None else self.ops.rms_norm(v, block.v_norm.weight, block.v_norm.eps)
@@ -161,6 +170,10 @@ class Stages:
 
     def attention(self, block: AttendingBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         """[tokens, heads, dim]; the backend plans once a step for all layers with such attention."""
+        if isinstance(block, AttentionBlock) and block.bidirectional:
+            if block.kind not in step.plans:
+                step.plans[block.kind] = plan_rows(step.batch.counts, q.device)
+            return attend_rows(block.attention, q, step.plans[block.kind])
         kv = step.kv.layers[block.kept_by]
         group = step.batch.groups[kv.group]
         backend = self.backends[block.kind]

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec, LayerSpec, Mamba2, Norms
+from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms
 from quire.model.families.architecture import Target
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.mamba_config import mamba2
 from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, Names, target_of
+from quire.model.recurrent_spec import Mamba2
 
 _NAMES: Names = {
     **LLAMA_NAMES,

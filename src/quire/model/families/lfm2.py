@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec, Norms, Router, ShortConv
+from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec, Norms, Router
 from quire.model.families.architecture import Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.tensor_names import Names, target_of
+from quire.model.recurrent_spec import ShortConv
 
 _NAMES: Names = {
     "operator_norm": ("mixer_norm", 0),

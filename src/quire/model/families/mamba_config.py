@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.model.decoder_spec import Mamba2
 from quire.model.families.architecture import Fields
+from quire.model.recurrent_spec import Mamba2
 from quire.types.errors import ModelFileError
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.model.decoder_spec import DecoderSpec, LayerSpec, Mamba2, Norms, Router
+from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms, Router
 from quire.model.families.architecture import ACTIVATIONS, IGNORED, Fields, Target
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.mamba_config import mamba2
 from quire.model.families.tensor_names import Names, target_of
+from quire.model.recurrent_spec import Mamba2
 from quire.types.errors import ModelFileError
 
 _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

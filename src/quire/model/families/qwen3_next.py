@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, GatedDelta, LayerSpec, Norms, Router
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec, Norms, Router
 from quire.model.families.architecture import IGNORED, Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, Names, target_of
 from quire.model.loading.stored_tensor import Ungrouped
+from quire.model.recurrent_spec import GatedDelta
 from quire.types.errors import ModelFileError
 
 _KINDS = {

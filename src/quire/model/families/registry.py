@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.families.architecture import Architecture, named_in
+from quire.model.families.classifier import Classifier, generating
 from quire.model.families.text_part import TextPart, text_config
 from quire.model.loading.gguf_config import config_from_gguf, is_gguf
 from quire.types.errors import ModelFileError
@@ -39,6 +40,7 @@ FAMILY_MODULES = (
     "granite_hybrid",
     "nemotron_h",
     "lfm2",
+    "bert",
 )
 
 
@@ -63,7 +65,9 @@ def read_family(source: WeightSource) -> tuple[Architecture, DecoderSpec]:
         inner = text_config(metadata, source.tensors())
         text = TextPart(_find(named_in(inner), known), inner)
         return text, text.spec(metadata)
-    family = _find(named_in(metadata), known)
+    named = named_in(metadata)
+    base = next((name for name in generating(named) if name in known and named not in known), None)
+    family = _find(named, known) if base is None else Classifier(known[base], base)
     return family, family.spec(metadata)
 
 

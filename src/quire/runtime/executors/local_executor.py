@@ -93,9 +93,11 @@ class LocalExecutor:
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
         self._speculation, self._drafter = options.speculation, drafter
-        self._graphs = self._device.type == "cuda" and options.device.graphs
+        self._graphs = self._device.type == "cuda" and options.device.graphs and not spec.encoder
         if self._graphs and self.layout.states:
             self._reasons.append("captured steps: of one token a row, because layers are recurrent")
+        if spec.encoder:
+            self._reasons.append("an encoder: sequences are computed whole, nothing is cached or generated")
         self._threaded = self._device.type == "cpu" and resolved.depth > 1
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-compute") if self._threaded else None
         self._worker: ForwardWorker | None = None
@@ -145,6 +147,8 @@ class LocalExecutor:
             vocab_size=self.model.spec.vocab_size,
             reasons=list(self._reasons),
             startup_s=dict(self._startup_s),
+            labels=0 if (head := self.model.spec.class_head) is None else head.labels,
+            token_types=self.model.spec.token_types,
         )
 
     def start(self) -> Capacity:

@@ -1,14 +1,19 @@
-"""Prompts in their four forms, and the pooled hidden states of several. Refuses to know: any API's names for things."""
+"""Prompts in their four forms, and the pooled hidden states or scores of classes of several. Refuses to know: any API's
+names for things."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from typing import cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+from msgspec.structs import replace
 
 from quire.serve.core.context import current
 from quire.serve.core.generation import Serving, kept_tail, off_loop
 from quire.types.errors import InputError
+from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 MAX_PROMPTS = 1024  # prompts in one body
@@ -37,39 +42,73 @@ async def embed(
     serving: Serving,
     prompts: list[str | list[int]],
     *,
-    pooling: str = "mean",
+    pooling: str | None = None,
+    normalize: bool | None = None,
     dimensions: int | None = None,
     most: int | None = None,
 ) -> tuple[list[list[float]], int]:
-    """(a vector of length 1 for each prompt, tokens of all prompts). `most`: tokens to keep of each, as `kept_tail`."""
-    encode, info = serving.frontend.text.tokenizer.encode, serving.frontend.client.info
-    params = SamplingParams(max_tokens=1)
+    """(a vector for each prompt, tokens of all prompts). Pooled, and scaled to length 1, as the model's files say if
+    nothing else is said. `most`: tokens to keep of each, as `tokens_of`."""
+    inputs = await off_loop(sum(map(len, prompts)), lambda: [tokens_of(serving, prompt, most) for prompt in prompts])
 
-    def work() -> list[list[int]]:
-        tokens = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        return [kept_tail(prompt, most, params, info) for prompt in tokens]
+    async def one(index: int, **where: Any) -> list[float]:
+        vector, _ = await serving.frontend.embed(inputs[index], pooling, normalize, **where)
+        return vector if dimensions is None else shortened(vector, dimensions)
 
-    inputs = await off_loop(sum(map(len, prompts)), work)
+    return await pooled(serving, [len(tokens) for tokens in inputs], one)
+
+
+async def classify(
+    serving: Serving, texts: Sequence[tuple[str | list[int], str | None]], most: int | None = None
+) -> tuple[list[list[float]], int]:
+    """(probabilities of the model's classes for each text or pair of texts, tokens of all). `most`: tokens to keep; -1:
+    as many as the model takes."""
+    frontend, pooling = serving.frontend, serving.frontend.client.info.pooling
+
+    def work() -> list[Request]:
+        return [frontend.prepare_classes(one, other, most=most) for one, other in texts]
+
+    requests = await off_loop(sum(len(one) + len(other or "") for one, other in texts), work)
+
+    async def one(index: int, **where: Any) -> list[float]:
+        scores, _ = await frontend.pooled(replace(requests[index], **where))
+        return pooling.probabilities(scores)
+
+    return await pooled(serving, [len(request.prompt) for request in requests], one)
+
+
+def tokens_of(serving: Serving, prompt: str | list[int], most: int | None) -> list[int]:
+    """Of a prompt that is pooled. Of more than `most` (-1: as many as fit) a decoder reads the last, an encoder the
+    first, and what it wants around them."""
+    frontend, info = serving.frontend, serving.frontend.client.info
+    if info.pooling.encoder:
+        return frontend.pooled_tokens(prompt, most)
+    tokens = frontend.text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+    return kept_tail(tokens, most, SamplingParams(max_tokens=1), info)
+
+
+async def pooled(
+    serving: Serving, lengths: list[int], one: Callable[..., Awaitable[list[float]]]
+) -> tuple[list[list[float]], int]:
+    """What `one` gives for each index of inputs of so many tokens, some at once, charged to the caller; and tokens of
+    all."""
     context = current()
-    tokens = sum(map(len, inputs))
+    tokens = sum(lengths)
     if context.permit is not None:
         serving.admission.charge(context.permit, tokens)
         serving.admission.start(context.permit)
         context.permit.used += tokens
 
-    vectors: list[list[float]] = [[] for _ in inputs]
-    left = iter(enumerate(inputs))
+    vectors: list[list[float]] = [[] for _ in lengths]
+    left = iter(range(len(lengths)))
 
     async def some() -> None:
-        for index, prompt in left:
-            vector, _ = await serving.frontend.embed(
-                prompt, pooling, salt=context.salted(""), tenant=context.key.name, lora=context.lora
-            )
-            vectors[index] = vector if dimensions is None else shortened(vector, dimensions)
+        for index in left:
+            vectors[index] = await one(index, salt=context.salted(""), tenant=context.key.name, lora=context.lora)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(AT_ONCE, len(inputs))):
+            for _ in range(min(AT_ONCE, len(lengths))):
                 group.create_task(some())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

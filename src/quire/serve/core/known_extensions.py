@@ -15,7 +15,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         *("kv_transfer_params", "logits_processors"),
         *("logprob_token_ids", "media_io_kwargs", "mm_processor_kwargs", "prompt_embeds", "repetition_detection"),
         *("request_id", "return_prompt_text", "spaces_between_special_tokens"),
-        *("vllm_xargs", "enable_response_messages", "previous_input_messages", "normalize", "embed_dtype"),
+        *("vllm_xargs", "enable_response_messages", "previous_input_messages", "embed_dtype"),
         *("endianness", "data_parallel_rank", "lora_request", "stream_interval"),
     ),
     "SGLang": (

@@ -145,7 +145,7 @@ class Calls:
             inputs = list(body.inputs)
             if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
                 raise InputError(f"inputs takes 1 to {MAX_INPUTS} texts, none of them empty", param="inputs")
-            vectors, tokens = await embed(self.serving, inputs, pooling=body.pooling or "mean")
+            vectors, tokens = await embed(self.serving, inputs, pooling=body.pooling or None)
             embedding = self.messages["Embedding"]
             answers = [embedding(values=vector) for vector in vectors]
             return self.messages["EmbedResponse"](embeddings=answers, usage=self._usage(tokens, 0, 0))

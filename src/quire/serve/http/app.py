@@ -35,7 +35,7 @@ from quire.serve.http.openapi import install_schemas
 from quire.serve.ollama import generate as ollama
 from quire.serve.ollama import model_admin as ollama_files
 from quire.serve.ollama import model_info as ollama_models
-from quire.serve.openai import batches, completions, embeddings, lora_adapters, responses
+from quire.serve.openai import batches, completions, embeddings, lora_adapters, responses, scoring
 from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import model_list as models
 from quire.serve.openai import tokenize as tokens
@@ -62,6 +62,7 @@ PUBLIC: list[Router] = [
     completions.router,
     responses.router,
     embeddings.router,
+    scoring.router,
     models.router,
     lora_adapters.router,
     batches.router,

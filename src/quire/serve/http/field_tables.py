@@ -28,6 +28,7 @@ from quire.serve.openai.batch_bodies import BatchRequest
 from quire.serve.openai.embeddings import EmbeddingRequest
 from quire.serve.openai.request_bodies import ChatRequest, CompletionRequest
 from quire.serve.openai.responses_bodies import ResponseRequest
+from quire.serve.openai.scoring import ClassifyRequest, RerankRequest, ScoreRequest
 from quire.serve.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.serve.openai.upload_parts import CompleteRequest, UploadRequest
 
@@ -38,6 +39,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "POST /v1/completions": CompletionRequest,
     "POST /v1/responses": ResponseRequest,
     "POST /v1/embeddings": EmbeddingRequest,
+    "POST /v1/score": ScoreRequest,
+    "POST /v1/rerank": RerankRequest,
+    "POST /classify": ClassifyRequest,
     "POST /v1/batches": BatchRequest,
     "POST /v1/uploads": UploadRequest,
     "POST /v1/uploads/{id}/complete": CompleteRequest,

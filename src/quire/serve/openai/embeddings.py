@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the pooled hidden state of any decoder. Refuses to know: how it is computed."""
+"""POST /v1/embeddings: the pooled hidden state of any model. Refuses to know: how it is computed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     dimensions: Annotated[int, noted("the first so many, scaled to length 1 again", ge=1, le=1 << 20)] | None = None
     user: Annotated[str, unused()] | None = None
     truncate_prompt_tokens: Truncation | None = None
+    normalize: Annotated[bool, extension("scale to length 1; default as the model's files say, or true")] | None = None
     pooling: (
-        Annotated[Literal["mean", "last"], extension("all tokens' mean (default) or the last one's state")] | None
+        Annotated[
+            Literal["mean", "last", "cls"],
+            extension("all tokens' mean, the last one's state, of encoders the first's; default as files say, or mean"),
+        ]
+        | None
     ) = None
 
 
@@ -48,8 +53,14 @@ def encoded(vector: list[float]) -> str:
 
 async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     prompts = prompts_of(body.input, "input")
-    pooling, most = body.pooling or "mean", body.truncate_prompt_tokens
-    vectors, tokens = await embed(serving, prompts, pooling=pooling, dimensions=body.dimensions, most=most)
+    vectors, tokens = await embed(
+        serving,
+        prompts,
+        pooling=body.pooling,
+        normalize=body.normalize,
+        dimensions=body.dimensions,
+        most=body.truncate_prompt_tokens,
+    )
     in_base64 = body.encoding_format == "base64"
     data = [Embedding(index, encoded(vector) if in_base64 else vector) for index, vector in enumerate(vectors)]
     return json(EmbeddingList(data, serving.model_name, EmbeddingUsage(tokens, tokens)))
