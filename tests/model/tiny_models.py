@@ -366,9 +366,13 @@ CONFIGS = {
 
 
 def tiny(name: str, seed: int = 0) -> PreTrainedModel:
+    return filled(CONFIGS[name](), seed)
+
+
+def filled(config: hf.PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Weights large enough, and norms and biases off their neutral values, that every part shows in the logits."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):

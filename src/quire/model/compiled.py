@@ -187,6 +187,10 @@ class CompiledModel:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], float32."""
         return self._program.logits(hidden)
 
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of token ids [...], as its table has them: [..., hidden] float32"""
+        return self._program.embeddings(tokens.flatten()).unflatten(0, tokens.shape)
+
     def sketch(self) -> None:
         """Nothing of it is compiled while it runs."""
         return None

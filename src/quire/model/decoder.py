@@ -326,6 +326,10 @@ class Model:
         inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
         return residual, Step(batch, kv, tables, inputs=inputs)
 
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of token ids [...], as its table has them: [..., hidden]"""
+        return self.embed.weight[tokens]
+
     def sketch(self) -> Model:
         """With one layer of each kind, and the last: launches all that the whole does, and computes nothing of use."""
         kept = {*self.spec.layer_kinds, self.spec.last_kept, self.layers[-1].index}

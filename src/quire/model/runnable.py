@@ -98,6 +98,10 @@ class Runnable(Protocol):
         """Hidden states [rows, hidden] → logits [rows, vocabulary]."""
         ...
 
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of token ids [...], as its table has them: [..., hidden]"""
+        ...
+
     def sketch(self) -> Sketch | None:
         """None: nothing of it is compiled while it runs."""
         ...

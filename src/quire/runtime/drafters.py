@@ -6,14 +6,17 @@ Knows: which kinds there are, and what each needs. Refuses to know: how any of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from msgspec.structs import replace
 
 from quire.assets import resolve as find_model
 from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer
-from quire.generation.drafting.heads import MedusaHeads, load_heads
+from quire.generation.drafting.heads import Heads, MedusaHeads, load_heads
 from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
 from quire.generation.drafting.predicted import PredictedProposer
+from quire.generation.drafting.published_heads import PublishedHeads, PublishedMedusaHeads, load_published
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.kernels.cpu.int8_linear import pack_linears
@@ -89,18 +92,28 @@ def make_speculation(
             worker.capture(beside=[head.warm_up])
         return Speculation(PredictedProposer(DraftModelProposer(worker, head, layout)))
     if kind in ("medusa", "eagle"):
-        spec = target.spec
-        heads = load_heads(
-            kind, argument, hidden=spec.hidden, layers=len(spec.layers), vocab=spec.vocab_size, device=target.device
-        )
-        if target.threads is not None:
-            pack_linears(heads)
-        if isinstance(heads, MedusaHeads):
+        heads = _heads(kind, argument, target)
+        if isinstance(heads, MedusaHeads | PublishedMedusaHeads):
             return Speculation(PredictedProposer(MedusaProposer(heads)), hidden_layers=())
         # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
         width = TREE_WIDTH if target.device.type == "cpu" else 1
         return Speculation(PredictedProposer(EagleProposer(heads, width)), hidden_layers=heads.layers)
     return Speculation(PredictedProposer(NGramProposer() if kind == "ngram" else SuffixProposer()))
+
+
+def _heads(kind: str, path: str, target: Runnable) -> Heads | PublishedHeads:
+    """Of our own training, in one file, or published, in a directory."""
+    spec = target.spec
+    heads: Heads | PublishedHeads
+    facts = {"hidden": spec.hidden, "layers": len(spec.layers), "vocab": spec.vocab_size}
+    if Path(path).is_dir():
+        dtype = torch.float32 if target.device.type == "cpu" else target.dtype
+        heads = load_published(kind, path, **facts, device=target.device, dtype=dtype, embed=target.embeddings)
+    else:
+        heads = load_heads(kind, path, **facts, device=target.device)
+    if target.threads is not None:
+        pack_linears(heads)
+    return heads
 
 
 def _rate(text: str) -> float:

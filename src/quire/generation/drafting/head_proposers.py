@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.generation.drafting.heads import WINDOW_TOKENS, EagleDrafter, MedusaHeads
+from quire.generation.drafting.published_heads import Eagle3Drafter, PublishedMedusaHeads
 from quire.types.seams import DraftContext, DraftTree
 
 RECORD_BLOCK_ROWS = 4096  # copied into one tensor
@@ -19,7 +20,7 @@ MAX_DEPTH = 5  # tokens ahead: as far as drafters are trained to draft from thei
 
 
 class MedusaProposer:
-    def __init__(self, heads: MedusaHeads):
+    def __init__(self, heads: MedusaHeads | PublishedMedusaHeads):
         self._heads = heads
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[list[int]]:
@@ -58,7 +59,7 @@ class _Window:
 class EagleProposer:
     """`width`: branches followed at every depth; with one, drafts are chains."""
 
-    def __init__(self, drafter: EagleDrafter, width: int = 1):
+    def __init__(self, drafter: EagleDrafter | Eagle3Drafter, width: int = 1):
         self._drafter = drafter
         self._width = width
 

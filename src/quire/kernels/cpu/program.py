@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,11 +99,12 @@ class PackedMatrix:
         assert factors.shape == (self.rows,)
         lib.native().quire_scale(ctypes.byref(self.struct), factors.data_ptr())
 
-    def dense(self) -> torch.Tensor:
-        """The matrix as floats, as packed: what multiplications mean."""
-        out = torch.empty(self.rows, self.columns)
-        for row in range(self.rows):
-            lib.native().quire_unpack(ctypes.byref(self.struct), row, out[row].data_ptr())
+    def dense(self, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """The matrix, or some of its rows, as floats, as packed: what multiplications mean."""
+        wanted = range(self.rows) if rows is None else rows
+        out = torch.empty(len(wanted), self.columns)
+        for at, row in enumerate(wanted):
+            lib.native().quire_unpack(ctypes.byref(self.struct), row, out[at].data_ptr())
         return out
 
     def linear(self, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
@@ -291,6 +293,10 @@ class NativeProgram:
         out = torch.empty(hidden.shape[0], self._width)
         self._library.quire_logits(self._program, hidden.data_ptr(), hidden.shape[0], out.data_ptr(), self._width)
         return out[:, : self._weights.head.rows]
+
+    def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Of token ids [tokens]: [tokens, hidden] float32."""
+        return self._weights.embed.dense(tokens.tolist())
 
     def _build(self, kv: KVViews) -> None:
         """For these pages. Structs point into tensors; `_keep` holds those made here."""
