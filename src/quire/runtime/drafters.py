@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from quire.assets import resolve as find_model
 from quire.generation.drafting.head_proposers import EagleProposer, MedusaProposer
 from quire.generation.drafting.heads import Heads, MedusaHeads, load_heads
+from quire.generation.drafting.mtp import MtpDrafter
 from quire.generation.drafting.ngram import NGramProposer, SuffixProposer, SyntheticProposer
 from quire.generation.drafting.predicted import PredictedProposer
 from quire.generation.drafting.published_heads import PublishedHeads, PublishedMedusaHeads, load_published
@@ -21,6 +22,7 @@ from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.kernels.cpu.int8_linear import pack_linears
 from quire.model import Runnable, load_model
+from quire.model.loading.mtp_layer import MtpLayer, load_mtp
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.hardware import Resolved
 from quire.runtime.sampling_head import SamplingHead
@@ -29,8 +31,11 @@ from quire.types.config import EngineOptions, SpeculationOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity
+from quire.types.seams import WeightSource
 
-DRAFT_TOKENS = {"off": 0, "ngram": 8, "suffix": 8, "draft": 4, "medusa": 3, "eagle": 8, "synthetic": 4}  # by default
+DRAFT_TOKENS = {  # by default
+    "off": 0, "ngram": 8, "suffix": 8, "draft": 4, "medusa": 3, "eagle": 8, "mtp": 2, "synthetic": 4
+}  # fmt: skip
 PREDICTED_DRAFT_TOKENS = 8  # from a caller's prediction, where nothing else is drafted
 TREE_WIDTH = 4  # branches an EAGLE-type drafter follows at every depth
 
@@ -71,10 +76,18 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Runnable) -
     return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
 
 
+def load_mtp_layer(options: EngineOptions, target: Runnable, source: WeightSource) -> MtpLayer | None:
+    """The target's own multi-token-prediction layer, if it is to draft: before memory is divided, too."""
+    if options.speculation.speculation != "mtp":
+        return None
+    dtype = torch.float32 if target.threads is not None else target.dtype
+    return load_mtp(source, device=target.device, dtype=dtype, length=target.length)
+
+
 def make_speculation(
     options: SpeculationOptions,
     target: Runnable,
-    drafter: Drafter | None,
+    drafter: Drafter | MtpLayer | None,
     capacity: Capacity,
     grammars: GrammarStore,
 ) -> Speculation | None:
@@ -82,8 +95,11 @@ def make_speculation(
     if kind == "off":
         return Speculation(PredictedProposer(), predicted_only=True) if capacity.drafts else None
     if kind == "synthetic":
-        made = SyntheticProposer(_rate(argument), target.spec.vocab_size)
-        return Speculation(made, made.verify)
+        synthetic = SyntheticProposer(_rate(argument), target.spec.vocab_size)
+        return Speculation(synthetic, synthetic.verify)
+    if isinstance(drafter, MtpLayer):
+        made = MtpDrafter(drafter, target.embeddings)
+        return Speculation(PredictedProposer(EagleProposer(made)), hidden_layers=made.layers)
     if drafter is not None:
         model, layout, own = drafter.model, drafter.layout, replace(capacity, drafts=0, depth=capacity.drafts)
         worker = ForwardWorker(model, layout, own, model.device)
@@ -95,8 +111,9 @@ def make_speculation(
         heads = _heads(kind, argument, target)
         if isinstance(heads, MedusaHeads | PublishedMedusaHeads):
             return Speculation(PredictedProposer(MedusaProposer(heads)), hidden_layers=())
-        # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain.
-        width = TREE_WIDTH if target.device.type == "cpu" else 1
+        # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain;
+        # states of recurrent layers follow one branch only.
+        width = TREE_WIDTH if target.device.type == "cpu" and not target.spec.recurrent else 1
         return Speculation(PredictedProposer(EagleProposer(heads, width)), hidden_layers=heads.layers)
     return Speculation(PredictedProposer(NGramProposer() if kind == "ngram" else SuffixProposer()))
 

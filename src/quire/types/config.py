@@ -143,8 +143,8 @@ class SpeculationOptions(Checked):
 
     speculation: str = option(
         "off",
-        "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH (see docs/speculation.md)",
-        forms=("off", "ngram", "suffix", "draft:MODEL", "medusa:PATH", "eagle:PATH", "synthetic:RATE"),
+        "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH, mtp (see docs/speculation.md)",
+        forms=("off", "ngram", "suffix", "draft:MODEL", "medusa:PATH", "eagle:PATH", "mtp", "synthetic:RATE"),
     )
     draft_tokens: int | None = option(None, "longest draft, in tokens (default: by drafter)", low=1, high=16)
     draft_adapt: bool = option(True, "draft less, or nothing, where drafts have not paid lately")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.generation.drafting.heads import WINDOW_TOKENS, EagleDrafter, MedusaHeads
+from quire.generation.drafting.mtp import MtpDrafter
 from quire.generation.drafting.published_heads import Eagle3Drafter, PublishedMedusaHeads
 from quire.types.seams import DraftContext, DraftTree
 
@@ -59,7 +60,7 @@ class _Window:
 class EagleProposer:
     """`width`: branches followed at every depth; with one, drafts are chains."""
 
-    def __init__(self, drafter: EagleDrafter | Eagle3Drafter, width: int = 1):
+    def __init__(self, drafter: EagleDrafter | Eagle3Drafter | MtpDrafter, width: int = 1):
         self._drafter = drafter
         self._width = width
 

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from quire.generation.drafting.window_attention import attend, rotated
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.families.architecture import Fields, rope_spec
 from quire.types.errors import ConfigError, ModelFileError
@@ -90,7 +91,7 @@ class Eagle3Drafter(nn.Module):
         self.lm_head = nn.Linear(hidden, words, bias=False)
         longest = config.integer("max_position_embeddings", 2048, most=1 << 30)
         rope = rope_spec(config.config, self.head_dim, longest)
-        self._frequencies, self._rope_scale = inverse_frequencies(rope, longest, longest)
+        self._rope = inverse_frequencies(rope, longest, longest)
 
     def features(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states of the target [..., (layers + 1) hidden] → states to draft from [..., hidden]."""
@@ -104,19 +105,11 @@ class Eagle3Drafter(nn.Module):
         both = torch.cat((embedded, self.hidden_norm(states)), -1)
         return torch.cat((states, both), -1), torch.cat((self.k_proj(both), self.v_proj(both)), -1)
 
-    def _rotated(self, x: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
-        """x [..., heads, dim], so far `back` [...] of the query: only differences of positions matter."""
-        angles = -back[..., None].float() * self._frequencies.to(back.device)
-        cos, sin = (part(angles)[..., None, :].to(x.dtype) * self._rope_scale for part in (torch.cos, torch.sin))
-        first, second = x[..., : cos.shape[-1]], x[..., cos.shape[-1] : 2 * cos.shape[-1]]
-        rest = x[..., 2 * cos.shape[-1] :]
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
-
     def _keys_and_values(self, kv: torch.Tensor, back: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of all query heads, [..., heads, dim] each."""
         keys, values = (part.unflatten(-1, (self.kv_heads, self.head_dim)) for part in kv.chunk(2, -1))
-        share = self.attention_heads // self.kv_heads
-        return self._rotated(keys, back).repeat_interleave(share, -2), values.repeat_interleave(share, -2)
+        share, keys = self.attention_heads // self.kv_heads, rotated(keys, back, *self._rope)
+        return keys.repeat_interleave(share, -2), values.repeat_interleave(share, -2)
 
     def forward(
         self,
@@ -129,18 +122,13 @@ class Eagle3Drafter(nn.Module):
         """The next states, [n, t, hidden]; arguments as those of `heads.EagleDrafter`."""
         states, both = joined.split((self.hidden, 2 * self.hidden), -1)
         query = self.q_proj(both).unflatten(-1, (self.attention_heads, self.head_dim))
-        query = self._rotated(query, torch.zeros_like(both[..., 0])) * self.head_dim**-0.5
-        keys, values = self._keys_and_values(context_kv, distances)
-        scores = torch.einsum("nthd,nshd->nhts", query, keys)
-        parts, own = [scores.masked_fill(~mask[:, None], float("-inf"))], []
-        for back, entry in zip(range(len(draft_kv) - 1, -1, -1), draft_kv, strict=True):
-            key, value = self._keys_and_values(entry, torch.full_like(entry[..., 0], back))
-            parts.append((query * key).sum(-1).transpose(1, 2)[..., None])
-            own.append(value)
-        weights, count = torch.cat(parts, -1).softmax(-1), context_kv.shape[1]
-        mixed = torch.einsum("nhts,nshd->nthd", weights[..., :count], values)
-        for i, value in enumerate(own):
-            mixed = mixed + weights[..., count + i].transpose(1, 2)[..., None] * value
+        query = rotated(query, torch.zeros_like(both[..., 0]), *self._rope) * self.head_dim**-0.5
+        backs = range(len(draft_kv) - 1, -1, -1)
+        own = [
+            self._keys_and_values(entry, torch.full_like(entry[..., 0], back))
+            for back, entry in zip(backs, draft_kv, strict=True)
+        ]
+        mixed = attend(query, self._keys_and_values(context_kv, distances), mask, own)
         x = states + self.o_proj(mixed.flatten(2))
         normed = self.post_attention_layernorm(x)
         return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))

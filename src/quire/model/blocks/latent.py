@@ -95,16 +95,31 @@ class LatentBlock:
         ops: Ops,
     ) -> torch.Tensor:
         """Queries in the space of the keys, [tokens, heads, rope + rank]; keys go to their pages."""
-        spec = self.spec
-        latent, rotated = self.kv_down(x).split((spec.kv_rank, spec.rope_dim), dim=1)
-        latent = ops.rms_norm(latent.contiguous(), self.kv_norm.weight, self.kv_norm.eps)
+        rope_dim = self.spec.rope_dim
+        rotated, latent = self._keys(x, ops)
         k = torch.cat((ops.rope(rotated[:, None], *rope), latent[:, None]), dim=-1)
         ops.write_kv(k, k, kv, kv_slots)
+        q, absorbed = self._queries(x, ops)
+        return torch.cat((ops.rope(q[..., :rope_dim], *rope), absorbed), dim=-1)
+
+    def unrotated(self, x: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [tokens, heads * (rope + rank)] and keys [tokens, rope + rank] before anything of them is rotated."""
+        q, absorbed = self._queries(x, ops)
+        queries = torch.cat((q[..., : self.spec.rope_dim], absorbed), dim=-1)
+        return queries.flatten(1), torch.cat(self._keys(x, ops), dim=-1)
+
+    def _keys(self, x: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part that is to be rotated, and the latent."""
+        latent, rotated = self.kv_down(x).split((self.spec.kv_rank, self.spec.rope_dim), dim=1)
+        return rotated, ops.rms_norm(latent.contiguous(), self.kv_norm.weight, self.kv_norm.eps)
+
+    def _queries(self, x: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each head, the part that is to be rotated before all else; and the other in the latents' space."""
         if self.q_down is not None and self.q_norm is not None:
             x = ops.rms_norm(self.q_down(x), self.q_norm.weight, self.q_norm.eps)
-        q = self.q_up(x).unflatten(1, (spec.heads, -1))
-        absorbed = torch.bmm(q[..., spec.rope_dim :].transpose(0, 1), self._by_head[:, : spec.nope_dim])
-        return torch.cat((ops.rope(q[..., : spec.rope_dim], *rope), absorbed.transpose(0, 1)), dim=-1)
+        q = self.q_up(x).unflatten(1, (self.spec.heads, -1))
+        absorbed = torch.bmm(q[..., self.spec.rope_dim :].transpose(0, 1), self._by_head[:, : self.spec.nope_dim])
+        return q, absorbed.transpose(0, 1)
 
     def values(self, mixed: torch.Tensor) -> torch.Tensor:
         """Attended latents [tokens, heads, rank] → heads' values, [tokens, heads * value_dim]."""

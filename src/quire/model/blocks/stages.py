@@ -61,7 +61,7 @@ class Step:
 
 def adapts(linear: Linear, step: Step) -> bool:
     """Whether a step has tokens of adapters, and the matrix may have updates of them."""
-    return step.batch.adapters is not None and linear.lora is not None
+    return linear.lora is not None and step.batch.adapters is not None
 
 
 class Stages:

@@ -65,8 +65,8 @@ def load_model(
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)
         if why_not is None:
             source = _packable(source, quantize)
-            targets = _targets(family, spec, source)
-            _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+            targets = targets_of(family, spec, source)
+            check_targets(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
     packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant
     if quantize == "int8" or (quantize == "int4" and not packs):
@@ -75,15 +75,15 @@ def load_model(
     source = ExpertTensors(unquantised(source, blocks=packs))
     targets = {}
     if not random_weights:
-        targets = _targets(family, spec, source)
-        _check(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+        targets = targets_of(family, spec, source)
+        check_targets(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
     model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant)
     if packs:
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     if random_weights:
         fill_random(model, seed)
     else:
-        _fill(model, targets, source, progress)
+        fill_weights(model, targets, source, progress)
     model.finish()
     model.notes += _other_modalities(family, spec, source)
     if why_not is not None:
@@ -99,7 +99,8 @@ def resident_bytes(source: WeightSource, device: torch.device, dtype: torch.dtyp
     model = Model(spec, device=torch.device("meta"), dtype=dtype)
     if can_keep(device, dtype):
         source = ExpertTensors(unquantised(source, blocks=True))
-        keep_four_bits(model, None if quantize == "int4" else four_bit_modules(_targets(family, spec, source), source))
+        targets = targets_of(family, spec, source)
+        keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     return sum(tensor.nbytes for module in model.modules().values() for tensor in module.tensors().values())
 
 
@@ -111,7 +112,7 @@ def compiled_refusal(
         return "random weights are not quantised"
     family, spec = read_family(source)
     source = _packable(source, quantize)
-    return refusal(spec, _targets(family, spec, source), source, device, floats=quantize != "none")
+    return refusal(spec, targets_of(family, spec, source), source, device, floats=quantize != "none")
 
 
 def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
@@ -126,7 +127,7 @@ def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:
     return ExpertTensors(FourBitSource(source) if quantize == "int4" else source)
 
 
-def _targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
+def targets_of(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
     """StoredTensor name → where it goes; names the family does not know are an error, since ignoring one (a bias, an
     adapter) would silently run another model."""
     found = {name: family.target(name, spec) for name in source.tensors()}
@@ -144,7 +145,7 @@ def _other_modalities(family: Architecture, spec: DecoderSpec, source: WeightSou
     return [f"text only: {count} tensors of other modalities are left out"] if count else []
 
 
-def _check(targets: dict[str, Target], model: Model, source: WeightSource) -> None:
+def check_targets(targets: dict[str, Target], model: Model, source: WeightSource) -> None:
     """Every place filled once, by a tensor of its shape."""
     needs = {name: module.needs() for name, module in model.modules().items()}
     filled: dict[Place, str] = {}
@@ -187,7 +188,7 @@ def _places(
     return places
 
 
-def _fill(model: Model, targets: dict[str, Target], source: WeightSource, progress: Progress | None) -> None:
+def fill_weights(model: Model, targets: dict[str, Target], source: WeightSource, progress: Progress | None) -> None:
     modules, tensors = model.modules(), source.tensors()
     total, done = sum(tensors[name].nbytes for name in targets), 0
     for name, target in targets.items():

@@ -27,7 +27,7 @@ from quire.model.loading.lora_adapter import adapter_rank, read_adapter
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.quantization.key_channel_scales import key_factors
 from quire.runtime.capacity import capacity_for, kv_layout
-from quire.runtime.drafters import load_drafter, make_speculation
+from quire.runtime.drafters import load_drafter, load_mtp_layer, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
@@ -90,9 +90,10 @@ class LocalExecutor:
         if options.adapters.slots:
             self._reserve_adapters(options.adapters)
         drafter = load_drafter(options, resolved, self.model)
+        mtp = load_mtp_layer(options, self.model, source)
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
-        self._speculation, self._drafter = options.speculation, drafter
+        self._speculation, self._drafter = options.speculation, drafter or mtp
         self._graphs = self._device.type == "cuda" and options.device.graphs and not spec.encoder
         if self._graphs and self.layout.states:
             self._reasons.append("captured steps: of one token a row, because layers are recurrent")
