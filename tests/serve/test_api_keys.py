@@ -31,6 +31,8 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
         sha256 = "{DIGEST}"
         concurrency = 3
         tokens_per_minute = 1000
+        weight = 2.5
+        slo_ttft = 0.5
         [[key]]
         name = "ops"
         key = "another-long-secret-key"
@@ -40,6 +42,7 @@ def test_keys_from_a_file(tmp_path: Path) -> None:
     alice, ops = ring.find(SECRET), ring.find("another-long-secret-key")
     assert (alice.name, alice.scopes, alice.concurrency, alice.tokens_per_minute) == ("alice", {INFERENCE}, 3, 1000)
     assert (ops.name, ops.scopes, ops.concurrency) == ("ops", {INFERENCE, ADMIN}, None)
+    assert (alice.weight, alice.slo_ttft, alice.slo_tpot, ops.weight) == (2.5, 0.5, 0.0, 1.0)
     for wrong in (None, "", "x", SECRET + "x", SECRET[:-1], "\udcff"):
         with pytest.raises(UnauthorizedError):
             ring.find(wrong)
@@ -68,6 +71,8 @@ def test_keys_from_the_environment() -> None:
         (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\nscopes = []', "scopes"),
         (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\nconcurrency = -1', "concurrency"),
         (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\ntokens_per_minute = true', "tokens_per_minute"),
+        (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\nweight = 0', "weight"),
+        (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\nslo_tpot = "fast"', "slo_tpot"),
         (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\nscope = "admin"', "unknown field 'scope'"),
         (f'[[key]]\nname = "a"\nsha256 = "{DIGEST}"\n' * 2, "used twice"),
     ],

@@ -64,6 +64,17 @@ def test_top_k_of_minus_one_is_off(fake: httpx.Client, fake_frontend: FakeFronte
     assert fake_frontend.requests[-1].params.top_k == 0
 
 
+def test_targets_of_a_request(fake: httpx.Client, fake_frontend: FakeFrontend) -> None:
+    chat(fake, slo={"ttft": 0.5, "tpot": 0.05})
+    complete(fake, slo={"tpot": 0.2})
+    answer(fake, "/v1/responses", input="x", slo={"ttft": 2})
+    chat(fake)
+    found = [(one.slo_ttft, one.slo_tpot, one.background) for one in fake_frontend.requests[-4:]]
+    assert found == [(0.5, 0.05, False), (0.0, 0.2, False), (2.0, 0.0, False), (0.0, 0.0, False)]
+    for wrong in ({"ttft": 0}, {"tpot": "soon"}, 3):
+        assert fake.post("/v1/completions", json={"prompt": "x", "slo": wrong}).status_code == 400
+
+
 def test_stop_strings_wait_for_min_tokens(live: httpx.Client) -> None:
     body = {"prompt": "a b c d e f g h a b c d e f g h a b", "max_tokens": 30, "stop": [" e"]}
     early = complete(live, **body)["choices"][0]

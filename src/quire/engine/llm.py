@@ -79,11 +79,14 @@ class LLM:
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str | Sequence[str] = "",
+        slo_ttft: float = 0.0,
+        slo_tpot: float = 0.0,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched, those that may take longest first; results come in the order of the prompts.
         One `params` serves for all. `blend`: the prompts have chunks whose KV may be reused wherever they stand.
         `session_id`: the pages of the one prompt and its answer stay for `session_ttl` seconds. `lora`: the adapter
-        they run with, one for all or one for each; "" is the base model."""
+        they run with, one for all or one for each; "" is the base model. `slo_ttft`, `slo_tpot`: targets for the first
+        token and for each after it, in seconds (scheduler slo or auto)."""
         many = _as_list(prompts)
         if session_id and len(many) > 1:
             raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
@@ -92,8 +95,9 @@ class LLM:
         cut = [chunked(p, blend, self.text) for p in many]
         session = {"session": session_id, "hold": session_ttl}
         adapters = [lora] * len(many) if isinstance(lora, str) else lora
+        more: dict[str, Any] = {**session, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot}
         asked = zip(cut, each, ranks, adapters, strict=True)
-        requests = [self._prepare(p, s, r, blend=b, lora=one, **session) for (p, b), s, r, one in asked]
+        requests = [self._prepare(p, s, r, blend=b, lora=one, **more) for (p, b), s, r, one in asked]
         return self.collect(many, requests)
 
     def chat(

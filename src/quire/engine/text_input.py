@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ def prepare(
     hold: float = HOLD,
     lora: str = "",
     pooling: str = "",
+    slo_ttft: float = 0.0,
+    slo_tpot: float = 0.0,
 ) -> Request:
     """Tokenise, validate against the model, and settle what was left open (seed, length, stop ids)."""
     if info.pooling.encoder and not pooling:
@@ -81,12 +84,20 @@ def prepare(
         hold=_held(hold) if session else 0.0,
         lora=lora,
         pooling=pooling,
+        slo_ttft=_target(slo_ttft, "slo_ttft"),
+        slo_tpot=_target(slo_tpot, "slo_tpot"),
     )
 
 
 def _held(seconds: float) -> float:
     if not 0 < seconds <= MAX_HOLD:
         raise InputError(f"session_ttl must be above 0 and at most {MAX_HOLD:.0f} seconds", param="session_ttl")
+    return seconds
+
+
+def _target(seconds: float, name: str) -> float:
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"{name} must be a number of seconds, or 0 for none", param=name)
     return seconds
 
 

@@ -21,7 +21,7 @@ from quire.scheduling.policies.targets import Targets
 from quire.types.config import SchedulerOptions
 from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
-FAIR_STEP = 32_768.0  # of service, by which tenants must be apart for the order between them to change
+FAIR_STEP = 4096.0  # of service, by which tenants must be apart for the order between them to change
 DOUBT = 0.1  # weight of how much longer than likely an answer may become
 
 

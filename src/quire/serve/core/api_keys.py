@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import math
 import os
 import re
 import secrets
@@ -24,6 +25,8 @@ from quire.types.errors import ConfigError, UnauthorizedError
 INFERENCE, ADMIN = "inference", "admin"
 SCOPES = (INFERENCE, ADMIN)
 ENVIRONMENT = {"QUIRE_API_KEY": INFERENCE, "QUIRE_ADMIN_KEY": ADMIN}
+LIMITS = ("concurrency", "tokens_per_minute")
+LEVELS = ("weight", "slo_ttft", "slo_tpot")
 MAX_FILE = 1 << 20
 MIN_LENGTH = 16  # characters of a key given in clear
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
@@ -38,6 +41,9 @@ class Key:
     scopes: frozenset[str] = frozenset(SCOPES)
     concurrency: int | None = None
     tokens_per_minute: int | None = None
+    weight: float = 1.0  # its share beside others, where the scheduler is fair between tenants
+    slo_ttft: float = 0.0  # targets of its requests, in seconds, where they have none of their own; 0: the server's
+    slo_tpot: float = 0.0
 
 
 OPEN_KEY = Key("open")  # stands for everybody where no keys are configured
@@ -107,22 +113,28 @@ def _from_file(path: Path) -> list[Key]:
 
 
 def check_entry(path: Path | str, entry: dict[str, Any]) -> Key:
-    """One [[key]] table: name, sha256 (or key, in clear), scopes, concurrency, tokens_per_minute."""
+    """One [[key]] table: name, sha256 (or key, in clear), scopes, concurrency, tokens_per_minute, weight, slo_ttft,
+    slo_tpot."""
     name = entry.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"{path}: every key needs a name of letters, digits and ._@- (at most 64), got {name!r}")
-    if unknown := set(entry) - {"name", "sha256", "key", "scopes", "concurrency", "tokens_per_minute"}:
+    if unknown := set(entry) - {"name", "sha256", "key", "scopes", *LIMITS, *LEVELS}:
         raise ConfigError(f"{path}: key {name!r} has an unknown field {min(unknown)!r}")
     if ("sha256" in entry) == ("key" in entry):
         raise ConfigError(f"{path}: key {name!r} needs either sha256 or key")
     scopes = entry.get("scopes", [INFERENCE])
     if not isinstance(scopes, list) or not scopes or not all(scope in SCOPES for scope in scopes):
         raise ConfigError(f"{path}: scopes of key {name!r} must be a list of {' and '.join(SCOPES)}, got {scopes!r}")
-    for field in ("concurrency", "tokens_per_minute"):
+    for field in LEVELS:
+        value = entry.get(field, 1)
+        if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise ConfigError(f"{path}: {field} of key {name!r} must be a number above 0")
+    for field in LIMITS:
         if field in entry and (not isinstance(entry[field], int) or isinstance(entry[field], bool) or entry[field] < 0):
             raise ConfigError(f"{path}: {field} of key {name!r} must be a whole number, 0 for no limit")
     hashed = _hashed(entry["sha256"], name, path) if "sha256" in entry else _clear(entry["key"], name)
-    return Key(name, hashed, frozenset(scopes), entry.get("concurrency"), entry.get("tokens_per_minute"))
+    own = {field: entry[field] for field in (*LIMITS, *LEVELS) if field in entry}
+    return Key(name, hashed, frozenset(scopes), **own)
 
 
 def _hashed(value: Any, name: str, path: Path | str) -> bytes:

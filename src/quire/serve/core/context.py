@@ -29,6 +29,7 @@ class Context:
     lora: str = ""  # the adapter that answers; empty: the model itself
     session: str = ""  # whose pages stay for a while after the answer
     hold: float = 0.0  # ... so many seconds
+    slo: tuple[float, float] = (0.0, 0.0)  # targets in seconds: time to first token, time per token; 0: none of its own
     traceparent: str = ""  # of the caller's trace, as W3C writes it
     strict_fields: bool = False  # refuse fields that nobody here knows
     ignored: set[str] = field(default_factory=set)  # ... those that were left out instead

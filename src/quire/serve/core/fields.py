@@ -73,6 +73,16 @@ SessionTtl = Annotated[float, extension("for so many seconds (300)", gt=0, le=MA
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
+class ServiceLevel(msgspec.Struct, forbid_unknown_fields=True):
+    """Targets of one request, in seconds."""
+
+    ttft: Annotated[float, Meta(gt=0, le=86_400, description="to the first token")] | None = None
+    tpot: Annotated[float, Meta(gt=0, le=3_600, description="for each token after it")] | None = None
+
+
+Slo = Annotated[ServiceLevel, extension("targets in seconds, `ttft` and `tpot` (`--scheduler slo` or `auto`)")]
+
+
 class Field(NamedTuple):
     name: str
     kind: str  # honoured, extension, no effect, refused

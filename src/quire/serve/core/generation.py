@@ -22,6 +22,7 @@ from quire.observe.metrics import Metrics, RequestMeter
 from quire.serve.core.api_keys import KeyRing
 from quire.serve.core.background_lanes import Lanes
 from quire.serve.core.context import Context, current
+from quire.serve.core.fields import ServiceLevel
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
 from quire.serve.core.rate_limits import Permit, RequestAdmission
@@ -105,6 +106,12 @@ def hold_session(name: str | None, seconds: float | None) -> None:
     if name:
         context = current()
         context.session, context.hold = name, HOLD if seconds is None else seconds
+
+
+def set_targets(slo: ServiceLevel | None) -> None:
+    """Hold the request being handled to targets of its own."""
+    if slo is not None:
+        current().slo = (slo.ttft or 0.0, slo.tpot or 0.0)
 
 
 def preparing(size: int, params: SamplingParams) -> int:
@@ -205,6 +212,10 @@ class Generation:
             request.session, request.hold = context.session, context.hold
             request.lora = context.lora
             request.deadline = time.time() + left if allowed else 0.0
+            request.weight = context.key.weight
+            request.slo_ttft = context.slo[0] or request.slo_ttft or context.key.slo_ttft
+            request.slo_tpot = context.slo[1] or request.slo_tpot or context.key.slo_tpot
+            request.background = context.permit is not None and context.permit.background
         if context.permit is not None:
             info = self.serving.frontend.client.info
             if context.permit.background and info.priorities:

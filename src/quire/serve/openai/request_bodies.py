@@ -20,6 +20,7 @@ from quire.serve.core.fields import (
     Penalty,
     SessionId,
     SessionTtl,
+    Slo,
     Temperature,
     TopP,
     extension,
@@ -111,6 +112,7 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[Priority, extension("lower runs earlier (`--scheduler priority`)")] | None = None
     deadline_ms: Deadline | None = None
     cache_salt: Annotated[str, extension("prefixes are shared only within a salt")] | None = None
+    slo: Slo | None = None
     session_id: SessionId | None = None
     session_ttl: SessionTtl | None = None
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None

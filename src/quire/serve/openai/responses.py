@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.core.fields import refuse_unsupported
-from quire.serve.core.generation import Serving, hold_session
+from quire.serve.core.generation import Serving, hold_session, set_targets
 from quire.serve.core.turns import render
 from quire.serve.http.http_io import NamedEvents, decode, json, owner_of, read_body, until_gone
 from quire.serve.http.openapi import answers, generates, queried
@@ -43,6 +43,7 @@ def parse(serving: Serving, raw: bytes) -> ResponseRequest:
     serving.check_model(body.model)
     refuse_unsupported(body)
     hold_session(body.session_id, body.session_ttl)
+    set_targets(body.slo)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.top_logprobs is not None and LOGPROBS not in (body.include or ()):

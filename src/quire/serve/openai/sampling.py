@@ -11,7 +11,7 @@ import msgspec
 
 from quire.serve.core.constraints import ANY_JSON, choice, context_free, grammar, json_schema
 from quire.serve.core.fields import refuse_unsupported
-from quire.serve.core.generation import Serving, hold_session
+from quire.serve.core.generation import Serving, hold_session, set_targets
 from quire.serve.core.structural_tags import structural_tag
 from quire.serve.openai.chat_parts import JsonObjectFormat, JsonSchemaFormat, ResponseFormat, StructuralTagFormat
 from quire.serve.openai.request_bodies import GenerationRequest, SamplingFields, StructuredOutputs
@@ -36,6 +36,7 @@ def check(serving: Serving, body: GenerationRequest) -> None:
     serving.check_model(body.model)
     refuse_unsupported(body)
     hold_session(body.session_id, body.session_ttl)
+    set_targets(body.slo)
     if body.stream_options is not None and not body.stream:
         raise InputError("stream_options needs stream to be true", param="stream_options")
     if body.stream and body.best_of not in (None, body.n or 1):
