@@ -11,6 +11,7 @@ from quire.scheduling import scheduler as scheduler_module
 from quire.scheduling.length_mlp import LengthMLP
 from quire.scheduling.length_predictor import ConstantPredictor
 from quire.scheduling.policies import mlfq
+from quire.scheduling.policies.targets import STEP_MARGIN
 from quire.types.errors import DeadlineError
 from quire.types.request import FinishReason
 
@@ -115,10 +116,10 @@ def test_targets_for_each_token_bound_steps():
     scheduler, executor = engine("slo", slo_tpot=0.4)
     scheduler.submit(ask("a", [1, 2], tokens=4, slo_tpot=0.1))
     scheduler.submit(ask("b", [1, 2], tokens=4))
-    assert scheduler.policy.latency_target(()) == 0.1
+    assert scheduler.policy.latency_target(()) == pytest.approx(STEP_MARGIN * 0.1)
     for i in range(20):
         step(scheduler, executor, 1.0 + i)
-    assert scheduler.policy.latency_target(()) == 0.4
+    assert scheduler.policy.latency_target(()) == pytest.approx(STEP_MARGIN * 0.4)
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "fair", "auto", "slo"])

@@ -15,6 +15,7 @@ from quire.cli.bench_evict import evict
 from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
 from quire.cli.bench_serve import serve
+from quire.cli.bench_simulation import register as register_simulation
 from quire.cli.bench_spec import spec
 from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption, RoundsOption, with_engine_options
 from quire.types.config import EngineOptions
@@ -289,3 +290,4 @@ app.command()(spec)
 app.command()(evict)
 app.command()(lora)
 register(app)
+register_simulation(app)

@@ -9,7 +9,18 @@ from typing import Annotated
 import typer
 
 from quire import __version__
-from quire.cli import batch_command, bench, cache_command, doctor, keys, model_commands, run, serve, simulate
+from quire.cli import (
+    batch_command,
+    bench,
+    cache_command,
+    doctor,
+    keys,
+    model_commands,
+    profile_command,
+    run,
+    serve,
+    simulate,
+)
 from quire.types.errors import QuireError
 
 app = typer.Typer(
@@ -41,6 +52,7 @@ batch_command.register(app)
 model_commands.register(app)
 doctor.register(app)
 simulate.register(app)
+profile_command.register(app)
 app.add_typer(keys.app, name="keys")
 app.add_typer(cache_command.app, name="cache")
 app.add_typer(bench.app, name="bench")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
@@ -44,6 +44,11 @@ def simulate(
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="processes (default: one a core)")] = None,
     seed: Annotated[int, typer.Option(help="seed of made-up traffic and of the router")] = 0,
+    compare: Annotated[
+        str | None, typer.Option(help="policies beside each other, separated by commas; sjf:oracle is told lengths")
+    ] = None,
+    loads: Annotated[str, typer.Option(help="with --compare: shares of what one replica can serve")] = "0.7,0.9,1.1",
+    seeds: Annotated[int, typer.Option(min=1, help="with --compare: runs of each, from --seed on")] = 3,
     json_: JsonOption = None,
 ) -> None:
     """Simulate engines under load; report latencies, throughput and goodput."""
@@ -58,8 +63,13 @@ def simulate(
 
     if rate_scale <= 0 or kv_scale <= 0:
         raise ConfigError("rate_scale and kv_scale must be more than 0")
-    asked = _traffic(trace, workload, num, rate, arrivals, seed, rate_scale)
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
+    if compare is not None:
+        found = _compared(model, scheduling, trace, workload, num, arrivals, compare, loads, range(seed, seed + seeds))
+        if json_:
+            json_.write_text(json.dumps({"device": device, "source": model.source, "cells": found}, indent=1))
+        return
+    asked = _traffic(trace, workload, num, rate, arrivals, seed, rate_scale)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     fleet = Fleet(options, model, replicas, router, seed, clients, think, oracle)
     result = run(fleet, asked, workers=workers)
@@ -71,6 +81,40 @@ def simulate(
     if json_:
         facts = {"device": device, "source": model.source, "replicas": replicas, "router": router, "seed": seed}
         json_.write_text(json.dumps({**facts, "scheduler": scheduling.scheduler, **summary}, indent=1))
+
+
+def _compared(
+    model: CostModel,
+    scheduling: SchedulerOptions,
+    trace: Path | None,
+    workload: str | None,
+    num: int | None,
+    arrivals: str,
+    policies: str,
+    loads: str,
+    seeds: range,
+) -> list[dict[str, Any]]:
+    from quire.simulation.comparison import Contender, compare, made_up, markdown, recorded
+    from quire.simulation.figures import Targets
+    from quire.simulation.traces import read_trace
+
+    targets = Targets(scheduling.slo_ttft, scheduling.slo_tpot)
+    if (trace is None) == (workload is None):
+        raise ConfigError("say either trace or workload")
+    if workload is not None:
+        work = made_up(workload, targets, arrivals, num or 1000)
+    else:
+        assert trace is not None
+        work = recorded(trace.stem, read_trace(trace), targets, arrivals, num or 1000)
+    named = [name.partition(":") for name in policies.split(",")]
+    contenders = [Contender(policy, oracle == "oracle") for policy, _, oracle in named]
+    try:
+        shares = [float(load) for load in loads.split(",")]
+    except ValueError:
+        raise ConfigError(f"loads are numbers separated by commas, got {loads!r}") from None
+    cells = compare(model, [work], shares, contenders, list(seeds))
+    typer.echo(markdown(cells))
+    return [cell._asdict() for cell in cells]
 
 
 def _traffic(

@@ -17,6 +17,7 @@ from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.policies import Policy
 from quire.scheduling.preemption import PreemptionGuard
+from quire.scheduling.prefill_budget import PrefillLimiter
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
 from quire.types.request import FinishReason, Status
@@ -25,6 +26,7 @@ MAX_SCANNED = 64  # waiting sequences looked at in one plan, beyond those that g
 MAX_PASSED = 8  # ... of them, behind one that does not fit
 MAX_OVERTAKEN = 32  # admissions of others that a sequence which does not fit is made to wait for
 OVERDUE_EVERY = 8  # admissions, of which one is for the sequence that has waited longest, where that is too long
+MIN_RUNNING = 4  # sequences that run at once, whatever that does to their time per token
 MAX_DISPLACED = 4  # running sequences preempted for better candidates in one plan
 IDLE_SEQUENCES, IDLE_TOKENS = 64, 4096  # admitted while the device is idle; others follow while it works
 
@@ -43,6 +45,7 @@ class Admission(SchedulingFeature):
         timeline: TimelineRecorder,
         preemption: PreemptionGuard,
         max_wait: float,
+        limiter: PrefillLimiter,
     ):
         """`chunk`: most tokens of one row; `longest`: of one sequence; `overlapped`: whether plans are made while the
         device works; `max_wait`: seconds after which the oldest that waits goes before all others; `whole`: sequences
@@ -61,6 +64,7 @@ class Admission(SchedulingFeature):
         self._candidate: Sequence | None = None  # waits for the slots and pages of those who were displaced for it
         self._displaced: list[Sequence] = []
         self._max_wait = max_wait
+        self._limiter = limiter
         self._oldest: deque[Sequence] = deque()  # that wait for their first admission, and others that do no more
         self._since_overdue = OVERDUE_EVERY  # sequences admitted
 
@@ -89,6 +93,8 @@ class Admission(SchedulingFeature):
             return
         self._put_overdue_first(builder.now)
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
+        if not only and self._limiter.behind and len(table.running) >= MIN_RUNNING and not candidates[0].overdue:
+            return  # those that run would miss their targets for each token
         reserve = 0
         if memory.contiguous:
             candidates = self._static_batch(candidates[: len(slots)])

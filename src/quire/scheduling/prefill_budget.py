@@ -14,6 +14,7 @@ from quire.types.plan import StepPlan
 WORK_DOUBLING_CONTEXT = 16384  # tokens of context that double a token's work
 MIN_PREFILL_TOKENS = 64  # prompt tokens of a step, however slow: prompts must get on too
 EMA_WEIGHT = 0.2  # weight of the latest step
+PACE_WEIGHT = 0.1  # the same, in how long steps take that draw tokens
 
 
 def _work(start: int, count: int) -> float:
@@ -59,13 +60,21 @@ class PrefillLimiter:
         self._seconds = 0.0  # beyond that, of the latest steps with some, and their work
         self._work = 0.0
         self._last = 0.0  # when the step before ended
+        self._pace = 0.0  # seconds of the latest steps that drew tokens
+        self._asked = False  # whether a policy set the target
 
     def budget(self, *, decoding: bool, target: float | None = None) -> Budget:
         """For the next step; `decoding`: a running sequence is waiting for its next token."""
-        self._target = self._default if target is None else target
+        self._target, self._asked = (self._default, False) if target is None else (target, True)
         if not self._target or not decoding or not self._work:
             return Budget(self._most)
         return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
+
+    @property
+    def behind(self) -> bool:
+        """Whether steps take longer than the target that a policy set: one more sequence would make all of them
+        slower."""
+        return self._asked and self._pace > self._target
 
     def seconds(self, start: int, count: int) -> float:
         """About how long so many prompt tokens take from `start` on, as the latest steps say; 0: nothing is known."""
@@ -81,6 +90,8 @@ class PrefillLimiter:
         took, self._last = now - (self._last if began is None else began), now
         if not plan.rows or plan.probes or took <= 0:
             return
+        if any(row.count == 1 for row in plan.rows):
+            self._pace += PACE_WEIGHT * (took - self._pace)
         work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
         if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so
             self._base += EMA_WEIGHT * (took - self._base)

@@ -88,6 +88,7 @@ class Scheduler:
             predictor=(predictor or PREDICTORS[options.length_predictor]()) if self.policy.uses_lengths else None,
         )
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
+        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
         self._admission = Admission(
             self.sequences,
             policy=self.policy,
@@ -99,11 +100,11 @@ class Scheduler:
             timeline=self.features.timeline,
             preemption=self.features.preemption,
             max_wait=options.max_wait if self.policy.starves else inf,
+            limiter=self._prefill_limiter,
         )
         self._commit = Commit(self.sequences, self.memory)
         self.sequences.register(*self.features, self._admission, self._commit, *listeners)
         self._max_waiting = options.max_waiting
-        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
         self.policy.attach(Services(self.sequences, self.memory, self._prefill_limiter))
         self._in_flight: deque[PlanBuilder] = deque()
         self._undelivered: list[TokenEvent] = []  # of the step that is being committed

@@ -3,7 +3,7 @@
 Names of the public traces are known as they are: `arrival_s, input_tokens, output_tokens, blocks_512`; Azure's
 `TIMESTAMP, ContextTokens, GeneratedTokens`; Mooncake's `timestamp` (ms), `input_length, output_length, hash_ids`.
 Beside them a trace may say `tenant`, `ttft_s` and `tpot_s` (its targets), `background`. Equal block ids are equal
-prefixes.
+prefixes. Lines of the server's own log (`--log-format json`) are read too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Arrival(NamedTuple):
     ttft: float = 0.0  # targets in seconds; 0: none of its own
     tpot: float = 0.0
     background: bool = False
+    cached: int = 0  # prompt tokens that were found in a prefix cache when it was recorded
 
 
 AT = ("arrival_s", "arrival", "TIMESTAMP", "timestamp")
-PROMPT = ("input_tokens", "input_length", "ContextTokens", "prompt_tokens")
+PROMPT = ("input_tokens", "prompt_tokens", "input_length", "ContextTokens")
 OUTPUTS = ("output_tokens", "output_length", "GeneratedTokens")
 
 
@@ -62,7 +63,12 @@ def _limited(rows: Iterable[Mapping[str, Any]], limit: int | None) -> Iterator[A
 def _rows(path: Path, file: Iterable[str]) -> Iterable[Mapping[str, Any]]:
     if path.suffix.lower() == ".csv":
         return csv.DictReader(file)
-    return map(json.loads, filter(str.strip, file))
+    return filter(_is_request, map(json.loads, filter(str.strip, file)))
+
+
+def _is_request(row: Mapping[str, Any]) -> bool:
+    """Whether a line of the server's log is about a request that ended; lines of traces all are."""
+    return "logger" not in row or bool(row.get("prompt_tokens") and row.get("output_tokens"))
 
 
 def _arrival(row: Mapping[str, Any]) -> Arrival:
@@ -76,10 +82,11 @@ def _arrival(row: Mapping[str, Any]) -> Arrival:
         outputs=max(1, int(_first(row, OUTPUTS))),
         blocks=tuple(blocks),
         block=block,
-        tenant=str(row.get("tenant") or ""),
+        tenant=str(row.get("tenant") or row.get("key") or ""),
         ttft=float(row.get("ttft_s") or 0.0),
         tpot=float(row.get("tpot_s") or 0.0),
         background=str(row.get("background") or "").lower() in ("true", "1"),
+        cached=int(row.get("cached_tokens") or 0),
     )
 
 
@@ -92,6 +99,8 @@ def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _seconds(row: Mapping[str, Any]) -> float:
     """Mooncake counts milliseconds in a column of its own name, Azure writes dates."""
+    if "logger" in row:  # the server's log says when a request ended
+        return datetime.fromisoformat(row["time"]).timestamp() - float(row.get("seconds") or 0.0)
     for name in AT:
         value = row.get(name)
         if value is not None:

@@ -12,6 +12,7 @@ from math import inf
 from quire.types.config import SchedulerOptions
 from quire.types.policy import PolicyServices, SequenceId, SequenceView
 
+STEP_MARGIN = 0.85  # of a target for each token, that steps are held to: some take longer than they should
 RANGE_S = 0.005  # a target that is missed by less counts as met
 
 
@@ -63,4 +64,4 @@ class Targets:
         """What a step may take, so that those under way meet their targets for each token; None: any time."""
         own = min(self._tpot.values(), default=inf)
         target = min(own, self._options.slo_tpot or inf)
-        return None if target == inf else target
+        return None if target == inf else STEP_MARGIN * target

@@ -1,0 +1,159 @@
+"""bench calibrate, bench sweep, bench compare: the cost model of a device, the highest rate that meets a service level,
+and two results beside each other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quire.cli.bench_serve import Ask, Plan
+from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption, with_engine_options
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.result_comparison import Line
+
+CPU_LONGEST, GPU_LONGEST = 1024, 8192  # tokens of the longest prompt
+CPU_MOST, GPU_MOST = 32, 256  # sequences at once
+
+
+def show(lines: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for line in lines:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def calibrate(
+    *,
+    engine: EngineOptions,
+    longest: Annotated[int | None, typer.Option(help="longest prompt (default: 1024 on a CPU, 8192 on a GPU)")] = None,
+    most: Annotated[
+        int | None, typer.Option(help="most sequences at once (default: 32 on a CPU, 256 on a GPU)")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="times that every kind of step is measured")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the prompts")] = 1,
+    json_: Annotated[Path, typer.Option("--json", help="write the cost model here, for `quire simulate --device`")],
+) -> None:
+    """Measure steps of all kinds on this device and fit the cost model that `quire simulate` runs on."""
+    from quire.bench.calibration import calibrate as measure
+    from quire.bench.calibration import rows
+    from quire.engine.link import LocalLink, open_link
+    from quire.types.cost_model import write_cost_model
+
+    with closing(open_link(engine, process=False, progress=True)) as link:
+        if not isinstance(link, LocalLink):
+            raise ConfigError("calibration needs the engine in this process")
+        gpu = link.info.device != "cpu"
+        longest = longest or (GPU_LONGEST if gpu else CPU_LONGEST)
+        most = most or (GPU_MOST if gpu else CPU_MOST)
+        model = measure(link, longest=longest, most=most, rounds=rounds, seed=seed)
+    show([*rows(model)])
+    write_cost_model(json_, model)
+
+
+def compare(
+    before: Annotated[str, typer.Argument(help="JSON of a run; several of the same, separated by commas")],
+    after: Annotated[str, typer.Argument(help="... of another")],
+    *,
+    noise: Annotated[float, typer.Option(min=0, help="share by which single runs vary: no difference below it")] = 0.05,
+    all_: Annotated[bool, typer.Option("--all", help="figures that are the same, too")] = False,
+    check: Annotated[bool, typer.Option(help="exit with 1 where something got worse")] = False,
+) -> None:
+    """Put two results beside each other: what got better or worse by more than runs vary."""
+    from quire.bench.result_comparison import compare as beside
+    from quire.bench.result_comparison import read_side
+
+    sides = [read_side([Path(name) for name in side.split(",")]) for side in (before, after)]
+    lines = beside(sides[0], sides[1], noise)
+    if not lines:
+        raise ConfigError("the two have no figures in common")
+    shown = [line for line in lines if all_ or line.verdict != "same"]
+    head = ("figure", "before", "after", "change", "band", "")
+    show([head, *(_cells(line) for line in shown)])
+    typer.echo(f"{len(lines) - sum(line.verdict != 'same' for line in lines)} of {len(lines)} figures are the same")
+    if check and any(line.verdict == "worse" for line in lines):
+        raise typer.Exit(1)
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    values = f"{line.before:.4g}", f"{line.after:.4g}", f"{line.change:+.1%}", f"{line.band:.2g}"
+    return (line.name, *values, line.verdict)
+
+
+def sweep(
+    url: Annotated[str, typer.Argument(help="server, any that speaks the OpenAI API")] = "http://127.0.0.1:8000",
+    *,
+    workload: Annotated[Ask, typer.Option(help="what is asked: see docs/bench.md")] = Ask.CHAT,
+    slo: Annotated[str, typer.Option(help="chat (TTFT 500 ms), completion (100 ms) or ttft=..,tpot=.. in ms")] = "chat",
+    share: Annotated[float, typer.Option(min=0, max=1, help="of requests that must meet it")] = 0.99,
+    start: Annotated[float, typer.Option(help="first rate, requests per second")] = 1.0,
+    factor: Annotated[float, typer.Option(help="from one rate to the next")] = 1.5,
+    refine: Annotated[int, typer.Option(min=0, help="rates tried between the last that met it and the next")] = 2,
+    num: Annotated[int, typer.Option(min=1, help="requests at each rate")] = 100,
+    seeds: Annotated[int, typer.Option(min=1, help="runs at each rate, of other requests")] = 3,
+    in_: InOption = 128,
+    out: OutOption = 64,
+    prefix: PrefixOption = 512,
+    burstiness: Annotated[float, typer.Option(help="gamma shape of the gaps: 1 Poisson, less comes in bursts")] = 1.0,
+    model: Annotated[str | None, typer.Option(help="model to ask for (default: the first the server lists)")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar=["QUIRE_API_KEY", "OPENAI_API_KEY"], help="key to send as bearer token")
+    ] = None,
+    vocab: Annotated[int, typer.Option(help="token ids are drawn below this")] = 32_000,
+    json_: JsonOption = None,
+) -> None:
+    """Climb a ladder of rates on a running server to the highest that meets a service level."""
+    from quire.bench.load.arrivals import at_rate
+    from quire.bench.load.load_report import parse_slo
+    from quire.bench.load.runner import Load, Phase, Target
+    from quire.bench.rate_ladder import Rung, climb, highest
+
+    if not (start > 0 and factor > 1):
+        raise ConfigError("start must be more than 0, and factor more than 1")
+    bound = parse_slo(slo)
+    plan = Plan(workload, num, None, in_, out, prefix, vocab, 0, None, burstiness, None, [], None, 1.0)
+
+    async def work() -> list[Rung]:
+        async with Load(Target(url, model, "completions", api_key, None)) as load:
+            await load.warm_up(plan.jobs(2, 999_983))
+
+            async def measure(rate: float, seed: int) -> Phase:
+                return await load.open_loop(
+                    f"{rate:g} req/s", at_rate(plan.jobs(num, seed), rate, burstiness, seed), rate
+                )
+
+            return await climb(
+                measure, bound, start=start, factor=factor, seeds=range(1, seeds + 1), share=share, refine=refine
+            )
+
+    rungs = asyncio.run(work())
+    best = highest(rungs)
+    lines: list[tuple[str, ...]] = [("req/s", "meets the SLO", "least", "goodput req/s", "")]
+    for rung in sorted((rung.plain() for rung in rungs), key=lambda one: one["rate"]):
+        shares = f"{rung['slo_share']:.1%}", f"{rung['slo_share_least']:.1%}"
+        lines.append(
+            (f"{rung['rate']:.3f}", *shares, f"{rung['goodput_req_s']:.3f}", "met" if rung["met"] else "missed")
+        )
+    show(lines)
+    typer.echo(f"highest rate that meets {bound}: " + ("none" if best is None else f"{best:.3f} req/s"))
+    if json_:
+        facts = {"url": url, "workload": workload.value, "slo": str(bound), "share": share, "seeds": seeds, "num": num}
+        json_.write_text(
+            json.dumps({**facts, "highest_rps": best, "rungs": [rung.plain() for rung in rungs]}, indent=1)
+        )
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(compare)
+    app.command()(sweep)
+    app.command()(with_engine_options(positional_model=False)(calibrate))
