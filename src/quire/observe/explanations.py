@@ -62,6 +62,7 @@ class Branch(msgspec.Struct, kw_only=True):
     index: int
     state: str  # queued, prefill, decode, preempted, or how it finished
     output_tokens: int
+    expected_tokens: list[float]  # that were likely, and that nine of ten stay below; empty: nobody asked
     evicted_tokens: int  # whose KV was dropped to keep the request's budget
     forced_tokens: int  # of them, forced by a grammar: steps saved
     drafted_tokens: int  # by speculation
@@ -128,6 +129,7 @@ def _branch(timeline: Timeline, now: float) -> Branch:
         index=timeline.branch,
         state=timeline.finish or _state(timeline),
         output_tokens=timeline.outputs,
+        expected_tokens=list(timeline.expected) if timeline.expected[1] else [],
         evicted_tokens=timeline.evicted,
         forced_tokens=timeline.forced,
         drafted_tokens=timeline.drafted,

@@ -125,6 +125,16 @@ class _Exposition(Collector):
         again = "Tokens of chunks computed again because their place changes them."
         yield from self._counter("recomputed_tokens", again, stats.recomputed_tokens, shared=False)
         yield from self._counter("num_preemptions", "Sequences that lost their pages.", stats.preemptions)
+        if stats.lengths_predicted:
+            within = {
+                "any": stats.lengths_predicted,
+                "likely": stats.lengths_below_likely,
+                "high": stats.lengths_below_high,
+            }
+            help = "Answers whose length was predicted, and those not longer than the median and the 90% quantile."
+            yield from self._by("quire_length_predictions", help, "within", within)
+        given_up = "Requests that the scheduler ended because their target could not be met."
+        yield from self._counter("requests_given_up", given_up, stats.gave_up, shared=False)
         yield from self._counter("spec_decode_num_drafts", "Drafts of one token or several.", stats.drafts)
         yield from self._counter("spec_decode_num_draft_tokens", "Tokens drafted.", stats.drafted_tokens)
         yield from self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", stats.accepted_tokens)
