@@ -84,6 +84,17 @@ def test_prefixes_are_an_adapters_own(files, wanted):
     assert made.core.scheduler.stats.cached_tokens == 3 * 32
 
 
+def test_no_salt_of_a_callers_reaches_an_adapters_pages(files):
+    """Pages that the base computed under a salt like those of an adapter's requests are not that adapter's."""
+    made, alone = engine(files), Engine(files / "merged-a", kv_pages=200).answers(ASKED[:1])
+    digest = made.core.adapters.resolved(Request(id="x", prompt=[1], params=GREEDY, lora="a")).salt
+    made.core.submit(Request(id="x", prompt=ASKED[0], params=GREEDY, salt=digest))
+    while made.core.busy:
+        made.core.step()
+    assert made.answers(ASKED[:1], lora=["a"]) == alone
+    assert made.core.scheduler.stats.cached_tokens == 0
+
+
 def test_branches_and_beams(files):
     sampled = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=TOKENS, ignore_eos=True)
     beams = BeamParams(beams=3, n=2, max_tokens=8, ignore_eos=True)

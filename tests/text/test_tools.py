@@ -75,7 +75,9 @@ def test_required_calls_are_in_the_model_s_own_format(accepts: Any, format: Tool
         assert not accepts(one, format.spelled(("f", BAD)))
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS.values() if format is not HARMONY], ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format", [format for format in FORMATS.values() if format is not HARMONY], ids=lambda format: format.name
+)
 def test_strict_tools_bind_calls_and_leave_words_free(accepts: Any, format: ToolFormat) -> None:
     spec = strict_grammar(TOOLS, format, no_special)
     assert accepts(spec, "Just words, <tool or [TOOL or {.")

@@ -17,7 +17,18 @@ from triton.runtime.jit import JITFunction
 from quire.generation.sampling.noise import row_keys, streams
 from quire.kernels.attention_backend import AttentionSpec, Batch, GroupBatch
 from quire.kernels.kv_views import LayerKV
-from quire.kernels.triton import activation, cascade, expert_kernels, gated_delta, gemm, gemv, int4_matmul, launch, norm
+from quire.kernels.triton import (
+    activation,
+    cascade,
+    expert_kernels,
+    gated_delta,
+    gemm,
+    gemv,
+    int4_matmul,
+    launch,
+    lora_kernels,
+    norm,
+)
 from quire.kernels.triton import batch_gather as batch
 from quire.kernels.triton import embedding_gather as gather
 from quire.kernels.triton import rope_kernel as rope
@@ -156,6 +167,14 @@ def recurrent():
     gated_delta.gated_delta_step(qkv, share, share, states, cells, cells, 16)
 
 
+def adapters():
+    """LoRA of 32 adapters on queries, keys and values of an 8B, for decode and for a prompt."""
+    for tokens in (32, 512):
+        found = lora_kernels.segments(torch.zeros(tokens, dtype=torch.int64), 33)
+        a, b = random(33, 3 * 16, 4096), random(33, 6144, 16)
+        lora_kernels.add_lora(random(tokens, 6144), random(tokens, 4096), a, b, (4096, 1024, 1024), found)
+
+
 def experts():
     """Of the sizes of a 30B with 3B at a time, few rows to an expert and many."""
     for tokens in (1, 64, 4096):
@@ -197,7 +216,7 @@ def spilled(cubin):
     return int(re.search(r"STACK:(\d+)", found.stdout + found.stderr)[1])
 
 
-launch.compile_together((elementwise, products, draws, recurrent, experts, latent, attending), None)
+launch.compile_together((elementwise, products, draws, recurrent, experts, adapters, latent, attending), None)
 for name, kernel in made:
     kernel = getattr(kernel, "result", lambda kernel=kernel: kernel)()
     assert kernel.metadata.shared <= SHARED, (name, kernel.metadata.shared)

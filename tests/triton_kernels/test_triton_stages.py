@@ -107,23 +107,32 @@ def here(monkeypatch):
     monkeypatch.setattr(configs, "row_matmul", lambda outputs, width: Matmul(16, 32, 4, 1))
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("invariant", [False, True])
+PLAIN = [(name, invariant, False) for name in MODELS for invariant in (False, True)]
+ADAPTED = [("llama", False, True), ("llama", True, True), ("gemma2", False, True), ("gelu", False, True)]
+
+
+@pytest.mark.parametrize(("name", "invariant", "adapted"), [*PLAIN, *ADAPTED])
 @torch.inference_mode()
-def test_models(name, invariant, here):
-    """A prompt, and a single token, which has kernels of its own."""
+def test_models(name, invariant, adapted, here):
+    """A prompt, and a single token, which has kernels of its own; with LoRA adapters too."""
     torch.manual_seed(3)
     source = Config(MODELS[name])
     model = load_model(source, device=CPU, dtype=torch.float32, random_weights=True, invariant=invariant)
     for module in model.modules().values():
         for tensor in module.tensors().values():
             tensor.normal_(0.5 if tensor.dim() == 1 else 0.0, 0.2)
+    if adapted:
+        model.reserve_adapters(2, 8)
+        for linear in model.adaptable().values():
+            linear.lora.a[1:].normal_(0, 0.1)
+            linear.lora.b[1:].normal_(0, 0.1)
     quick, logits = model.stages, []
     assert isinstance(quick, FusedStages)
     for stages in (Stages(model.spec, CPU, plain=True), quick):
         model.stages = stages
         for tokens in ([5 * i % 64 for i in range(21)], [7]):
             batch, kv = whole_sequence(model.spec.kv_layout(page_size=4, dtype="float32"), len(tokens), CPU)
+            batch.adapters = (torch.arange(len(tokens)) + 2) % 3 if adapted else None
             logits.append(model.logits(model.forward(torch.tensor(tokens), batch, kv))[-1])
     for wanted, got in zip(logits[:2], logits[2:], strict=True):
         assert wanted.std() > 0.1

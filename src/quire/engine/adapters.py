@@ -74,10 +74,11 @@ class Adapters:
             self._free.append(slot)
 
     def resolved(self, request: Request) -> Request:
-        """With the slot of the adapter it names, and a salt of its own."""
+        """With the slot of the adapter it names, and a salt that no caller can give another request."""
+        salt = request.salt.replace("\0", "\0\0")
         if not request.lora:
-            return request
+            return request if salt == request.salt else replace(request, salt=salt)
         one = self._loaded.get(request.lora)
         if one is None:
             raise ModelNotFoundError(f"no adapter {request.lora!r} is loaded")
-        return replace(request, lora_slot=one.slot, salt=f"{request.salt}\0lora:{one.digest}")
+        return replace(request, lora_slot=one.slot, salt=f"{salt}\0lora:{one.digest}")

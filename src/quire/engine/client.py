@@ -370,6 +370,8 @@ class AsyncClient:
                 future = self._asked.get(message.id)
                 if future is not None and not future.done():
                     future.set_result(message.answer)
+                elif isinstance(message.answer, Refused):  # of what a new engine was told to have
+                    log.warning("the engine refused: %s", message.answer.message)
 
     def _fail(self, why: str) -> None:
         """The engine is gone: everything open ends now."""

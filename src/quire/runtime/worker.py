@@ -200,7 +200,7 @@ class ForwardWorker:
         eager = inspected or expanded.tree_rows or not self._captured.ready
         size = None if eager else self._captured.fit(counts)
         cells = None if self._states is None or size is None else self._states.single(plan.rows)
-        adapted = self.slots.adapted(row.slot for row in plan.rows)
+        adapted = self.model.adapter_slots > 0 and self.slots.adapted(row.slot for row in plan.rows)
         if size is not None and (self._states is None or cells is not None):
             return self._replay(plan, size, greedy, adapted, cells)
         return self._eager(expanded, counts, inspected, adapted)
