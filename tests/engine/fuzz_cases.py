@@ -71,9 +71,19 @@ def make_case(seed: int, models: dict[str, FuzzModel], disk: str) -> Case:
     rng = random.Random(seed)
     model = models[rng.choice(["compiled", "compiled", "compiled", "dense", "windows"])]
     options = _options(rng, model, disk)
+    _policies(random.Random(f"policies/{seed}"), options)
     asked = _requests(rng, model, options)
     _adapters(random.Random(f"adapters {seed}"), model, options, asked)
     return Case(seed, model, options, asked)
+
+
+def _policies(rng: random.Random, options: dict[str, Any]) -> None:
+    """By draws of their own: what other seeds found stays what it was."""
+    if options["scheduler"] == "fcfs" and rng.random() < 0.7:
+        options["scheduler"] = rng.choice(["sjf", "srpt", "mlfq", "lpm", "slo", "fair", "auto"])
+        options["max_wait"] = rng.choice([0.001, 0.1, 60.0])
+        options["slo_ttft"] = rng.choice([0.001, 0.05, 100.0])
+        options["slo_tpot"] = rng.choice([0.001, 0.5])
 
 
 def _adapters(rng: random.Random, model: FuzzModel, options: dict[str, Any], asked: list[Asked]) -> None:

@@ -3,7 +3,7 @@
 import json
 from itertools import islice, pairwise
 from random import Random
-from statistics import mean, pstdev
+from statistics import mean, median, pstdev
 
 import pytest
 from msgspec.structs import replace
@@ -246,3 +246,31 @@ def test_reports_of_loads_are_what_routers_wait_for(monkeypatch):
     trace = [Arrival(i * 0.2, 200, 2) for i in range(20)]
     result = simulate(Fleet(EngineOptions(), MODEL, replicas=2, router="least-load"), trace, workers=1)
     assert max(result.rows["wait"]) == pytest.approx(0, abs=1e-9)
+
+
+CPU = CostModel(
+    "cpu",
+    "a small model",
+    "made up, of a CPU's order",
+    0,
+    Rates(base=0.004, tokens=0.8e-3, rows=0.5e-3, context=1e-6, pairs=1e-7),
+    Machine(pages=2000, slots=64, max_model_len=8192, max_batch_tokens=512, depth=1, page_size=64),
+)
+
+
+def test_short_prompts_do_not_wait_behind_long_ones():
+    """Twelve clients with prompts of 5 to 6,000 tokens, one request at a time each."""
+    rng = Random(7)
+    trace = [Arrival(0.0, int(5 * 1200 ** rng.random()), rng.randrange(8, 40)) for _ in range(120)]
+
+    def run(policy):
+        options = EngineOptions.of(**({} if policy == "fcfs" else {"scheduler": policy}))
+        result = simulate(Fleet(options, CPU, clients=12), trace, workers=1)
+        rows = result.rows
+        short = [ttft for ttft, prompt in zip(rows["ttft"], rows["prompt"], strict=True) if prompt < 300]
+        return median(short), len(rows["ttft"]) / (result.end - START)
+
+    before, served_before = run("fcfs")
+    after, served_after = run("auto")
+    assert after < 0.5 < before
+    assert served_after > 0.97 * served_before
