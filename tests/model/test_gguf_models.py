@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf_hybrids import convert_hybrid, pair_heads
 from model_harness import run_model
 from tiny_models import prompts, their_logits, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,11 +20,6 @@ from quire.model.blocks.rope_scaling import inverse_frequencies
 
 CPU = {"device": "cpu", "dtype": torch.float32}
 GPT2_TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-
-
-def pair_heads(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp's conversion orders them for its paired RoPE."""
-    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
 def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGMLQuantizationType.F32) -> None:
@@ -104,13 +100,15 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
 GGUF_FAMILIES = ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2", "qwen3", "gpt2", "olmo2", "gemma2"]
 GGUF_FAMILIES += ["granite", "phi3-partial", "glm4", "qwen2-moe-everywhere", "qwen3-moe"]
 GGUF_FAMILIES += ["smollm3-gguf", "cohere2-gguf", "gemma3-gguf"]
+GGUF_HYBRIDS = ["gpt-oss", "granite-moe", "glm4-moe", "llama4-gguf", "deepseek-v2", "deepseek-v3-gguf"]
+GGUF_HYBRIDS += ["lfm2", "lfm2-moe", "qwen3-next-gguf", "granite-hybrid", "nemotron-h", "nemotron-h-moe"]
 
 
-@pytest.mark.parametrize("name", GGUF_FAMILIES)
+@pytest.mark.parametrize("name", [*GGUF_FAMILIES, *GGUF_HYBRIDS])
 def test_logits_survive_conversion(tmp_path, name):
     theirs = tiny(name)
     path = tmp_path / "m.gguf"
-    convert(theirs, str(path))
+    (convert_hybrid if name in GGUF_HYBRIDS else convert)(theirs, str(path))
     ours = load_model(resolve(str(path)).open(), **CPU)
     assert ours.spec.tie_embeddings == theirs.config.tie_word_embeddings
     (prompt,) = prompts(33)

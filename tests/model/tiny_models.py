@@ -350,6 +350,23 @@ CONFIGS = {
         layer_types=["sliding_attention", "full_attention"] * 2,
         tie_word_embeddings=False,
     ),
+    "llama4-gguf": lambda: hf.Llama4TextConfig(
+        **SIZES | {name: value for name, value in LLAMA4.items() if "scale" not in name and "chunk" not in name},
+        interleave_moe_layer_step=2,
+        num_experts_per_tok=2,
+        rope_parameters=dict(LLAMA3),
+    ),  # chunks and temperature are llama.cpp's own
+    "deepseek-v3-gguf": lambda: hf.DeepseekV3Config(
+        **SIZES | LATENT,
+        q_lora_rank=20,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "qwen3-next-gguf": lambda: hf.Qwen3NextConfig(**SIZES | DELTA | EXPERTS),
     "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: hf.GPT2Config(
         vocab_size=97,

@@ -32,10 +32,18 @@ class Target:
     transposed: bool = False
     order: RowOrder | None = None
     offset: float = 0.0  # added to what is stored
+    negated_exp: bool = False  # what is stored is -exp of it
 
     def stored(self, info: TensorInfo, raw: np.ndarray) -> StoredTensor:
         """The tensor as the model wants it."""
-        return StoredTensor(info, raw, transposed=self.transposed, order=self.order, offset=self.offset)
+        return StoredTensor(
+            info,
+            raw,
+            transposed=self.transposed,
+            order=self.order,
+            offset=self.offset,
+            negated_exp=self.negated_exp,
+        )
 
 
 class Architecture(Protocol):

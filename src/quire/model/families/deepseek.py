@@ -10,15 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec, Experts, Latent, LayerSpec, Norms, Router
-from quire.model.families.architecture import IGNORED, Target, named_in, rope_spec
+from quire.model.families.architecture import IGNORED, Fields, Target, named_in, rope_spec
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.glm4_moe import grouped_experts
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, layer_of, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_EXPERT_KEYS, GGUF_KEYS, LLAMA_NAMES, layer_of, target_of
 from quire.model.loading.stored_tensor import RotaryFirst, UnpairedHeads
 
 _NAMES = {
     **LLAMA_NAMES,
     **EXPERTS,
+    "attn_q": ("q_up", 0),
+    "attn_q_a": ("q_down", 0),
+    "attn_q_a_norm": ("q_norm", 0),
+    "attn_q_b": ("q_up", 0),
+    "attn_kv_a_mqa": ("kv_down", 0),
+    "attn_kv_a_norm": ("kv_norm", 0),
+    "attn_kv_b": ("kv_up", 0),
     "self_attn.q_proj": ("q_up", 0),
     "self_attn.q_a_proj": ("q_down", 0),
     "self_attn.q_a_layernorm": ("q_norm", 0),
@@ -39,10 +46,24 @@ class DeepseekFamily:
         "KimiK2ForCausalLM",
         "kimi_k2",
     )
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("deepseek2",)
+    gguf_keys: Mapping[str, str] = {
+        **GGUF_KEYS,
+        **GGUF_EXPERT_KEYS,
+        "n_routed_experts": "expert_count",
+        "scoring": "expert_gating_func",
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "qk_rope_head_dim": "rope.dimension_count",
+        "key_length": "attention.key_length",
+        "value_length": "attention.value_length",
+        "key_length_mla": "attention.key_length_mla",
+        "value_length_mla": "attention.value_length_mla",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if named_in(config) == "deepseek2":
+            config = _from_gguf(config)
         second = named_in(config) in _SECOND
         fields = DecoderConfig({**config, "num_key_value_heads": None, "head_dim": None}, _DEFAULTS)
         rope_dim, nope_dim = fields.integer("qk_rope_head_dim"), fields.integer("qk_nope_head_dim")
@@ -73,6 +94,26 @@ class DeepseekFamily:
         if target is not None and target.module.endswith(".kv_down"):
             return replace(target, order=UnpairedHeads(1, mixer.rope_dim, skip=mixer.kv_rank))
         return target
+
+
+def _from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A file says how experts are chosen (1: by a softmax), of heads the length of keys, and of YaRN a tenth of
+    `mscale_all_dim`; older ones have no lengths of their own for heads that are not compressed."""
+    older = config.get("key_length_mla") is None
+    keys, values = (config[name if older else f"{name}_mla"] for name in ("key_length", "value_length"))
+    rope, rotated = config.get("rope_scaling"), Fields(config).integer("qk_rope_head_dim")
+    if rope and (weight := rope.get("yarn_log_multiplier")):
+        rope = {**rope, "mscale": 10 * weight, "mscale_all_dim": 10 * weight}
+    return {
+        **config,
+        "model_type": "deepseek_v3" if config.get("scoring") == 2 else "deepseek_v2",
+        "qk_nope_head_dim": keys - rotated if isinstance(keys, int) else None,
+        "v_head_dim": values,
+        "partial_rotary_factor": None,
+        "rope_scaling": rope,
+        "topk_method": "group_limited_greedy" if (config.get("n_group") or 1) > 1 else None,
+        "norm_topk_prob": config.get("norm_topk_prob") or False,
+    }
 
 
 def _scale(config: Mapping[str, Any], head_dim: int) -> float:

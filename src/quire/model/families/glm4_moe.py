@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec, Norms, Router
-from quire.model.families.architecture import IGNORED, Target
+from quire.model.families.architecture import IGNORED, Fields, Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, layer_of, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_EXPERT_KEYS, GGUF_KEYS, LLAMA_NAMES, layer_of, target_of
 
-_NAMES = {**LLAMA_NAMES, **EXPERTS}
+_NAMES = {**LLAMA_NAMES, **EXPERTS, "post_attention_norm": ("feed_norm", 0)}
 
 
 def grouped_experts(fields: DecoderConfig, **facts: Any) -> Experts:
@@ -32,10 +32,18 @@ def grouped_experts(fields: DecoderConfig, **facts: Any) -> Experts:
 
 class Glm4MoeFamily:
     names: tuple[str, ...] = ("Glm4MoeForCausalLM", "glm4_moe")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("glm4moe",)
+    gguf_keys: Mapping[str, str] = {
+        **GGUF_KEYS,
+        **GGUF_EXPERT_KEYS,
+        "n_routed_experts": "expert_count",
+        "num_nextn_predict_layers": "nextn_predict_layers",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if named_in(config) == "glm4moe":  # blocks that draft are counted with the others
+            main = Fields(config).integer("num_hidden_layers", most=4096) - (config["num_nextn_predict_layers"] or 0)
+            config = {**config, "num_hidden_layers": main}
         fields = DecoderConfig(config, {"num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5})
         attention = fields.attention(qk_norm="head" if fields.flag("use_qk_norm") else None, o_bias=False)
         dense = fields.integer("first_k_dense_replace", 1, least=0)

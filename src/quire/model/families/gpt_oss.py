@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms, Router
-from quire.model.families.architecture import Target
+from quire.model.families.architecture import Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, SINKS, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, SINKS, target_of
 from quire.model.loading.stored_tensor import UnpairedHeads
 
 _DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 128}
@@ -18,10 +18,18 @@ _DEFAULTS = {"head_dim": 64, "num_key_value_heads": 8, "max_position_embeddings"
 
 class GptOssFamily:
     names: tuple[str, ...] = ("GptOssForCausalLM", "gpt_oss")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("gpt-oss",)
+    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
+        "sliding_window": "attention.sliding_window",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if named_in(config) == "gpt-oss" and config.get(
+            "rope_scaling"
+        ):  # as the models have it, which files do not say
+            config = {**config, "rope_scaling": {**config["rope_scaling"], "truncate": False}}
         fields = DecoderConfig(config, _DEFAULTS)
         types = fields.layer_types("full_attention" if i % 2 else "sliding_attention" for i in range(fields.layers))
         bias = fields.flag("attention_bias", True)
@@ -32,8 +40,8 @@ class GptOssFamily:
         return fields.decoder("gpt_oss", layers)
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS, **SINKS})
-        if target is None or "experts_" not in target.module:
+        target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS, **SINKS, "post_attention_norm": ("feed_norm", 0)})
+        if target is None or "experts_" not in target.module or name.startswith("blk."):
             return target
         order = UnpairedHeads(1) if target.module.endswith("experts_up") else None
         return replace(target, order=order, transposed=target.kind == "weight")

@@ -16,12 +16,14 @@ from quire.model.loading.stored_tensor import UnpairedHeads
 
 class GraniteFamily:
     names: tuple[str, ...] = ("GraniteForCausalLM", "granite", "GraniteMoeForCausalLM", "granitemoe")
-    gguf_names: tuple[str, ...] = ("granite",)
+    gguf_names: tuple[str, ...] = ("granite", "granitemoe")
     gguf_keys: Mapping[str, str] = GGUF_KEYS | {
         "embedding_multiplier": "embedding_scale",
         "attention_multiplier": "attention.scale",
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
     }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
@@ -41,10 +43,15 @@ class GraniteFamily:
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
         target = target_of(name, spec, {**LLAMA_NAMES, **EXPERTS})
-        if target is None or not name.startswith("blk.") or not target.module.endswith(".qkv") or target.part > 1:
-            return target
-        mixer = spec.attention
-        return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part]))
+        return target if target is None or not name.startswith("blk.") else unpaired(target, spec)
+
+
+def unpaired(target: Target, spec: DecoderSpec) -> Target:
+    """Of a GGUF file, which has queries and keys in the order of paired RoPE."""
+    if not target.module.endswith(".qkv") or target.part > 1:
+        return target
+    mixer = spec.attention
+    return replace(target, order=UnpairedHeads((mixer.heads, mixer.kv_heads)[target.part]))
 
 
 FAMILY = GraniteFamily()

@@ -7,15 +7,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms
-from quire.model.families.architecture import Target
+from quire.model.families.architecture import Fields, Target
 from quire.model.families.decoder_config import DecoderConfig
+from quire.model.families.granite import FAMILY as GRANITE
+from quire.model.families.granite import unpaired
 from quire.model.families.mamba_config import mamba2
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, Names, target_of
+from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, MAMBA, Names, target_of
 from quire.model.recurrent_spec import Mamba2
 
 _NAMES: Names = {
     **LLAMA_NAMES,
     **EXPERTS,
+    **MAMBA,
     "mamba.in_proj": ("in_proj", 0),
     "mamba.conv1d": ("conv", 0),
     "mamba.a_log": ("a_log", 0),
@@ -32,10 +35,21 @@ _SHARED: dict[bool, Names] = {  # beside experts, or alone
 
 class GraniteHybridFamily:
     names: tuple[str, ...] = ("GraniteMoeHybridForCausalLM", "granitemoehybrid")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("granitehybrid",)
+    gguf_keys: Mapping[str, str] = {
+        **GRANITE.gguf_keys,
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+        "mamba_d_conv": "ssm.conv_kernel",
+        "mamba_d_state": "ssm.state_size",
+        "mamba_n_groups": "ssm.group_count",
+        "mamba_n_heads": "ssm.time_step_rank",
+        "mamba_inner": "ssm.inner_size",
+        "rotates": "rope.scaling.finetuned",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if isinstance(by_layer := config.get("kv_heads_by_layer"), list):
+            config = _from_gguf(config, by_layer)
         fields = DecoderConfig(config)
         rope = {} if fields.raw("position_embedding_type") == "rope" else {"rope": None}
         attention = fields.attention(scale=fields.number("attention_multiplier", 1.0), **rope)
@@ -58,7 +72,20 @@ class GraniteHybridFamily:
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
         name = name.replace(".block_sparse_moe.router.weight", ".block_sparse_moe.gate.weight")
         name = name.replace(".block_sparse_moe.experts.", ".mlp.experts.")
-        return target_of(name, spec, {**_NAMES, **_SHARED[hasattr(spec.layers[0].feed, "count")]})
+        target = target_of(name, spec, {**_NAMES, **_SHARED[hasattr(spec.layers[0].feed, "count")]})
+        return target if target is None or not name.startswith("blk.") else unpaired(target, spec)
+
+
+def _from_gguf(config: Mapping[str, Any], by_layer: list[int]) -> dict[str, Any]:
+    heads, inner = (Fields(config).integer(name, most=1 << 20) for name in ("mamba_n_heads", "mamba_inner"))
+    return {
+        **config,
+        "layer_types": ["attention" if each else "mamba" for each in by_layer],
+        "num_local_experts": config.get("num_local_experts") or 0,
+        "mamba_d_head": inner // heads,
+        "mamba_conv_bias": config["conv_bias"],
+        "position_embedding_type": "rope" if config.get("rotates") else None,
+    }
 
 
 def _mamba(fields: DecoderConfig) -> Mamba2:

@@ -8,10 +8,14 @@ from typing import Any
 from quire.model.decoder_spec import DecoderSpec, Experts, LayerSpec, Norms, Router
 from quire.model.families.architecture import Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import Names, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, Names, target_of
 from quire.model.recurrent_spec import ShortConv
 
 _NAMES: Names = {
+    **{name: place for name, place in {**LLAMA_NAMES, **EXPERTS}.items() if name.startswith(("attn_", "ffn_", "exp_"))},
+    "shortconv.in_proj": ("in_proj", 0),
+    "shortconv.conv": ("conv", 0),
+    "shortconv.out_proj": ("o", 0),
     "operator_norm": ("mixer_norm", 0),
     "ffn_norm": ("feed_norm", 0),
     "conv.in_proj": ("in_proj", 0),
@@ -38,10 +42,22 @@ _NAMES: Names = {
 
 class Lfm2Family:
     names: tuple[str, ...] = ("Lfm2ForCausalLM", "lfm2", "Lfm2MoeForCausalLM", "lfm2_moe")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("lfm2", "lfm2moe")
+    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
+        "norm_eps": "attention.layer_norm_rms_epsilon",
+        "conv_L_cache": "shortconv.l_cache",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "num_dense_layers": "leading_dense_block_count",
+        "norm_topk_prob": "expert_weights_norm",
+        "routed_scaling_factor": "expert_weights_scale",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if isinstance(by_layer := config.get("kv_heads_by_layer"), list):  # GGUF, where widths are as they are used
+            types = ["full_attention" if heads else "conv" for heads in by_layer]
+            config = {**config, "layer_types": types, "block_auto_adjust_ff_dim": False}
         defaults = {"num_key_value_heads": 8, "max_position_embeddings": 128_000, "rope_theta": 1e6}
         fields, moe = DecoderConfig(config, defaults), "oe" in str(named_in(config))
         attention = fields.attention(qk_norm="head", qkv_bias=False, o_bias=False)
@@ -66,7 +82,8 @@ class Lfm2Family:
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
         name = name.replace(".feed_forward.expert_bias", ".feed_forward.expert_correction.weight")
-        return target_of(name.replace("model.embedding_norm.", "model.norm."), spec, _NAMES)
+        name = name.replace("model.embedding_norm.", "model.norm.").replace("token_embd_norm.", "output_norm.")
+        return target_of(name, spec, _NAMES)
 
 
 def _intermediate(fields: DecoderConfig, *, adjusted: bool) -> int:

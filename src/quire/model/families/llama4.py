@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.model.decoder_spec import Attention, DecoderSpec, LayerSpec, Norms, QueryScaling, Router
-from quire.model.families.architecture import Target
+from quire.model.families.architecture import Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, target_of
 from quire.model.loading.stored_tensor import UnpairedHeads
 from quire.types.errors import ModelFileError
 
@@ -29,10 +29,22 @@ _NAMES = {name.replace("mlp.", "feed_forward."): place for name, place in {**LLA
 
 class Llama4Family:
     names: tuple[str, ...] = ("Llama4ForCausalLM", "llama4_text")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("llama4",)
+    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
+        "intermediate_size": "expert_feed_forward_length",
+        "intermediate_size_mlp": "feed_forward_length",
+        "interleave_moe_layer_step": "interleave_moe_layer_step",
+        "num_local_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "sliding_window": "attention.sliding_window",
+        "attn_scale": "attention.temperature_scale",
+        "floor_scale": "attention.temperature_length",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if named_in(config) == "llama4":  # GGUF: what files do not say is as llama.cpp has it
+            chunk = None if config["sliding_window"] == 0 else _DEFAULTS["attention_chunk_size"]
+            config = {**config, "use_qk_norm": config["num_local_experts"] != 128, "attention_chunk_size": chunk}
         fields = DecoderConfig(config, _DEFAULTS)
         router = Router(score="sigmoid", normalised=False, weighs_input=True)
         shared = fields.integer("intermediate_size", most=1 << 24)
@@ -52,7 +64,7 @@ class Llama4Family:
         target = target_of(name, spec, _NAMES)
         if target is None:
             return None
-        if ".experts_" in target.module:
+        if ".experts_" in target.module and not name.startswith("blk."):
             return replace(target, transposed=True)
         if not target.module.endswith(".qkv") or target.part > 1:
             return target

@@ -12,7 +12,7 @@ from quire.model.decoder_spec import DecoderSpec, LayerSpec, Norms, Router
 from quire.model.families.architecture import ACTIVATIONS, IGNORED, Fields, Target
 from quire.model.families.decoder_config import DecoderConfig
 from quire.model.families.mamba_config import mamba2
-from quire.model.families.tensor_names import Names, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_EXPERT_KEYS, GGUF_KEYS, LLAMA_NAMES, MAMBA, Names, target_of
 from quire.model.recurrent_spec import Mamba2
 from quire.types.errors import ModelFileError
 
@@ -20,6 +20,11 @@ _PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "mo
 _TYPES = {"mamba": "linear_attention", "attention": "full_attention"} | {each: each for each in _PATTERN.values()}
 _FEEDS = ("mlp", "moe")
 _NAMES: Names = {
+    **{name: place for name, place in {**LLAMA_NAMES, **EXPERTS}.items() if name.startswith(("attn_", "ffn_", "exp_"))},
+    **MAMBA,
+    "ffn_up": ("up", 0),
+    "ffn_up_exps": ("experts_up", 0),
+    "ffn_up_shexp": ("shared_up", 0),
     "mixer_norm": ("mixer_norm", 0),
     "feed_norm": ("feed_norm", 0),
     "mixer.in_proj": ("in_proj", 0),
@@ -46,10 +51,24 @@ _NAMES: Names = {
 
 class NemotronHFamily:
     names: tuple[str, ...] = ("NemotronHForCausalLM", "nemotron_h")
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("nemotron_h", "nemotron_h_moe")
+    gguf_keys: Mapping[str, str] = {
+        **GGUF_KEYS,
+        **GGUF_EXPERT_KEYS,
+        "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
+        "n_routed_experts": "expert_count",
+        "moe_shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "moe_latent_size": "moe_latent_size",
+        "conv_kernel": "ssm.conv_kernel",
+        "ssm_state_size": "ssm.state_size",
+        "n_groups": "ssm.group_count",
+        "mamba_num_heads": "ssm.time_step_rank",
+        "mamba_inner": "ssm.inner_size",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
+        if isinstance(config.get("kv_heads_by_layer"), list):
+            config = _from_gguf(config)
         types = _block_types(config)
         fields = DecoderConfig({**config, "num_hidden_layers": len(types)}, {"head_dim": 128, "num_key_value_heads": 8})
         if fields.raw("moe_latent_size") is not None:
@@ -68,20 +87,38 @@ class NemotronHFamily:
             return Target(IGNORED)
         name = re.sub(r"^backbone\.", "model.", name)
         name = name.replace("model.embeddings.", "model.embed_tokens.").replace("model.norm_f.", "model.norm.")
-        match = re.match(r"model\.layers\.(\d{1,5})\.", name)
+        name = name.replace("output_norm.", "model.norm.")
+        match = re.match(r"(?:model\.layers|blk)\.(\d{1,5})\.", name)
         if match is None:
             return target_of(name, spec, _NAMES)
         places = [(i, at) for i, layer in enumerate(spec.layers) for at in range(1 if layer.feed is None else 2)]
         if int(match[1]) >= len(places):
             return None
         layer, at = places[int(match[1])]
-        name = re.sub(r"(layers\.\d+)\.norm\.", rf"\1.{('mixer_norm', 'feed_norm')[at]}.", name)
+        name = re.sub(r"(layers\.\d+|blk\.\d+)\.(?:norm|attn_norm)\.", rf"\1.{('mixer_norm', 'feed_norm')[at]}.", name)
         target = target_of(name, spec, _NAMES)
         if target is None:
             return None
         inner = target.module.split(".")[2]
         part = target.part // 2 if inner == "experts_up" else target.part  # there is no gate beside it
         return replace(target, module=f"layers.{layer}.{inner}", part=part)
+
+
+def _from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A block with KV heads attends, one with a width is a feed, the others are recurrent."""
+    heads, inner = (Fields(config).integer(name, most=1 << 20) for name in ("mamba_num_heads", "mamba_inner"))
+    widths = config.get("feeds_by_layer")
+    feed = "moe" if config.get("n_routed_experts") else "mlp"
+    types = [
+        "attention" if kv else feed if isinstance(widths, list) and widths[i] else "mamba"
+        for i, kv in enumerate(config["kv_heads_by_layer"])
+    ]
+    return {
+        **config,
+        "layers_block_type": types,
+        "mamba_head_dim": inner // heads,
+        "use_conv_bias": config["conv_bias"],
+    }
 
 
 def _block_types(config: Mapping[str, Any]) -> list[str]:

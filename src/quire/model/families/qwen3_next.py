@@ -9,15 +9,16 @@ from dataclasses import replace
 from typing import Any
 
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec, Norms, Router
-from quire.model.families.architecture import IGNORED, Target, named_in
+from quire.model.families.architecture import IGNORED, Fields, Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, LLAMA_NAMES, Names, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, MAMBA, Names, target_of
 from quire.model.loading.stored_tensor import Ungrouped
 from quire.model.recurrent_spec import GatedDelta
 from quire.types.errors import ModelFileError
 
 _KINDS = {
     "Qwen3NextForCausalLM": "qwen3_next",
+    "qwen3next": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
 }
@@ -41,6 +42,15 @@ _NAMES: Names = {
     **EXPERTS,
     "self_attn.k_proj": ("qkv", 2),
     "self_attn.v_proj": ("qkv", 3),
+    "attn_k": ("qkv", 2),
+    "attn_v": ("qkv", 3),
+    "post_attention_norm": ("feed_norm", 0),
+    "attn_qkv": ("qkvz", 0),
+    "attn_gate": ("qkvz", 3),
+    **{name: place for name, place in MAMBA.items() if name != "ssm_d"},
+    "ssm_in": ("qkvz", 0),
+    "ssm_ba": ("ba", 0),
+    "ssm_norm": ("head_norm", 0),
     "linear_attn.in_proj_qkvz": ("qkvz", 0),
     "linear_attn.in_proj_qkv": ("qkvz", 0),
     "linear_attn.in_proj_z": ("qkvz", 3),
@@ -57,11 +67,25 @@ _NAMES: Names = {
 
 class Qwen3NextFamily:
     names: tuple[str, ...] = (*_KINDS, *_DEFAULTS)
-    gguf_names: tuple[str, ...] = ()
-    gguf_keys: Mapping[str, str] = {}
+    gguf_names: tuple[str, ...] = ("qwen3next",)
+    gguf_keys: Mapping[str, str] = GGUF_KEYS | {
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        "full_attention_interval": "full_attention_interval",
+        "linear_conv_kernel_dim": "ssm.conv_kernel",
+        "linear_key_head_dim": "ssm.state_size",
+        "linear_num_key_heads": "ssm.group_count",
+        "linear_num_value_heads": "ssm.time_step_rank",
+        "linear_inner": "ssm.inner_size",
+    }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         kind = _KINDS.get(named_in(config), named_in(config))
+        if isinstance(inner := config.get("linear_inner"), int):  # GGUF
+            heads = Fields(config).integer("linear_num_value_heads")
+            config = {**config, "linear_value_head_dim": inner // heads}
         fields = DecoderConfig(config, _DEFAULTS[kind])
         attention = fields.attention(qk_norm="head", gate=True)
         delta = _delta(fields)
@@ -89,10 +113,10 @@ class Qwen3NextFamily:
             return replace(target, order=Ungrouped(mixer.heads, (mixer.head_dim, mixer.head_dim)))
         if isinstance(mixer, GatedDelta):
             share = mixer.value_heads // mixer.key_heads
-            if ".in_proj_qkvz" in name:
+            if ".in_proj_qkvz" in name or ".ssm_in." in name:
                 values = share * mixer.value_dim
                 return replace(target, order=Ungrouped(mixer.key_heads, (mixer.key_dim, mixer.key_dim, values, values)))
-            if ".in_proj_ba" in name:
+            if ".in_proj_ba" in name or ".ssm_ba." in name:
                 return replace(target, order=Ungrouped(mixer.key_heads, (share, share)))
         return target
 

@@ -94,6 +94,7 @@ _SUFFIXES = {
     ".router.per_expert_scale": ".router.per_expert_scale.weight",
     ".A_log": ".a_log.weight",
     ".dt_bias": ".dt_bias.weight",
+    ".ssm_dt.bias": ".ssm_dt_bias.weight",
     ".D": ".d.weight",
 }
 _EXPERT = re.compile(r"\.(\d+)(?=\.|$)")
@@ -112,6 +113,25 @@ _OUTSIDE = {
 _LAYER = re.compile(r"(?:(?:model\.)?layers|(blk))\.(\d{1,5})\.([a-z0-9_.]+)\.(weight|bias)")
 _OTHER = re.compile(r"(?:model\.)?([a-z_]+)\.(weight|bias)")
 
+MAMBA: Names = {  # of GGUF files
+    "ssm_in": ("in_proj", 0),
+    "ssm_conv1d": ("conv", 0),
+    "ssm_a": ("a_log", 0),
+    "ssm_dt_bias": ("dt_bias", 0),
+    "ssm_d": ("d", 0),
+    "ssm_norm": ("gate_norm", 0),
+    "ssm_out": ("o", 0),
+}
+GGUF_EXPERT_KEYS = {
+    "num_experts_per_tok": "expert_used_count",
+    "n_shared_experts": "expert_shared_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
 GGUF_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -147,7 +167,8 @@ def target_of(name: str, spec: DecoderSpec, in_layer: Names, *, norm_offset: flo
         if expert is not None:
             part += int(expert[1]) * (2 if module == "experts_up" else 1)
         offset = norm_offset if module.endswith("norm") and not gguf else 0.0
-        return Target(f"layers.{int(layer)}.{module}", kind, part, offset=offset)
+        negated = bool(gguf) and module == "a_log"
+        return Target(f"layers.{int(layer)}.{module}", kind, part, offset=offset, negated_exp=negated)
     match = _OTHER.fullmatch(name)
     if match is None or match[1] not in _OUTSIDE:
         return None

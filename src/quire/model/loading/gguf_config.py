@@ -30,10 +30,15 @@ def config_from_gguf(
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+        "conv_bias": any(name.endswith((".shortconv.conv.bias", ".ssm_conv1d.bias")) for name in tensors),
+        "use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in tensors),
         "rope_scaling": _rope_scaling(values, tensors),
     }
+    for name, said in (("num_key_value_heads", "kv_heads_by_layer"), ("intermediate_size", "feeds_by_layer")):
+        if isinstance(by_layer := config.get(name), list):  # layers without any have 0
+            config |= {said: by_layer, name: max(by_layer, default=None)}
     hidden, heads, head_dim = (values.get(key) for key in _HEAD_KEYS)
     if head_dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
         head_dim = hidden // heads
@@ -60,4 +65,5 @@ def _rope_scaling(values: Mapping[str, Any], tensors: Mapping[str, TensorInfo]) 
         "original_max_position_embeddings": values.get("rope.scaling.original_context_length"),
         "beta_fast": values.get("rope.scaling.yarn_beta_fast"),
         "beta_slow": values.get("rope.scaling.yarn_beta_slow"),
+        "yarn_log_multiplier": values.get("rope.scaling.yarn_log_multiplier"),
     }

@@ -22,6 +22,8 @@ from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architect
 from quire.model.families.registry import read_family
 from quire.model.loading.expert_tensors import ExpertTensors
 from quire.model.loading.formats.published_source import unquantised
+from quire.model.loading.gguf_config import is_gguf
+from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE
@@ -72,7 +74,7 @@ def load_model(
     if quantize == "int8" or (quantize == "int4" and not packs):
         why = why_not or "it runs on a CPU, with dtype auto"
         raise ConfigError(f"quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
-    source = ExpertTensors(unquantised(source, blocks=packs))
+    source = _split_up(unquantised(source, blocks=packs))
     targets = {}
     if not random_weights:
         targets = targets_of(family, spec, source)
@@ -98,7 +100,7 @@ def resident_bytes(source: WeightSource, device: torch.device, dtype: torch.dtyp
     family, spec = read_family(source)
     model = Model(spec, device=torch.device("meta"), dtype=dtype)
     if can_keep(device, dtype):
-        source = ExpertTensors(unquantised(source, blocks=True))
+        source = _split_up(unquantised(source, blocks=True))
         targets = targets_of(family, spec, source)
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     return sum(tensor.nbytes for module in model.modules().values() for tensor in module.tensors().values())
@@ -124,7 +126,12 @@ def packed_bytes(source: WeightSource, quantize: Quantize = "auto") -> int:
 def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:
     """As the compiled decoder reads it."""
     source = unquantised(source, blocks=True)
-    return ExpertTensors(FourBitSource(source) if quantize == "int4" else source)
+    return _split_up(FourBitSource(source) if quantize == "int4" else source)
+
+
+def _split_up(source: WeightSource) -> WeightSource:
+    """Tensors as families name them, however a file stacks or shapes them."""
+    return ExpertTensors(GgufTensors(source) if is_gguf(source.metadata()) else source)
 
 
 def targets_of(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:

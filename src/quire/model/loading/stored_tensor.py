@@ -79,8 +79,8 @@ class Ungrouped:
 class StoredTensor:
     """A tensor's raw bytes, seen in the orientation the model wants.
 
-    `transposed`: the file holds [in, out]. `order`: in which its rows are wanted. `offset` is added to every number. A
-    vector counts as one row, unless it has an order.
+    `transposed`: the file holds [in, out]. `order`: in which its rows are wanted. `offset` is added to every number.
+    `negated_exp`: the file holds -exp(x) where x is wanted. A vector counts as one row, unless it has an order.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class StoredTensor:
         transposed: bool = False,
         order: RowOrder | None = None,
         offset: float = 0.0,
+        negated_exp: bool = False,
     ):
         if info.kind not in FLOATS and info.kind not in FORMATS:
             known = ", ".join([*FLOATS, *FORMATS])
@@ -103,6 +104,7 @@ class StoredTensor:
         self._transposed = transposed
         self._order = order
         self._offset = offset
+        self._negated_exp = negated_exp
         self._raw = raw
 
     def rows(self) -> torch.Tensor:
@@ -129,5 +131,6 @@ class StoredTensor:
             numbers = dequantize(piece, self.info.kind)
             if self.info.kind in FORMATS and not numbers.isfinite().all():
                 raise ModelFileError(not_finite(self.info.name))
+            numbers = (-numbers.float()).log() if self._negated_exp else numbers
             numbers = numbers if columns is None else numbers[:, columns.to(numbers.device)]
             out[first : first + step].copy_(numbers.float() + self._offset if self._offset else numbers)
