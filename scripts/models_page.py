@@ -5,19 +5,21 @@ python scripts/models_page.py docs/models.md
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from quire.kernels.reference.dequant import FORMATS
 from quire.model.families import registry
 from quire.model.loading.formats.published_source import METHODS
 
+ROOT = Path(__file__).parents[1]
 HEAD = """# Models
 
 What loads, from safetensors in the layout of transformers and, where a name is given, from GGUF as llama.cpp converts
-it. Of multimodal checkpoints (`text_config`) the text part loads. Every family is compared with transformers by
-`tests/model/test_families.py`. Another is one file: [adding-a-model.md](adding-a-model.md). This page is written by
-`scripts/models_page.py`.
+it. Of multimodal checkpoints (`text_config`) the text part loads. Another family is one file:
+[adding-a-model.md](adding-a-model.md). This page is written by `scripts/models_page.py`.
 
 | architectures | GGUF | what they are |
 | --- | --- | --- |
@@ -29,6 +31,30 @@ FORMAT_NOTES = {
     "fp8": "with scales by tensor, output or block",
     "mxfp4": "experts of gpt-oss",
     "bitsandbytes": "nf4, fp4 and int8",
+}
+TESTED = """
+## What was tested
+
+Tiny random models in the layout of the real ones, made by transformers {version}, which is what logits (fp32, within
+1e-4) and greedy answers are compared with. `scripts/model_table.py` runs the tests and writes `docs/models.json`, of
+which this table is made; a number says how many configurations of an architecture have such a test. *CPU* says what
+runs the architecture there: the compiled decoder, from GGUF or quantised on load where its sizes allow, or plain torch.
+
+| architecture | {names} | CPU |
+| --- |{lines} --- |
+{rows}
+"""
+COLUMNS = {
+    "logits": "logits",
+    "alone": "alone",
+    "batched": "batched",
+    "chunked": "chunked",
+    "preempted": "preempted",
+    "prefix_hit": "prefix hit",
+    "two_engines": "own process",
+    "speculation": "speculation",
+    "gguf": "GGUF",
+    "gpu": "GPU",
 }
 TAIL = """
 ## Quantised checkpoints
@@ -48,6 +74,31 @@ the family), int4, or fp8 on a GPU; `none` leaves them as they are.
 """
 
 
+def tested_table(found: dict[str, Any]) -> str:
+    """A row an architecture; a column nothing was tested for is left out."""
+    by_class: dict[str, list[dict[str, str]]] = {}
+    for row in found["models"].values():
+        by_class.setdefault(row["architecture"], []).append(row)
+    columns = [column for column in COLUMNS if any(column in row for row in found["models"].values())]
+    rows = []
+    for architecture, models in sorted(by_class.items()):
+        cells = " | ".join(_cell([model[column] for model in models if column in model]) for column in columns)
+        paths = " or ".join(sorted({model["cpu"] for model in models if "cpu" in model}))
+        rows.append(f"| `{architecture}` | {cells} | {paths} |")
+    return TESTED.format(
+        version=found["transformers"],
+        names=" | ".join(COLUMNS[column] for column in columns),
+        lines=" --- |" * len(columns),
+        rows="\n".join(rows),
+    )
+
+
+def _cell(outcomes: list[str]) -> str:
+    if "failed" in outcomes:
+        return f"**{outcomes.count('failed')} of {len(outcomes)} failed**"
+    return "" if not outcomes else "yes" if len(outcomes) == 1 else f"yes, {len(outcomes)}"
+
+
 def page() -> str:
     rows = []
     for module, family in zip(registry.FAMILY_MODULES, registry.families(), strict=True):
@@ -56,8 +107,9 @@ def page() -> str:
         said = " ".join(doc.split("\n\n")[0].split())
         gguf = ", ".join(f"`{name}`" for name in family.gguf_names)
         rows.append(f"| {', '.join(classes)} | {gguf} | {said} |")
+    tested = tested_table(json.loads((ROOT / "docs/models.json").read_text()))
     formats = "\n".join(f"| `{method}` | {FORMAT_NOTES[method]} |" for method in METHODS)
-    return HEAD + "\n".join(rows) + "\n" + TAIL.format(formats=formats, kinds=", ".join(FORMATS))
+    return HEAD + "\n".join(rows) + "\n" + tested + TAIL.format(formats=formats, kinds=", ".join(FORMATS))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections import Counter
 import msgspec
 import pytest
 import torch
-from tiny_engine import GREEDY, Engine
+from tiny_engine import GREEDY, Engine, KnowingProposer
 from tiny_models import prompts, tiny
 
 from quire.generation.drafting.speculation import Speculation
@@ -134,27 +134,6 @@ def test_beams_go_on_from_the_states_they_fork_off(models, name):
             options.append(TokenLogprobs(0, 0.0, 1, best.indices.tolist(), best.values.tolist()))
         answers = [[*answers[c.parent], c.token] for c in group.advance(answers, options, Counter())]
     assert got == [h.tokens for h in sorted(group.finished, key=lambda h: -h.score)[:2]]
-
-
-class KnowingProposer:
-    """Drafts what will be said, but for one token in five."""
-
-    def __init__(self, whole: list[list[int]]):
-        self._whole = whole
-
-    def propose(self, contexts, budgets):
-        drafts = []
-        for context, budget in zip(contexts, budgets, strict=True):
-            known = len(context.tokens)
-            rest = next(w for w in self._whole if w[:known] == context.tokens)[known : known + budget]
-            drafts.append([token if (known + i) % 5 else (token + 1) % 97 for i, token in enumerate(rest)])
-        return drafts
-
-    def observe(self, context, tokens):
-        pass
-
-    def forget(self, context):
-        pass
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
