@@ -14,6 +14,7 @@ ROUTERS = {
     "softmax": Router(),
     "plain weights": Router(normalised=False, scale=1.3),
     "sigmoid": Router(score="sigmoid", correction=True, scale=2.5),
+    "weighed inputs": Router(score="sigmoid", normalised=False, weighs_input=True),
     "groups": Router(score="sigmoid", correction=True, groups=2, top_groups=1, group_score="top2"),
 }
 
@@ -37,7 +38,7 @@ def block(router: Router, **facts):
 def test_routers(router, tokens):
     made = block(ROUTERS[router])
     x = torch.randn(tokens, 40, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(made.fused(x, torch_ops), made.forward(x, torch_ops), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(made.fused(x, torch_ops), made.forward(x, torch_ops, x), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -48,4 +49,4 @@ def test_routers(router, tokens):
 def test_experts_of_other_kinds(facts):
     made = block(Router(bias=bool(facts.get("bias"))), **facts)
     x = torch.randn(9, 40, generator=torch.Generator().manual_seed(2)) * 4
-    torch.testing.assert_close(made.fused(x, torch_ops), made.forward(x, torch_ops), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(made.fused(x, torch_ops), made.forward(x, torch_ops, x), atol=1e-3, rtol=1e-4)

@@ -341,7 +341,9 @@ class FakeExecutor:
     def _pool(self, slot: _Slot, row: Row) -> list[float]:
         """A hidden state here is the token itself, and its position."""
         states = [(float(slot.tokens[p]), float(p)) for p in range(row.start, row.start + row.count)]
-        return [sum(column) for column in zip(*states, strict=True)] if row.pool == "mean" else list(states[-1])
+        if row.pool == "mean":
+            return [sum(column) for column in zip(*states, strict=True)]
+        return list(states[0 if row.pool == "cls" else -1])
 
     def sleep(self, pages: list[int]) -> None:
         self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}
