@@ -47,7 +47,7 @@ def test_the_doctor_and_the_log_say_so(default_model, monkeypatch, caplog):
     monkeypatch.setattr(library, "load", lambda: STALE)
     told = CliRunner().invoke(app, ["doctor"], catch_exceptions=False, env={"COLUMNS": "300"}).output
     assert STALE in told
-    monkeypatch.setattr(loading, "_fill", lambda *_: None)
+    monkeypatch.setattr(loading, "fill_weights", lambda *_: None)
     with caplog.at_level(logging.WARNING):
         model = loading.load_model(default_model.open(), device="cpu", dtype=torch.float32, compiled=1)
     (record,) = caplog.records
