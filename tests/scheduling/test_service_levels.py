@@ -103,6 +103,28 @@ def test_what_is_too_late_goes_last_and_ends_only_if_that_is_asked_for(policy):
             assert ends["late"][0] is FinishReason.LENGTH and admitted.order == ["runs", "later", "late"]
 
 
+@pytest.mark.parametrize("policy", ["slo", "auto"])
+def test_a_prompt_that_has_begun_is_not_lost_before_its_deadline(policy):
+    """It could not begin so late any more; but it has begun. All branches of what is given up end together."""
+    scheduler, executor = engine(policy, slots=3, tokens=8, slo_give_up=True)
+    scheduler.submit(ask("warm", [1] * 30, tokens=2))
+    for i in range(6):  # eight tokens take half a second: that is learned
+        step(scheduler, executor, 0.5 * i)
+    scheduler.submit(ask("begun", list(range(40)), tokens=2, arrival=5.0, slo_ttft=4.0))
+    two = ask("two", list(range(50)), tokens=2, arrival=5.0, slo_ttft=0.3)
+    two.params.n = 2
+    ends, now = {}, 5.0
+    while scheduler.busy or now == 5.0:
+        events = scheduler.expire(now)
+        events += step(scheduler, executor, now)[1]
+        if now == 5.0:
+            scheduler.submit(two)
+        ends |= {(event.request, event.branch): event.finish for event in events if event.finish}
+        now += 0.5
+    assert ends["begun", 0] is FinishReason.LENGTH
+    assert ends["two", 0] is ends["two", 1] is FinishReason.ERROR and scheduler.stats.gave_up == 1
+
+
 def test_least_slack_first_by_own_target_or_the_servers():
     requests = [
         ask("default", [1], tokens=1),

@@ -136,11 +136,11 @@ class Scheduler:
             if self.sequences.requests[request_id].request.deadline == deadline:
                 message = "the deadline passed before the answer was complete"
                 events += self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
-        for id in self.policy.gives_up(now):
-            self.stats.gave_up += 1
+        for request_id in self.policy.gives_up(now):
             message = "its first token would come later than its target allows"
-            request_id = self.sequences.by_id(id).request.id
-            events += self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
+            ended = self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
+            self.stats.gave_up += bool(ended)
+            events += ended
         return events
 
     def abort(self, request_id: str) -> list[TokenEvent]:
@@ -270,7 +270,7 @@ class Scheduler:
         if not held_back:
             return
         builder.budget = builder.budget.whole()
-        alone = not builder.rows
+        alone = not (builder.rows or builder.probes or builder.plan.admits)
         for seq in held_back:
             if seq.status is not Status.RUNNING:
                 continue

@@ -66,7 +66,10 @@ class Auto(Fair):
                 self._work.pop(seq.id, None)
             elif event.kind is EventKind.DREW and targets.drew(seq.id):
                 changed.append(seq.id)
+            elif event.kind is EventKind.ADMITTED:
+                targets.admitted(seq)
             elif event.kind is EventKind.PREEMPTED:
+                targets.preempted(seq, self.services)
                 self._work[seq.id] = remaining_work(seq)
                 changed.append(seq.id)
         if event.kind is EventKind.COMPUTED:
@@ -94,5 +97,5 @@ class Auto(Fair):
                 changed += tenant.waiting
         return changed
 
-    def gives_up(self, now: float) -> Iterable[SequenceId]:
-        return list(self._targets.lost) if self.options.slo_give_up else ()
+    def gives_up(self, now: float) -> Iterable[str]:
+        return self._targets.hopeless() if self.options.slo_give_up and self._targets.lost else ()

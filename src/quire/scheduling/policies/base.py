@@ -49,8 +49,8 @@ class Policy(ABC):
         """Take note; returns the sequences whose key changed."""
         return ()
 
-    def gives_up(self, now: float) -> Iterable[SequenceId]:
-        """Sequences that shall end now, without an answer, because it would come too late."""
+    def gives_up(self, now: float) -> Iterable[str]:
+        """Requests that shall end now, without an answer, because it would come too late."""
         return ()
 
 

@@ -12,7 +12,7 @@ from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
 
 class SLO(Policy):
-    observes = (EventKind.ARRIVED, EventKind.COMPUTED, EventKind.DREW, EventKind.FINISHED)
+    observes = tuple(EventKind)
 
     def __init__(self, options: SchedulerOptions):
         super().__init__(options)
@@ -39,9 +39,12 @@ class SLO(Policy):
                 targets.arrived(seq, self.services)
             elif event.kind is EventKind.FINISHED:
                 targets.finished(seq.id)
-            elif targets.drew(seq.id):
+            elif event.kind is EventKind.PREEMPTED:
+                targets.preempted(seq, self.services)
+                changed.append(seq.id)
+            elif targets.admitted(seq) if event.kind is EventKind.ADMITTED else targets.drew(seq.id):
                 changed.append(seq.id)
         return changed
 
-    def gives_up(self, now: float) -> Iterable[SequenceId]:
-        return list(self._targets.lost) if self.options.slo_give_up else ()
+    def gives_up(self, now: float) -> Iterable[str]:
+        return self._targets.hopeless() if self.options.slo_give_up and self._targets.lost else ()

@@ -21,16 +21,21 @@ class Targets:
         self._options = options
         self._heap: list[tuple[float, SequenceId]] = []  # by the moment at which it is lost
         self._lost_at: dict[SequenceId, float] = {}  # of those without a first token
-        self.lost: dict[SequenceId, None] = {}  # too late for their first token
+        self.lost: dict[SequenceId, str] = {}  # too late for their first token, with the request each belongs to
+        self._requests: dict[SequenceId, str] = {}  # of those that could be lost
+        self._started: set[SequenceId] = set()  # ... and are being computed
         self._tpot: dict[SequenceId, float] = {}  # own targets of those under way
 
     def arrived(self, seq: SequenceView, services: PolicyServices) -> None:
         if seq.tpot_target:
             self._tpot[seq.id] = seq.tpot_target
-        if (deadline := self.deadline(seq)) < inf:
-            at = deadline - services.prefill_seconds(seq.prompt - max(0, seq.cached))
-            self._lost_at[seq.id] = at
-            heapq.heappush(self._heap, (at, seq.id))
+        if self.deadline(seq) < inf:
+            self._requests[seq.id] = seq.request
+            self._watch(seq.id, self.deadline(seq) - services.prefill_seconds(seq.prompt))
+
+    def _watch(self, id: SequenceId, at: float) -> None:
+        self._lost_at[id] = at
+        heapq.heappush(self._heap, (at, id))
 
     def deadline(self, seq: SequenceView) -> float:
         """Of its first token."""
@@ -41,9 +46,26 @@ class Targets:
         """When it must have begun; `inf`: there is no hurry."""
         return self._lost_at.get(id, inf)
 
+    def admitted(self, seq: SequenceView) -> bool:
+        """It has begun: as long as its deadline has not passed it may be in time. Whether that changes its place."""
+        if seq.id not in self._lost_at:
+            return False
+        self._started.add(seq.id)
+        if seq.id not in self.lost:
+            self._watch(seq.id, self.deadline(seq))
+        return seq.id not in self.lost
+
+    def preempted(self, seq: SequenceView, services: PolicyServices) -> None:
+        """It must begin again."""
+        self._started.discard(seq.id)
+        if seq.id in self._lost_at and seq.id not in self.lost:
+            self._watch(seq.id, self.deadline(seq) - services.prefill_seconds(seq.prompt))
+
     def drew(self, id: SequenceId) -> bool:
         """It has its first token, or more; whether that is news."""
         self.lost.pop(id, None)
+        self._requests.pop(id, None)
+        self._started.discard(id)
         return self._lost_at.pop(id, None) is not None
 
     def finished(self, id: SequenceId) -> None:
@@ -55,10 +77,14 @@ class Targets:
         found = []
         while self._heap and self._heap[0][0] < now - RANGE_S:
             at, id = heapq.heappop(self._heap)
-            if self._lost_at.get(id) == at:
-                self.lost[id] = None
+            if self._lost_at.get(id) == at and id not in self.lost:
+                self.lost[id] = self._requests[id]
                 found.append(id)
         return found
+
+    def hopeless(self) -> list[str]:
+        """Requests that are lost and have not begun."""
+        return list(dict.fromkeys(request for id, request in self.lost.items() if id not in self._started))
 
     def latency(self) -> float | None:
         """What a step may take, so that those under way meet their targets for each token; None: any time."""
