@@ -6,13 +6,14 @@ import random
 import pytest
 from test_policies import Admitted, ask, engine, step
 
+from quire import LLM, SamplingParams
 from quire.scheduling import LengthPredictor, OraclePredictor, Scheduler
 from quire.scheduling import scheduler as scheduler_module
 from quire.scheduling.length_mlp import LengthMLP
 from quire.scheduling.length_predictor import ConstantPredictor
 from quire.scheduling.policies import mlfq
 from quire.scheduling.policies.targets import STEP_MARGIN
-from quire.types.errors import DeadlineError
+from quire.types.errors import DeadlineError, InputError
 from quire.types.request import FinishReason
 
 STARVING = ["sjf", "srpt", "mlfq", "slo", "auto", "lpm"]
@@ -228,3 +229,13 @@ def test_calibration_is_counted():
     assert stats.lengths_predicted == 6 >= stats.lengths_below_high >= stats.lengths_below_likely
     assert scheduler.timelines("r0")[0].expected[1] > 0
     assert isinstance(scheduler, Scheduler)
+
+
+def test_targets_through_the_public_options(default_model):
+    with LLM("smollm2-135m", kv_memory="64M", scheduler="auto", slo_ttft=30.0, max_seqs=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4)
+        results = llm.generate(["Hi", "One two three"], params, slo_ttft=20.0, slo_tpot=5.0)
+        assert all(len(result.outputs[0].token_ids) == 4 for result in results)
+        assert llm.stats().lengths_predicted == 2
+        with pytest.raises(InputError, match="slo_ttft"):
+            llm.generate("Hi", params, slo_ttft=-1.0)
