@@ -27,6 +27,7 @@ def test_a_set_of_tiers_must_exist(options):
         conversations(options, ["attic"], clients=1, rounds=1, n_in=4, n_out=1, share=1)
 
 
+@pytest.mark.slow
 def test_oversubscribed_runs_agree(options):
     found = oversubscribed(options, num=12, n_in=20, n_out=30, over=4)
     runs = found["runs"]

@@ -19,7 +19,9 @@ def forgetful(default_model):
         yield llm
 
 
-@pytest.mark.parametrize("eviction", EVICTION)
+@pytest.mark.parametrize(
+    "eviction", [name if name == "h2o" else pytest.param(name, marks=pytest.mark.slow) for name in EVICTION]
+)
 def test_a_text_through_a_quarter_of_its_length(forgetful, eviction):
     text = long_text(forgetful, 640)
     window = perplexity(forgetful, text, "recompute", 160, 240)

@@ -54,6 +54,7 @@ def test_there_are_almost_twice_as_many(default_model, capsys):
     assert pages["int4"] / pages["auto"] >= 3
 
 
+@pytest.mark.slow
 def test_pages_come_back_from_tiers(prompts, expected, tmp_path):
     small = {**EIGHT, "kv_pages": 40}  # two prompts of these at a time, not all
     with LLM(**small, kv_host="100M") as llm:

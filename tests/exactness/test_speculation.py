@@ -136,7 +136,14 @@ def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads
     assert sum(first) >= 0.99 * len(first) and sum(rest) >= 0.99 * len(rest)  # but for near-ties
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "suffix", "draft:smollm2-135m", "medusa", "eagle"])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        "ngram",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("suffix", "draft:smollm2-135m", "medusa")),
+        "eagle",
+    ],
+)
 def test_equals_plain(few, expected, heads, speculation):
     greedy, ways = expected
     with engine(heads.get(speculation, speculation), draft_adapt=False) as llm:  # however fast this machine is
@@ -161,7 +168,7 @@ class Dozing(Drafting):
         return {} if self.rests else super().budgets(running)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle"])
+@pytest.mark.parametrize("kind", [pytest.param("medusa", marks=pytest.mark.slow), "eagle"])
 def test_while_drafting_is_off_no_hidden_states_are_returned(few, expected, heads, kind, monkeypatch):
     monkeypatch.setattr("quire.scheduling.feature_set.Drafting", Dozing)
     with engine(heads[kind], draft_adapt=False) as llm:

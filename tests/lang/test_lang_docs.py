@@ -23,6 +23,7 @@ def run(page, url, names):
         assert [line.strip() for line in said] == PRINTS.findall(block), block
 
 
+@pytest.mark.slow
 def test_the_tutorial(live_server):
     names = {"__name__": "tutorial"}
     try:

@@ -109,6 +109,7 @@ def walk(url: str, examples: int) -> Counter[str]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_short_walk(fake_server: str) -> None:
     seen = walk(fake_server, 5)
     assert seen["cases"] >= 200 and seen["positive 2xx"] >= 50 and seen["negative 4xx"] >= 50
