@@ -22,7 +22,6 @@ from quire.simulation.traces import Arrival
 from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
 
-FIGURES = ("goodput_rps", "ttft_p50", "ttft_p99", "ttlt_p99", "max_wait_s", "preemptions")
 UNBOUNDED = 1_000_000_000
 SATURATING = 8  # a run has so many times as many requests as run at once, when capacity is measured
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.simulation.records import Result
+from quire.simulation.replica import START
 
 Column = npt.NDArray[np.float64]
 PERCENTILES = (50, 90, 99)
@@ -47,7 +48,7 @@ def spread(values: Column) -> dict[str, float | None]:
 def summarise(result: Result, requests: int, targets: Targets) -> dict[str, Any]:
     rows = {name: np.frombuffer(column, dtype=np.float64) for name, column in result.rows.items()}
     done = len(rows["ttft"])
-    seconds = max(result.end - 1.0, 1e-9)
+    seconds = max(result.end - START, 1e-9)
     good = targets.met(rows)
     tpot = _tpot(rows)[rows["outputs"] > 1]
     return {

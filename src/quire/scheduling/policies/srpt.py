@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from quire.scheduling.policies.base import Policy
 from quire.scheduling.policies.sjf import OUTPUT_WEIGHT
-from quire.types.config import SchedulerOptions
 from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
 HYSTERESIS = 2.0  # times as much work left as the one it makes way for
@@ -24,9 +23,6 @@ def remaining_work(seq: SequenceView) -> float:
 class SRPT(Policy):
     uses_lengths = True
     observes = (EventKind.DREW, EventKind.PREEMPTED)
-
-    def __init__(self, options: SchedulerOptions):
-        super().__init__(options)
 
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         return (remaining_work(seq),)
