@@ -71,6 +71,26 @@ GGUF files may hold {kinds}, and plain floats.
 
 Plain checkpoints are quantised on load with `--quantize`: int8 (the default on a CPU where the compiled decoder runs
 the family), int4, or fp8 on a GPU; `none` leaves them as they are.
+
+## Quantising a checkpoint once
+
+`quire quantize MODEL --scheme SCHEME --text FILE --out DIR` runs a text through a plain safetensors checkpoint, layer
+by layer (beside the text's hidden states one layer is in memory), and writes compressed-tensors safetensors that this
+engine, vLLM and transformers load. It reports the perplexity of another text (`--eval-text`; else the last fifth of the
+same) before, after, and as served here.
+
+- `awq`: 4 bits with zeros in groups of 128. Scales of input channels are searched by the error of the outputs and
+  folded into norms, values and up-projections; ranges are clipped but for queries and keys.
+- `gptq`: 4 bits in groups of 128, column by column, what rounding costs made up for by later columns; `--act-order`
+  takes those that matter most first, groups staying where they are.
+- `smoothquant`: int8 by output channel, activations int8 by token (W8A8); outliers are migrated behind norms
+  (`--alpha`).
+- `fp8`: e4m3 by output channel, activations e4m3 by token; needs no calibration.
+
+Groups are 64 or 32 columns where 128 do not divide a matrix. `--keep PATTERN` leaves modules as they are; embeddings
+and the head always stay. The compiled CPU decoder multiplies int8 activations, in blocks of 32 inputs, by 4- and 8-bit
+integers (FP8 becomes int8 there); elsewhere weights are unpacked and activations keep their bits. Decoders whose layers
+are attention and one MLP are calibrated; experts, latent attention and recurrent layers are not yet.
 """
 
 

@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from quire.cli.bench_evict import evict
 from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
+from quire.cli.bench_perplexity import perplexity
 from quire.cli.bench_serve import serve
 from quire.cli.bench_simulation import register as register_simulation
 from quire.cli.bench_spec import spec
@@ -289,5 +290,6 @@ app.command()(serve)
 app.command()(spec)
 app.command()(evict)
 app.command()(lora)
+app.command()(perplexity)
 register(app)
 register_simulation(app)

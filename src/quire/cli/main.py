@@ -17,6 +17,7 @@ from quire.cli import (
     keys,
     model_commands,
     profile_command,
+    quantize_command,
     run,
     serve,
     simulate,
@@ -50,6 +51,7 @@ run.register(app)
 serve.register(app)
 batch_command.register(app)
 model_commands.register(app)
+quantize_command.register(app)
 doctor.register(app)
 simulate.register(app)
 profile_command.register(app)

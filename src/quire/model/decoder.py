@@ -322,9 +322,22 @@ class Model:
             residual += ops.take(self.positions.weight, batch.positions + self.spec.position_offset)
         if self.token_types is not None and types is not None:
             residual += ops.take(self.token_types.weight, types)
-        tables = {kind: ops.rope_tables(batch.positions, *self._ropes[kind], self.dtype) for kind in self._rotated}
-        inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
-        return residual, Step(batch, kv, tables, inputs=inputs)
+        step = self._step(batch, kv)
+        step.inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
+        return residual, step
+
+    def _step(self, batch: Batch, kv: KVViews) -> Step:
+        rope_tables = self.stages.ops.rope_tables
+        tables = {kind: rope_tables(batch.positions, *self._ropes[kind], self.dtype) for kind in self._rotated}
+        return Step(batch, kv, tables)
+
+    def through_layers(self, residual: torch.Tensor, batch: Batch, kv: KVViews) -> torch.Tensor:
+        """Hidden states [tokens, hidden] before the first layer (overwritten) → behind the last, not normed."""
+        step = self._step(batch, kv)
+        x: torch.Tensor | None = None
+        for layer in self.layers:
+            x = self._attend_and_feed(layer, self.stages.qkv(layer.mixer, x, residual, step), residual, step)
+        return residual if x is None else residual + x
 
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Of token ids [...], as its table has them: [..., hidden]"""

@@ -67,8 +67,7 @@ def load_model(
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)
         if why_not is None:
             source = _packable(source, quantize)
-            targets = targets_of(family, spec, source)
-            check_targets(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+            targets = checked_targets(family, spec, source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
     packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant
     if quantize == "int8" or (quantize == "int4" and not packs):
@@ -77,8 +76,7 @@ def load_model(
     source = _split_up(unquantised(source, blocks=packs))
     targets = {}
     if not random_weights:
-        targets = targets_of(family, spec, source)
-        check_targets(targets, Model(spec, device=torch.device("meta"), dtype=dtype), source)
+        targets = checked_targets(family, spec, source)
     model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant)
     if packs:
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
@@ -132,6 +130,13 @@ def _packable(source: WeightSource, quantize: Quantize) -> WeightSource:
 def _split_up(source: WeightSource) -> WeightSource:
     """Tensors as families name them, however a file stacks or shapes them."""
     return ExpertTensors(GgufTensors(source) if is_gguf(source.metadata()) else source)
+
+
+def checked_targets(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
+    """Where each stored tensor goes, if together they are what the spec needs."""
+    targets = targets_of(family, spec, source)
+    check_targets(targets, Model(spec, device=torch.device("meta"), dtype=torch.float32), source)
+    return targets
 
 
 def targets_of(family: Architecture, spec: DecoderSpec, source: WeightSource) -> dict[str, Target]:
