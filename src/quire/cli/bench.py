@@ -14,6 +14,7 @@ from msgspec.structs import asdict
 from quire.cli.bench_evict import evict
 from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
+from quire.cli.bench_needle import needle
 from quire.cli.bench_perplexity import perplexity
 from quire.cli.bench_serve import serve
 from quire.cli.bench_simulation import register as register_simulation
@@ -291,5 +292,6 @@ app.command()(spec)
 app.command()(evict)
 app.command()(lora)
 app.command()(perplexity)
+app.command()(needle)
 register(app)
 register_simulation(app)

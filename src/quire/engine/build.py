@@ -45,6 +45,7 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         priorities=core.scheduler.policy.uses_priority,
         kv_dtype=executor.layout.dtype,
         prefix_cache=options.cache.prefix_cache,
+        sparse=about.sparse,
         weights=weights_info(describe(model, source)),
         adapters=core.adapters.list(),
         pooling=pooling_info(

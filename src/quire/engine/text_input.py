@@ -56,6 +56,7 @@ def prepare(
     room = info.room(params) - len(tokens)
     params.check_vocabulary(info.vocab_size)
     params.check_budget(info.page_size, info.max_model_len)
+    params.check_sparse(info.page_size, info.sparse)
     if params.grammar is not None:
         check_grammar(params.grammar, text)
     if params.max_tokens is not None and params.max_tokens > room and params.min_tokens > room:

@@ -18,6 +18,7 @@ import torch
 
 from quire.kernels.kv_views import LayerKV
 from quire.kernels.state_views import Round
+from quire.types.sampling_params import SPARSE_LOCAL as SPARSE_LOCAL
 
 PATH = 16  # drafts of a tree, at most: places of four bits
 NO_TREE = 2**31 - 1
@@ -105,6 +106,16 @@ class Paths:
 
 
 @dataclass
+class SparseBatch:
+    """Rows whose queries read only some pages of each KV head: the first, the last, and of the others those with the
+    highest upper bound of their scores (`bounds`: Quest), or at even distances."""
+
+    pages: list[int]  # by row: how many; 0: all
+    # by group: keys' least and largest, [pages, layers, 2, kv_heads, head_dim] float16
+    bounds: list[torch.Tensor | None]
+
+
+@dataclass
 class Batch:
     """One step's rows, on the device. Host lists are upper bounds of the device's values (equal unless drafts
     are in flight)."""
@@ -120,6 +131,7 @@ class Batch:
     mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
     states: list[Round] = field(default_factory=list)  # segments for recurrent layers
     adapters: torch.Tensor | None = None  # [tokens] int64: LoRA slot of each, 0: none; None: no token has any
+    sparse: SparseBatch | None = None
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property
@@ -147,6 +159,7 @@ class Batch:
             groups=tuple(replace(group, kv_slots=group.kv_slots[ends], prefix=None) for group in self.groups),
             paths=self.paths,
             adapters=None if self.adapters is None else self.adapters[ends],
+            sparse=self.sparse,
         )
 
 

@@ -19,7 +19,7 @@ from quire.kernels.reference.dequant import FORMATS
 from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.blocks.low_rank import Update, Updates
 from quire.model.blocks.rope_scaling import inverse_frequencies
-from quire.model.decoder_spec import Attention, DecoderSpec, Dense
+from quire.model.decoder_spec import Attention, DecoderSpec, Dense, sparse_at
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor, not_finite
 from quire.types.errors import ConfigError, ModelFileError
@@ -264,6 +264,7 @@ class _Packer:
             o_bias=self._vector(prefix + "o", "bias"),
             scale=self._spec.attending[index].scale,
             window=self._spec.attending[index].window,
+            sparse=sparse_at(self._spec, index),
         )
 
     def _stored(self, name: str) -> StoredTensor:

@@ -19,6 +19,8 @@ from quire.types.kv import KVLayout, TokenShape, layout_for
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
 
+DENSE_LAYERS = 2  # at the bottom: Quest leaves them dense
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -37,6 +39,14 @@ class QueryScaling:
     weight: float
     period: int
     offset: int = 0
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Single queries of long contexts read only some pages, where requests ask for it or `pages` says so."""
+
+    kind: str = "quest"  # by upper bounds of scores; the first, the last and evenly in between
+    pages: int = 0  # of each KV head, for requests that do not say; 0: all
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,7 @@ class Attention:
     v_from_k: bool = False  # values are the keys as they are before norm and rotation
     bidirectional: bool = False  # sees what comes later too: sequences are computed whole, and keep nothing
     kv_from: int | None = None  # attends keys and values of this layer, and has none of its own
+    sparse: SparseAttention | None = field(default=None, compare=False)  # layers that differ in it alone are alike
 
     values_from = None
 
@@ -244,6 +255,17 @@ class DecoderSpec:
         """By layer: the first layer whose queries and keys are rotated alike, or not at all like its own."""
         return _first_alike([layer.mixer.rope for layer in self.layers])
 
+    def sparsified(self, sparse: SparseAttention) -> DecoderSpec:
+        """With sparse attention wherever it makes sense: not in the first layers, whose attention is spread out, nor
+        within windows."""
+        layers = [
+            replace(layer, mixer=replace(layer.mixer, sparse=sparse))
+            if index >= DENSE_LAYERS and isinstance(layer.mixer, Attention) and layer.mixer.window is None
+            else layer
+            for index, layer in enumerate(self.layers)
+        ]
+        return replace(self, layers=tuple(layers))
+
     @cached_property
     def attending(self) -> dict[int, Attending]:
         """The layers that attend, and how."""
@@ -343,3 +365,9 @@ def _first_alike(items: Sequence[object]) -> list[int]:
             firsts.append(index)
         found.append(first)
     return found
+
+
+def sparse_at(spec: DecoderSpec, index: int) -> bool:
+    """Whether queries of a layer may read only some pages."""
+    mixer = spec.layers[index].mixer
+    return isinstance(mixer, Attention) and mixer.sparse is not None

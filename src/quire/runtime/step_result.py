@@ -38,6 +38,7 @@ class PendingStep:
         self._head = head
         self._began = began
         self._padding = output.padding
+        self._attention_bytes = output.attention_bytes
         self._hidden = output.hidden
         sampled = samples.sampled
         self._tokens = begin_copy(sampled.token_ids) if sampled is not None else None
@@ -73,6 +74,7 @@ class PendingStep:
         result.deviations = self._deviations_by_probe()
         result.seconds = time.perf_counter() - self._began
         result.padding = self._padding
+        result.attention_bytes = self._attention_bytes
         return result
 
     def _tell(self, known: list[AcceptedSample]) -> StepResult:

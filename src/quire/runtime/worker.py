@@ -29,6 +29,7 @@ from quire.runtime.prefix_groups import SharedPrefixes
 from quire.runtime.recurrent_states import RecurrentStates
 from quire.runtime.rope_shift import begin_rope_shifts
 from quire.runtime.slot_state import SlotState
+from quire.runtime.sparse_slots import SparseSlots
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan
@@ -60,6 +61,7 @@ class ForwardOutput:
     mass: dict[int, torch.Tensor] = field(default_factory=dict)  # by row: attention paid to each page
     deviations: torch.Tensor | None = None  # [tokens of all probes]
     padding: int = 0  # tokens computed only to fill a captured size
+    attention_bytes: tuple[int, int] = (0, 0)  # that sparse attention read, and those of all pages
 
 
 class ForwardWorker:
@@ -73,6 +75,7 @@ class ForwardWorker:
         self.staging = Staging(device, capacity.depth)
         self.slots = SlotState(layout, capacity, device, self.staging)
         self._kv = KVViews(self.pages[: capacity.pages], layout, None if self._states is None else self._states.cells)
+        self.sparse = SparseSlots(model.spec, self._kv)
         self._tap: HiddenStateTap | None = None
         self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None
@@ -115,6 +118,7 @@ class ForwardWorker:
     def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
         if pages and content is not None:
             self.pages[torch.tensor(pages, device=self.device)] = content.to(self.device)
+            self.sparse.forget(pages)
 
     # ---- before the first request ----------------------------------------------------------------------------
 
@@ -180,6 +184,7 @@ class ForwardWorker:
     def _apply(self, plan: StepPlan) -> None:
         """Changes of slots and pages, before anything is computed."""
         self.slots.apply(plan)
+        self.sparse.apply(plan)
         if self._sharing is not None:
             self._sharing.apply(plan)
         end_rope_shifts = None
@@ -219,10 +224,11 @@ class ForwardWorker:
         batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
         if batch.asks:
             batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self.device)
+        batch.sparse = self.sparse.sparse(plan, batch)
         tap = None if plan.rests else self._tap
         # [tokens or rows, hidden]
         hidden = self.model.forward(input_ids, batch, self._kv, last=not inspected, tap=tap)
-        output = ForwardOutput()
+        output = ForwardOutput(attention_bytes=self.sparse.counted())
         if inspected:
             output.prompt_logits = self._prompt_logits(plan, hidden)
             output.pooled, hidden = _pool(plan, hidden, self.model.class_head), hidden[batch.ends]
@@ -263,6 +269,7 @@ class ForwardWorker:
             sides = (torch.tensor(side, device=self.device) + position for side in zip(*moved, strict=True))
             for group, (source, target) in enumerate(zip(*(self.slots.kv_slots(slot, s) for s in sides), strict=True)):
                 self._kv.move(group, source, target)
+                self.sparse.moved(group, target)
 
     def keep_state(self, slot: int, accepted: int) -> None:
         """Of the tokens drafted in a slot's last row, so many were accepted."""

@@ -87,6 +87,15 @@ class CacheOptions(Checked):
     session_quota: float = option(
         0.25, "part of the device's KV pages that one tenant's paused sessions may hold", low=0, high=1
     )
+    sparse_attention: str = option(
+        "quest",
+        "how decoding chooses pages where it reads only some: quest (by upper bounds of scores) or blocks (the first, "
+        "the last half, and evenly between)",
+        forms=("quest", "blocks"),
+    )
+    sparse_pages: int = option(
+        0, "KV pages that decoding reads of each KV head, for requests that do not say; 0: all (on CPUs)", low=0
+    )
     kv_fsync: bool = option(False, "have the disk tier survive power loss too, not only a crash (slower writes)")
 
 

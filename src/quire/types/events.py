@@ -63,6 +63,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     rows: int = 0  # token rows computed, padding included
     waste: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(WASTE, 0))
     step_seconds: float = 0.0
+    sparse_bytes: int = 0  # that attention of rows with `sparse_pages` read
+    sparse_bytes_of_all: int = 0  # ... and what it would have read of all pages
     prompt_tokens: int = 0
     cached_tokens: int = 0
     blended_tokens: int = 0  # of chunks that were cached, reused at another place

@@ -196,6 +196,7 @@ class EngineInfo(msgspec.Struct):
     priorities: bool = False  # whether the scheduler looks at requests' priorities
     kv_dtype: str = ""  # of its pages
     prefix_cache: bool = True
+    sparse: bool = False  # whether requests may have `sparse_pages`
     weights: WeightsInfo = msgspec.field(default_factory=WeightsInfo)
     adapters: list[AdapterInfo] = []  # LoRA adapters loaded at start
     pooling: PoolingInfo = PoolingInfo()

@@ -164,6 +164,7 @@ class StepResult(msgspec.Struct):
     late: list[StepResult] = []  # of earlier steps, samples that were deferred; all their others are `deferred`
     seconds: float = 0.0  # time the device was busy with it
     padding: int = 0  # token rows computed only to fill a captured size
+    attention_bytes: tuple[int, int] = (0, 0)  # that sparse attention read, and those of all pages
     transfers: list[TransferDone] = []  # that ended lately, whichever plan began them
 
 

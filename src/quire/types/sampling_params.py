@@ -16,6 +16,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD = 64
 LEAST_PAGES = 4  # of a KV budget: one at the beginning, one to write to, and something to choose from
+SPARSE_LOCAL = 32  # tokens before a query that sparse attention always reads
 EVICTION = ("sinks", "snapkv", "h2o")  # see scheduling/features/kv_eviction.py
 
 
@@ -26,7 +27,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     them into `bad_token_ids` (each a sequence that must not be completed). With `allowed_token_ids` only those are
     drawn. `top_k=0` switches top-k off. Before `min_tokens` neither stop tokens nor stop strings end an answer.
     `best_of` branches are drawn, and the `n` with the best log-probability per token returned. With `kv_budget` no more
-    than so many tokens keep their KV, and `kv_eviction` says which go when it is full; without, all do.
+    than so many tokens keep their KV, and `kv_eviction` says which go when it is full; without, all do. With
+    `sparse_pages` a query reads no more than so many pages of each KV head, all of which stay (0: all pages; None: as
+    the engine was told).
     """
 
     n: int = 1
@@ -55,6 +58,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     grammar: GrammarSpec | None = None
     kv_budget: int | None = None
     kv_eviction: str = "sinks"
+    sparse_pages: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -101,6 +105,12 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             raise InputError(
                 f"kv_eviction must be one of {', '.join(EVICTION)}, got {self.kv_eviction!r}", param="kv_eviction"
             )
+        if self.sparse_pages is not None:
+            _within("sparse_pages", self.sparse_pages, 0, 1 << 30)
+            if self.sparse_pages and self.kv_budget is not None:
+                raise InputError(
+                    "sparse_pages chooses among pages that all stay; leave kv_budget out", param="sparse_pages"
+                )
         for name in ("ignore_eos", "min_tokens"):
             if self.grammar is not None and self.grammar.kind != "free" and getattr(self, name):
                 raise InputError(f"{name} contradicts a grammar, which says where the answer ends", param=name)
@@ -123,6 +133,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 param="kv_budget",
             )
 
+    def check_sparse(self, page_size: int, available: bool) -> None:
+        """Refuse sparse attention where there is none, or with too few pages to choose from."""
+        if self.sparse_pages and not available:
+            raise InputError(
+                "sparse_pages is not available on this engine: attention reads all pages", param="sparse_pages"
+            )
+        least = least_sparse_pages(page_size)
+        if self.sparse_pages and self.sparse_pages < least:
+            raise InputError(
+                f"sparse_pages must be 0 or at least {least} here, got {self.sparse_pages}", param="sparse_pages"
+            )
+
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
         for name, ids in (
@@ -135,6 +157,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
                 if not 0 <= token < vocab_size:
                     message = f"token id {token} in {name} is outside the vocabulary of {vocab_size}"
                     raise InputError(message, param=name)
+
+
+def least_sparse_pages(page_size: int) -> int:
+    """Those that sparse attention always reads, and something to choose."""
+    return SPARSE_LOCAL // page_size + LEAST_PAGES
 
 
 def _within(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -38,6 +38,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     startup_s: dict[str, float]  # seconds by stage of the start
     labels: int = 0  # classes that the model scores
     token_types: int = 0  # segments that it tells apart
+    sparse: bool = False  # whether requests may have `sparse_pages`
 
 
 class Executor(Protocol):

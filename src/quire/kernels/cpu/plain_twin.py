@@ -15,6 +15,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference import plain_ops as ops
 from quire.kernels.reference.plain_attention import ReferenceAttention
+from quire.kernels.sparse_attention import SparseRows
 
 BLOCK = 32
 
@@ -92,4 +93,6 @@ class TwinProgram:
         ops.write_kv(k, v, mine, where.kv_slots)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
         backend: AttentionBackend = AttentionMassRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
+        if batch.sparse is not None and layer.sparse:
+            backend = SparseRows(backend, kv.layout.groups[mine.group].layers.index(index))
         return backend.forward(spec, q, mine, batch, where, backend.plan(batch, where, spec))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.kernels.attention_backend import Batch
+from quire.kernels.attention_backend import SPARSE_LOCAL, Batch
 from quire.kernels.cpu import shared_object as lib
 from quire.kernels.cpu.native_draw import CompiledDraw
 from quire.kernels.hidden_state_tap import HiddenStateTap
@@ -136,6 +136,7 @@ class LayerWeights:
     o_bias: torch.Tensor | None
     scale: float
     window: int | None
+    sparse: bool = False  # whether queries may read only some pages
 
 
 @dataclass
@@ -245,6 +246,7 @@ class NativeProgram:
             table = group.page_table
             struct.page_table, struct.table_stride = table.data_ptr(), table.stride(0)
             struct.kv_slots, struct.tokens_per_page = group.kv_slots.data_ptr(), group.tokens_per_page
+            struct.bounds = None
         step.tokens, step.rows = tokens, batch.rows
         step.ids, step.positions = input_ids.data_ptr(), batch.positions.data_ptr()
         step.query_start, step.hidden = batch.query_start.data_ptr(), hidden.data_ptr()
@@ -265,6 +267,13 @@ class NativeProgram:
             asks = torch.zeros(batch.rows, dtype=torch.uint8)
             asks[batch.asks] = 1
             step.asks, step.mass, step.mass_pages = asks.data_ptr(), batch.mass.data_ptr(), batch.mass.shape[1]
+        step.sparse = None
+        if batch.sparse is not None:
+            budgets = torch.tensor(batch.sparse.pages, dtype=torch.int32)
+            where = torch.tensor([layer.sparse for layer in self._weights.layers], dtype=torch.uint8)
+            step.sparse, step.sparse_layers, step.sparse_local = budgets.data_ptr(), where.data_ptr(), SPARSE_LOCAL
+            for struct, bounds in zip(self._groups, batch.sparse.bounds, strict=True):
+                struct.bounds = None if bounds is None else bounds.data_ptr()
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")

@@ -56,6 +56,7 @@ class StepGroup(Structure):
         ("kv_slots", c_void_p),
         ("tokens_per_page", c_int32),
         ("layers", c_int32),
+        ("bounds", c_void_p),
     ]
 
 
@@ -86,6 +87,9 @@ class Step(Structure):
         ("adapter", POINTER(POINTER(AdapterLayer))),
         ("adapter_count", c_int32),
         ("adapter_rank", c_int32),
+        ("sparse", c_void_p),
+        ("sparse_layers", c_void_p),
+        ("sparse_local", c_int32),
     ]
 
 

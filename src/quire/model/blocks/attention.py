@@ -36,6 +36,7 @@ class AttentionBlock:
     gated: bool
     bidirectional: bool
     kv_parts: int  # keys and values, keys that are both, or none: another layer's
+    sparse: bool  # whether queries may read only some pages
     q_norm: Norm | None
     k_norm: Norm | None
     v_norm: Norm | None
@@ -70,6 +71,7 @@ class AttentionBlock:
             gated=mixer.gate,
             bidirectional=mixer.bidirectional,
             kv_parts=mixer.kv_parts,
+            sparse=mixer.sparse is not None,
             q_norm=norm(q_size, rms) if mixer.qk_norm else None,
             k_norm=norm(k_size, rms) if mixer.qk_norm and mixer.kv_parts else None,
             v_norm=norm(mixer.head_dim, plain_v) if mixer.v_norm and mixer.kv_parts else None,

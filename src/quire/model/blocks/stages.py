@@ -24,6 +24,7 @@ from quire.kernels.backend_choice import choose_backend, choose_lora, choose_ops
 from quire.kernels.eager.row_attention import attend_rows, plan_rows
 from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
+from quire.kernels.sparse_attention import SparseRows
 from quire.model.blocks.attention import AttentionBlock, attention_spec
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
@@ -179,10 +180,13 @@ class Stages:
         backend = self.backends[block.kind]
         if step.batch.asks:
             backend = AttentionMassRows(backend)
-        if block.kind not in step.plans:
+        plan = block.kind
+        if step.batch.sparse is not None and isinstance(block, AttentionBlock) and block.sparse:
+            backend, plan = SparseRows(backend, step.kv.layout.groups[kv.group].layers.index(block.index)), -1 - plan
+        if plan not in step.plans:
             stored = replace(block.attention, kv_itemsize=kv.k_pages.element_size())
-            step.plans[block.kind] = backend.plan(step.batch, group, stored)
-        return backend.forward(block.attention, q, kv, step.batch, group, step.plans[block.kind])
+            step.plans[plan] = backend.plan(step.batch, group, stored)
+        return backend.forward(block.attention, q, kv, step.batch, group, step.plans[plan])
 
     def feed(
         self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step

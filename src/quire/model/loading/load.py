@@ -17,7 +17,7 @@ from quire.kernels import cpu
 from quire.model.blocks.linear import Linear
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.decoder import Model
-from quire.model.decoder_spec import DecoderSpec
+from quire.model.decoder_spec import DecoderSpec, SparseAttention
 from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architecture, Target
 from quire.model.families.registry import read_family
 from quire.model.loading.expert_tensors import ExpertTensors
@@ -51,6 +51,7 @@ def load_model(
     quantize: Quantize = "auto",
     scheme: QuantScheme | None = None,
     invariant: bool = False,
+    sparse: SparseAttention | None = None,
     progress: Progress | None = None,
 ) -> Runnable:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
@@ -59,9 +60,11 @@ def load_model(
     for the compiled decoder, which is then taken wherever it can run; `dtype` does not concern it. `quantize`: to how
     many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch; "int4" is for GPUs too, where
     matrices that are stored in 4 bits stay so. `scheme`: how the layers' others are kept; dense in `dtype` if not said.
-    `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do).
+    `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do). `sparse`: how queries
+    choose pages, where they do.
     """
     family, spec = read_family(source)
+    spec = spec if sparse is None else spec.sparsified(sparse)
     why_not = None
     if compiled is not None:
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)

@@ -22,6 +22,7 @@ from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
 from quire.model import load_model
+from quire.model.decoder_spec import SparseAttention, sparse_at
 from quire.model.families.registry import read_family
 from quire.model.loading.lora_adapter import adapter_rank, read_adapter
 from quire.model.quantization.fp8 import Fp8Scheme
@@ -39,6 +40,7 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
+from quire.types.sampling_params import least_sparse_pages
 from quire.types.seams import ExecutorInfo, Proposer, Ticket, WeightSource
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,12 @@ class LocalExecutor:
         self._dtype = DTYPES[resolved.dtype]
         self._startup_s: dict[str, float] = {}  # by stage
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
+        cache = options.cache
+        if hardware.gpu and cache.sparse_pages:
+            raise ConfigError("sparse_pages is for CPUs: on a GPU attention reads all pages")
+        if 0 < cache.sparse_pages < least_sparse_pages(cache.page_size):
+            least = least_sparse_pages(cache.page_size)
+            raise ConfigError(f"sparse_pages must be 0 or at least {least} with pages of {cache.page_size} tokens")
         began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_model(
@@ -75,6 +83,7 @@ class LocalExecutor:
                 quantize=resolved.quantize,
                 scheme=Fp8Scheme() if resolved.fp8 else None,
                 invariant=options.device.invariant,
+                sparse=None if hardware.gpu else SparseAttention(cache.sparse_attention, cache.sparse_pages),
                 progress=report,
             )
         self._startup_s["weights"] = time.perf_counter() - began
@@ -150,6 +159,7 @@ class LocalExecutor:
             startup_s=dict(self._startup_s),
             labels=0 if (head := self.model.spec.class_head) is None else head.labels,
             token_types=self.model.spec.token_types,
+            sparse=any(sparse_at(self.model.spec, index) for index in range(len(self.model.spec.layers))),
         )
 
     def start(self) -> Capacity:

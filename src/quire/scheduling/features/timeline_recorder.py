@@ -135,6 +135,8 @@ class TimelineRecorder(SchedulingFeature):
         drafted, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
         stats.rows += tokens + drafted + result.padding
         stats.waste["padding"] += result.padding
+        stats.sparse_bytes += result.attention_bytes[0]
+        stats.sparse_bytes_of_all += result.attention_bytes[1]
         stats.waste["draft"] += drafted - accepted
         stats.step_seconds += result.seconds
         stats.step_tokens.observe(tokens)

@@ -117,6 +117,9 @@ class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     session_ttl: SessionTtl | None = None
     kv_budget: Annotated[int, extension("tokens whose KV is kept; others are lost", ge=1, le=1 << 30)] | None = None
     kv_eviction: Annotated[Eviction, extension("which are: sinks (the default), snapkv or h2o")] | None = None
+    sparse_pages: (
+        Annotated[int, extension("KV pages that decoding reads of each KV head; 0: all", ge=0, le=1 << 30)] | None
+    ) = None
     structured_outputs: Annotated[StructuredOutputs, extension("a constraint, as in vLLM")] | None = None
     guided_json: Annotated[dict[str, Any] | str, extension("the answer keeps to a JSON schema")] | None = None
     guided_regex: Annotated[str, extension("the answer matches a regular expression")] | None = None

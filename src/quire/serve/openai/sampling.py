@@ -27,7 +27,7 @@ BEAM_TOKENS = 64  # of an answer that beam search is to find, where the caller d
 # What beam search, which draws nothing and knows no grammars, cannot do.
 _NOT_IN_BEAMS = (
     *("logprobs", "prompt_logprobs", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "presence_penalty"),
-    *("top_logprobs", "frequency_penalty", "repetition_penalty", "kv_budget", "blend"),
+    *("top_logprobs", "frequency_penalty", "repetition_penalty", "kv_budget", "sparse_pages", "blend"),
 )
 
 

@@ -47,10 +47,12 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
   }
 }
 
+#include "attend_sparse.h"
+
 size_t attend_floats(const AttendArgs& a) {
   size_t each = size_t(a.heads / a.kv.kv_heads) * a.count, states = (a.head_end - a.head_begin) * each;
   return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4 + a.mass_pages) + 64 +
-         wide_floats(int(each), a.kv.head_dim);
+         wide_floats(int(each), a.kv.head_dim) + sparse_floats(a);
 }
 
 void attend(const AttendArgs& a, float* scratch) {
@@ -74,12 +76,16 @@ void attend(const AttendArgs& a, float* scratch) {
     for (size_t i = 0; i < size_t(count) * a.mass_pages; i++) paid[i] = 0;
     attend_paid(a, states, stride, begin, blocks, paid);
   }
-  int shared = a.shared / kKeys;  // whole blocks only
+  if (a.sparse) {
+    float* beyond = blocks + 2 * kKeys * dim + wide_floats(stride, dim);
+    attend_sparse(a, states, share, beyond, blocks);
+  }
+  int shared = a.sparse ? 0 : a.shared / kKeys;  // whole blocks only
   if (shared > begin) {
     attend_range(a, a.queries[0].table(), states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
-  for (int i = a.mass ? a.count : 0; i < a.count;) {  // neighbours of one sequence go on together
+  for (int i = a.mass || a.sparse ? a.count : 0; i < a.count;) {  // neighbours of one sequence go on together
     int j = i + 1;
     while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
     int last = 0;

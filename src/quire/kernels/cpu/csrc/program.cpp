@@ -79,6 +79,8 @@ static int check(const Step& s, int vocab) {
             need = std::max<int64_t>(need, table.place(int(p)) / group.tokens_per_page + 1);
         }
       }
+      const bool few = s.sparse && s.sparse[r] && s.sparse[r] < s.sparse_local / group.tokens_per_page + 4;
+      if ((few && s.groups == 1) || (s.sparse && (s.tree_base || s.asks))) return kBadShape;
       if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
       for (int64_t p = 0; p < need; p++)
@@ -109,6 +111,11 @@ int Program::forward(const Step& step) {
     size_t size = plans_[0].asking.size() * d_.kv_heads * step.mass_pages;
     mass_.need(size);
     std::fill_n(mass_.data(), size, 0.0f);
+  }
+  if (step.sparse) {
+    shape.sparse = 1;
+    for (int g = 0; g < step.groups; g++)
+      shape.sparse_width = std::max(shape.sparse_width, int32_t(step.group[g].table_stride));
   }
   attend_stride_ = (k_.attend_floats(shape) + 15) / 16 * 16;
   attend_scratch_.need(attend_stride_ * pool_.size());
@@ -169,7 +176,8 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   auto position = [&](int t) { return step.positions[t]; };
   auto table = [&](int r) { return group.page_table + r * group.table_stride; };
   auto asking = [&](int r) { return step.asks && step.asks[r]; };
-  auto plain = [&](int r) { return !asking(r) && (!step.tree_base || step.tree_base[r] == kNoTree); };
+  auto sparse = [&](int r) { return step.sparse ? step.sparse[r] : 0; };
+  auto plain = [&](int r) { return !asking(r) && !sparse(r) && (!step.tree_base || step.tree_base[r] == kNoTree); };
   auto goes_on = [&](int r) {  // further on in what the row before reads and writes: of the same sequence
     int last = step.query_start[r] - 1;
     return last >= step.query_start[r - 1] && step.query_start[r + 1] > last + 1 && position(last + 1) > position(last) &&
@@ -181,17 +189,19 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
     while (next < step.rows && goes_on(next)) next++;
     int begin = step.query_start[r], end = step.query_start[next];
     const bool asks = asking(r);
-    if (end - begin == next - r && end - begin < kQueryTile / 2 && !asks) {
+    if (end - begin == next - r && end - begin < kQueryTile / 2 && !asks && !sparse(r)) {
       for (; r < next; r++) single.push_back(r);
       continue;
     }
     const int32_t* pages = table(next - 1);
-    for (int t = begin; t < end; t += kQueryTile) {
-      int count = std::min(kQueryTile, end - t), first = int(plan.queries.size());
+    const int tile = sparse(r) ? 1 : kQueryTile;
+    for (int t = begin; t < end; t += tile) {
+      int count = std::min(tile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
         plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages});
       plan.items.push_back(
-          {first, count, 0, int64_t(count) * step.positions[t + count - 1], asks ? int(plan.asking.size()) : -1});
+          {first, count, 0, int64_t(count) * step.positions[t + count - 1], asks ? int(plan.asking.size()) : -1,
+           step.positions[t] / group.tokens_per_page >= sparse(r) ? sparse(r) : 0});
       if (asks) plan.asking.push_back(r);
     }
   }
@@ -229,7 +239,7 @@ void Program::share(const Step& step, const StepGroup& group, const std::vector<
       cost += step.positions[step.query_start[rows[j]]];
       add(rows[j]);
     }
-    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost, -1});
+    plan.items.push_back({first, count, count > 1 ? common * group.tokens_per_page : 0, cost, -1, 0});
   }
 }
 
@@ -398,6 +408,15 @@ void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int 
     if (item.asking >= 0) {
       args.mass_pages = step.mass_pages;
       args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;
+    }
+    if (item.sparse && step.sparse_layers[&layer - layers_.data()] && !layer.window) {
+      const StepGroup& group = step.group[layer.kv_group];
+      const size_t each = size_t(2) * d_.kv_heads * d_.head_dim;
+      args.sparse = item.sparse;
+      args.sparse_local = step.sparse_local;
+      args.sparse_width = int32_t(group.table_stride);
+      args.bounds = group.bounds ? group.bounds + layer.place * each : nullptr;
+      args.bounds_stride = each * group.layers;
     }
     k_.attend(args, attend_scratch_.data() + worker * attend_stride_);
   }

@@ -45,6 +45,7 @@ struct StepGroup {
   int64_t table_stride;
   const int64_t* kv_slots;  // [tokens]
   int32_t tokens_per_page, layers;  // layers that share its pages
+  const uint16_t* bounds;           // fp16 [pages, layers, 2, KV heads, head_dim] or null: see `AttendArgs`
 };
 
 struct Step {
@@ -68,6 +69,9 @@ struct Step {
   const int64_t* adapters;             // [tokens] or null: the adapter of each; 0: none
   const AdapterLayer* const* adapter;  // [adapter_count], layers of each; null: no such one
   int32_t adapter_count, adapter_rank;  // rank: columns of every `b`
+  const int32_t* sparse;         // [rows] or null: pages that a query of the row reads of each KV head; 0: all
+  const uint8_t* sparse_layers;  // [layers] which of them do
+  int32_t sparse_local;          // tokens before a query that it always reads
 };
 
 class Program {
@@ -83,6 +87,7 @@ class Program {
     int32_t first, count, shared;
     int64_t cost;
     int32_t asking;  // which of the items that ask for mass, or -1
+    int32_t sparse = 0;  // pages that its only query reads; 0: all
   };
   struct Plan {
     std::vector<Query> queries;
