@@ -22,7 +22,9 @@ class ServeOptions(Checked):
     )
     files: str | None = option(None, "folder of files, batches and stored responses (default: they go with the server)")
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls: auto (by its chat template), or a format by vLLM's name, as hermes"
+        "auto",
+        "how the model writes tool calls: auto (by its chat template), or a format by vLLM's name, as hermes",
+        alias="--tool-parser",
     )
     reasoning_parser: str = option(
         "auto", "how it marks thoughts: auto (by its chat template), none, or a format by vLLM's name, as deepseek_r1"
