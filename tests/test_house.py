@@ -333,7 +333,10 @@ def test_scripts_use_only_names_that_exist(path: Path) -> None:
             assert node.attr in names_of(module), f"{path.name}:{node.lineno}: {module} has no {node.attr}"
 
 
-@pytest.mark.parametrize("arguments", [["ruff", "check", "src", "tests", "scripts"], ["mypy"]], ids=["ruff", "mypy"])
+RUFF = ["ruff", "check", "src", "tests", "scripts", "examples"]
+
+
+@pytest.mark.parametrize("arguments", [RUFF, ["mypy"]], ids=["ruff", "mypy"])
 def test_checkers_are_content(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
