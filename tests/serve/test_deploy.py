@@ -27,7 +27,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 UNIT = DEPLOY / "systemd" / "quire.service"
 MANIFEST = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "quire.yaml").read_text()))
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-PAGES = ("deploy.md",)
+PAGES = ("deploy.md", "from-vllm.md", "from-ollama.md", "from-llama-cpp.md", "troubleshooting.md")
 # What is exposed only once there is something to count.
 LATER = {"quire_energy_joules_total", "quire_admission_refused_total", "quire_kv_tier_failed_total"}
 
@@ -113,6 +113,16 @@ def test_flags_that_pages_name_exist(page: str) -> None:
     text = re.sub(r"`(docker|kubectl|--build-arg)\b[^`]*`", "", text)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named and named <= known, named - known
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("from-")])
+def test_routes_are_the_same_or_not_there_as_pages_say(page: str, fake_server: str) -> None:
+    rows = re.findall(r"^\| (`/.*?) \| (the same|\(none\))", (ROOT / "docs" / page).read_text(), re.MULTILINE)
+    assert rows
+    for routes, said in rows:
+        for route in re.findall(r"`(/[\w/]+)`", routes):
+            there = httpx.get(fake_server + route).status_code != 404
+            assert there == (said == "the same"), route
 
 
 def every(command: Any) -> Iterator[Any]:
