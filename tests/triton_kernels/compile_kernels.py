@@ -21,7 +21,7 @@ from quire.kernels.triton import (
     activation,
     cascade,
     expert_kernels,
-    gated_delta,
+    gated_delta_kernel,
     gemm,
     gemv,
     int4_matmul,
@@ -164,7 +164,7 @@ def recurrent():
     """Of the sizes of a hybrid of 9B."""
     qkv, share = random(8, 2 * 16 * 128 + 32 * 128), torch.ones(8, 32)
     states, cells = torch.zeros(3, 32, 128, 128), torch.zeros(8, dtype=torch.int64)
-    gated_delta.gated_delta_step(qkv, share, share, states, cells, cells, 16)
+    gated_delta_kernel.gated_delta_step(qkv, share, share, states, cells, cells, 16)
 
 
 def adapters():

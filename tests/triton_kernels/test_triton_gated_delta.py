@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.state_views import Run, apart
-from quire.kernels.triton.gated_delta import gated_delta_step
+from quire.kernels.triton.gated_delta_kernel import gated_delta_step
 from quire.model.blocks.gated_delta import _step, _unit
 
 

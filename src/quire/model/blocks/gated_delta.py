@@ -111,7 +111,7 @@ class GatedDeltaBlock(StateMixer):
         self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, state: LayerState, one: Segments
     ) -> torch.Tensor:
         """A token of each row, states from cell to cell in one launch."""
-        from quire.kernels.triton.gated_delta import gated_delta_step
+        from quire.kernels.triton.gated_delta_kernel import gated_delta_step
 
         seen, window = self.conv(one, qkv, state.window[one.sources])
         state.window[one.targets] = window.float()
