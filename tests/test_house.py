@@ -82,7 +82,7 @@ DISTRIBUTION = {
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry_exporter_otlp_proto_http",
 }  # fmt: skip
 
-FOR_TESTS = {"dev", "clients"}  # extras that the source itself does not need
+FOR_TESTS = {"dev", "clients", "site"}  # extras that the source itself does not need
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
 
