@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from quire.types.config import EngineOptions, flat_fields
 from quire.types.serving import ServeOptions
 
 ROOT = Path(__file__).parents[2]
+HADOLINT = shutil.which("hadolint", path=os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 UNIT = DEPLOY / "systemd" / "quire.service"
@@ -223,3 +226,19 @@ def test_systemd_knows_every_line_of_the_unit(tmp_path: Path) -> None:
     shutil.copy(UNIT.with_name("gpu.conf"), extra)
     done = subprocess.run(["systemd-analyze", "verify", str(copy)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed; `make test-all` installs it")
+def test_checkers_of_others_are_content() -> None:
+    """hadolint, the schemas of Kubernetes, a parser of PromQL."""
+    promql = pytest.importorskip("promql_parser")
+    kubernetes = pytest.importorskip("kubernetes_validate")
+    for expression in expressions():
+        promql.parse(re.sub(r"\$__\w+", "5m", expression))
+    with pytest.raises(ValueError):
+        promql.parse("quire_a > 0.05 * on (instance) quire_b")  # matching beside a number
+    for part in MANIFEST:
+        kubernetes.validate(part, kubernetes.latest_version(), strict=True)
+    done = subprocess.run([str(HADOLINT), str(DEPLOY / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
