@@ -59,9 +59,10 @@ COLUMNS = {
 TAIL = """
 ## Quantised checkpoints
 
-Weights are kept or unpacked; activations keep their bits. On a CPU, integers of 4 and 8 bits in groups of whole blocks
-of 32 stay such in the compiled decoder, where it runs the family (as GGUF blocks: 4 bits take 5); everywhere else
-matrices are unpacked to the model's type as they are loaded.
+On a CPU, integers of 4 and 8 bits in groups of whole blocks of 32 stay such in the compiled decoder, where it runs the
+family (as GGUF blocks: 4 bits take 5); it rounds activations to 8 bits in blocks of 32. On a GPU 4-bit integers stay
+such ([gpu.md](gpu.md#4-bit-weights)). Everywhere else matrices are unpacked to the model's type as they are loaded, and
+activations keep their bits.
 
 | `quant_method` | what of it |
 | --- | --- |
@@ -70,7 +71,7 @@ matrices are unpacked to the model's type as they are loaded.
 GGUF files may hold {kinds}, and plain floats.
 
 Plain checkpoints are quantised on load with `--quantize`: int8 (the default on a CPU where the compiled decoder runs
-the family), int4, or fp8 on a GPU; `none` leaves them as they are.
+the family), int4, or fp8 on a GPU; `none` leaves them as they are. On a GPU int4 is rounded to groups of 128.
 
 ## Quantising a checkpoint once
 

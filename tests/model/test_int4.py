@@ -6,7 +6,8 @@ import pytest
 import torch
 from model_harness import run_model
 from published_writer import awq, gptq, write
-from tiny_models import prompts, tiny
+from tiny_models import SIZES, filled, prompts
+from transformers import LlamaConfig
 
 from quire.assets import resolve
 from quire.kernels.reference.dequant import FORMATS, dequantize
@@ -22,6 +23,11 @@ PUBLISHED = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq(128)),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32}, gptq(4, 32)),
 }
+
+
+def chunk_sized():
+    """All rows are whole chunks of words."""
+    return filled(LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}))
 
 
 def stored(kind: str, rows: int, columns: int) -> StoredTensor:
@@ -67,7 +73,7 @@ def packs(monkeypatch):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_stays_in_4_bits(tmp_path, packs, monkeypatch, name):
-    write(tiny("chunk-sized"), tmp_path, *PUBLISHED[name])
+    write(chunk_sized(), tmp_path, *PUBLISHED[name])
     source = resolve(str(tmp_path)).open()
     four = load_model(source, device="cpu", dtype=torch.float16)
     assert any("matrices in 4 bits" in line for line in four.describe())
@@ -86,7 +92,7 @@ def dense_tensors(source, monkeypatch):
 
 
 def test_plain_weights_become_4_bits_if_asked(tmp_path, packs):
-    theirs = tiny("chunk-sized")
+    theirs = chunk_sized()
     theirs.save_pretrained(tmp_path)
     four = load_model(resolve(str(tmp_path)).open(), device="cpu", dtype=torch.float16, quantize="int4")
     assert {type(m.scheme) for n, m in four.modules().items() if n.endswith((".qkv", ".o", ".up", ".down"))} == {

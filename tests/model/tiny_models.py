@@ -86,9 +86,6 @@ CONFIGS = {
     "block-sized": lambda: hf.LlamaConfig(
         **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
     ),  # all rows are whole GGUF blocks
-    "chunk-sized": lambda: hf.LlamaConfig(
-        **SIZES | {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
-    ),  # ... and whole chunks of 4-bit words
     "one-kv-head": lambda: hf.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16),
     "mistral-window": lambda: hf.MistralConfig(**SIZES, sliding_window=9),
     "mistral-full": lambda: hf.MistralConfig(**SIZES, sliding_window=None),
