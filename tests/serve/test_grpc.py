@@ -267,7 +267,7 @@ def test_tools(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, M
         sent = frontend.text.rendered[-1]["messages"]
         assert sent[1]["tool_calls"][0]["function"] == call and sent[1]["reasoning_content"] == "Hm."
         assert sent[2] == {"role": "tool", "content": "sun", "tool_call_id": calls[0].id}
-        frontend.says = json.dumps(call)
+        frontend.says = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"  # the grammar has the model's format
         modes = messages.ToolChoice.Mode
         _, _, forced = answer(user, mode=modes.REQUIRED, only=["get_weather"], single=True)
         assert forced[0].name == "get_weather" and frontend.requests[-1].params.grammar is not None
