@@ -32,6 +32,7 @@ def prompt(order):
     return [{"role": "user", "content": CUT.join(("Read this.", *(case.documents[i] for i in order), case.question))}]
 
 
+@pytest.mark.slow
 def test_all_recomputed_is_what_the_whole_prompt_gives(compiled):
     compiled.reset()
     every = BlendParams(separator=CUT, recompute=1.0)

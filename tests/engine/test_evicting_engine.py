@@ -33,6 +33,7 @@ def test_a_text_through_a_quarter_of_its_length(forgetful, eviction):
     assert len(out[0].outputs[0].token_ids) == 20
 
 
+@pytest.mark.slow
 def test_what_the_question_attends_to_stays(forgetful):
     """Of 512 tokens 192 keep their KV: enough for those who look, not for those who do not."""
     text = long_text(forgetful, 2000)

@@ -27,8 +27,9 @@ TABLE = torch.tensor(np.random.default_rng(8).normal(0, 1.2, (VOCAB, VOCAB)), dt
 class TableModel:
     """Logits that depend on the last token alone."""
 
-    spec = SimpleNamespace(vocab_size=VOCAB)
+    spec = SimpleNamespace(vocab_size=VOCAB, layers=())
     draw = None
+    adapter_slots = 0
 
     def sketch(self):
         return None

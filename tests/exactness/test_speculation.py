@@ -140,8 +140,7 @@ def test_heads_draft_in_the_engine_what_they_draft_in_training(plain, few, heads
     "speculation",
     [
         "ngram",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("suffix", "draft:smollm2-135m", "medusa")),
-        "eagle",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("suffix", "draft:smollm2-135m", "medusa", "eagle")),
     ],
 )
 def test_equals_plain(few, expected, heads, speculation):
@@ -250,6 +249,7 @@ def test_draft_trees(plain, few, expected, options):
     assert stats.accepted_tokens > 50 and stats.pages_used == 0
 
 
+@pytest.mark.slow
 def test_plain_torch_agrees_too(few):
     """There rows of another batch may round otherwise; where the oracle decides, they may not."""
     with engine("off", dtype="float32") as other:

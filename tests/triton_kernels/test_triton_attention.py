@@ -341,6 +341,7 @@ def listed(rows, fit, least, bound, begins=None, window=0, tile=16, block=4, spa
     return used[:, [0, 1, 2, 5, 6]].tolist(), queries
 
 
+@pytest.mark.slow
 def test_pieces_are_as_even_as_whole_rounds_allow():
     rng = random.Random(5)
     for fit in (2, 7, 33):

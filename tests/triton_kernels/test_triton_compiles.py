@@ -24,6 +24,7 @@ KERNELS = Path(room.__file__).parent
     not all((Path(triton.__file__).parent / "backends/nvidia/bin" / tool).exists() for tool in ("ptxas", "cuobjdump")),
     reason="this Triton has no assembler",
 )
+@pytest.mark.slow
 def test_every_kernel_compiles(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(KERNELS.parents[2])
