@@ -62,7 +62,7 @@ def _quarters(words, zero, WHOLE: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _scale_and_zero(scale_ptr, zero_ptr, chunk, n, N: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr):
     """Of a chunk's first group, for outputs n."""
-    at, inside = (chunk * 128 // GROUP) * N + n, (n < N) & (chunk < CHUNKS)
+    at, inside = (chunk * 128 // GROUP) * N + n, n < tl.where(chunk < CHUNKS, N, 0)
     scale = tl.load(scale_ptr + at, mask=inside, other=0.0)
     return scale.to(tl.float32), tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
 
@@ -73,7 +73,7 @@ def _quarter(
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """Weights of one quarter of a chunk, float32, where it has a scale of its own."""
-    at, inside = ((chunk * 128 + quarter * 32) // GROUP) * N + n, (n < N) & (chunk < CHUNKS)
+    at, inside = ((chunk * 128 + quarter * 32) // GROUP) * N + n, n < tl.where(chunk < CHUNKS, N, 0)
     scale = tl.load(scale_ptr + at, mask=inside, other=0.0).to(tl.float32)
     zero = tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
     return (((words >> (4 * quarter)) & 15).to(tl.float32) - zero[:, None]) * scale[:, None]
@@ -95,7 +95,6 @@ def int4_matmul_kernel(
     word = tl.arange(0, 32)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     x_at = x_ptr + m.to(tl.int64)[None, :] * stride_x + word[:, None]
-    x_mask = (m < M)[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -105,14 +104,15 @@ def int4_matmul_kernel(
     scale, zero = _scale_and_zero(scale_ptr, zero_ptr, first, n, N, CHUNKS, GROUP)
     for step in range(STEPS):
         chunk = first + step
-        there = chunk < CHUNKS
+        rows, columns = tl.where(chunk < CHUNKS, N, 0), tl.where(chunk < CHUNKS, M, 0)
+        n_mask, m_mask = (n < rows)[:, None], (m < columns)[None, :]
         next_scale, next_zero = _scale_and_zero(scale_ptr, zero_ptr, chunk + 1, n, N, CHUNKS, GROUP)
         at = weight_ptr + (chunk.to(tl.int64) * N + n)[:, None] * 32 + word[None, :]
-        words = tl.load(at, mask=(n < N)[:, None] & there, other=0, eviction_policy="evict_first")
-        x0 = tl.load(x_at + chunk * 128, mask=x_mask & there, other=0.0)
-        x1 = tl.load(x_at + chunk * 128 + 32, mask=x_mask & there, other=0.0)
-        x2 = tl.load(x_at + chunk * 128 + 64, mask=x_mask & there, other=0.0)
-        x3 = tl.load(x_at + chunk * 128 + 96, mask=x_mask & there, other=0.0)
+        words = tl.load(at, mask=n_mask, other=0, eviction_policy="evict_first")
+        x0 = tl.load(x_at + chunk * 128, mask=m_mask, other=0.0)
+        x1 = tl.load(x_at + chunk * 128 + 32, mask=m_mask, other=0.0)
+        x2 = tl.load(x_at + chunk * 128 + 64, mask=m_mask, other=0.0)
+        x3 = tl.load(x_at + chunk * 128 + 96, mask=m_mask, other=0.0)
         if GROUP < 128:
             acc = tl.dot(_quarter(words, 0, scale_ptr, zero_ptr, chunk, n, N, CHUNKS, GROUP).to(dtype), x0, acc)
             acc = tl.dot(_quarter(words, 1, scale_ptr, zero_ptr, chunk, n, N, CHUNKS, GROUP).to(dtype), x1, acc)
