@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,6 +82,26 @@ def test_a_batch_of_adapters_equals_merged_weights(family, tmp_path):
     torch.testing.assert_close(
         run_model(model, asked[2:3], adapters=[3])[0], their_logits(theirs, asked[2]), atol=2e-4, rtol=1e-4
     )
+
+
+def test_matrices_that_no_adapter_updates_run_as_the_base(tmp_path, monkeypatch):
+    """Not as updates of zeros: 32 adapters have as many numbers as a fifth of the model."""
+    theirs = tiny("llama3")
+    source, model = opened(tmp_path / "base", theirs)
+    layers, added = len(model.layers), []
+    original = model.stages.lora.add_lora
+    monkeypatch.setattr(model.stages, "lora", SimpleNamespace(
+        segments=model.stages.lora.segments, add_lora=lambda *args: (added.append(args[4]), original(*args))
+    ))  # fmt: skip
+    (prompt,) = prompts(5)
+    counts = []
+    for slot, targets in ((1, ("q_proj", "v_proj")), (2, ("k_proj",)), (3, ("q_proj", "down_proj"))):
+        path = write_adapter(tmp_path / str(slot), theirs, targets, r=4, seed=slot)
+        model.set_adapter(slot, read_adapter(str(path), *read_family(source)).updates)
+        added.clear()
+        run_model(model, [prompt], adapters=[slot])
+        counts.append((model.updated, len(added)))
+    assert counts == [(layers, layers), (layers, layers), (2 * layers, 2 * layers)]
 
 
 @pytest.mark.parametrize("variation", VARIATIONS)

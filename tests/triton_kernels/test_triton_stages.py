@@ -124,6 +124,7 @@ def test_models(name, invariant, adapted, here):
     if adapted:
         model.reserve_adapters(2, 8)
         for linear in model.adaptable().values():
+            linear.lora.used = True
             linear.lora.a[1:].normal_(0, 0.1)
             linear.lora.b[1:].normal_(0, 0.1)
     quick, logits = model.stages, []

@@ -146,6 +146,7 @@ class CompiledModel:
         return [f"decoder: compiled ({self._program.isa}), {self._kept}, {self.threads} threads"]
 
     adapter_slots = 0
+    updated = 0  # nothing is captured
 
     def reserve_adapters(self, slots: int, rank: int) -> None:
         """As `Model.reserve_adapters`; an adapter is packed to 8 bits, as weights are."""

@@ -189,6 +189,10 @@ class Model:
             assert linear.lora is not None, "reserve_adapters() comes first"
             linear.lora.put(slot, updates.get(name, {}))
 
+    @property
+    def updated(self) -> int:
+        return sum(linear.lora is not None and linear.lora.used for linear in self.adaptable().values())
+
     threads = None  # it computes on torch's
     draw = None
 

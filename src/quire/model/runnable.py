@@ -69,6 +69,11 @@ class Runnable(Protocol):
         ...
 
     @property
+    def updated(self) -> int:
+        """Matrices that any of them had updates of; captured steps leave out what came later."""
+        ...
+
+    @property
     def inverse_frequencies(self) -> list[torch.Tensor] | None:
         """By which keys are rotated, [rotary / 2] each, by layer; None: positions are learned."""
         ...

@@ -101,12 +101,13 @@ class CapturedSteps:
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self, *, beside: Sequence[Callable[[], None]]) -> None:
+    def capture(self, *, beside: Sequence[Callable[[], None]], within: CapturedSteps | None = None) -> None:
         """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
-        launched and not captured."""
+        launched and not captured. `within`: steps whose memory these take too; never are two of them replayed at a
+        time."""
         if not self.ready and why_not(self._device) is None:
             self._compile(beside)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle() if within is None else within._pool
         self._shared.clear()
         for key in sorted(self.sizes(), reverse=True):
             self._captures[key] = self._record(*key)

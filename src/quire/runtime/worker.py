@@ -129,8 +129,14 @@ class ForwardWorker:
         if self._states is not None:
             self._null_step(self._warmup_model or self.model, [2])  # torch loads its solvers once, not once a thread
         self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside])
-        if self._adapted_steps is not None:
-            self._adapted_steps.capture(beside=[])
+        if self.model.updated:
+            self.capture_adapted()
+
+    @torch.inference_mode()
+    def capture_adapted(self) -> None:
+        """Record the steps of rows with LoRA adapters, by the matrices that those loaded so far update."""
+        assert self._adapted_steps is not None and self._captured.ready
+        self._adapted_steps.capture(beside=[], within=self._captured)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

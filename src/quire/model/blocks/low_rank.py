@@ -20,11 +20,15 @@ class LowRank:
     def __init__(self, slots: int, rank: int, columns: int, parts: tuple[int, ...], like: torch.Tensor):
         self.parts = parts
         self.rank = rank
+        self.used = False  # whether any adapter had updates of this matrix
         self.a = torch.zeros(slots + 1, len(parts) * rank, columns, device=like.device, dtype=like.dtype)
         self.b = torch.zeros(slots + 1, sum(parts), rank, device=like.device, dtype=like.dtype)
 
     def put(self, slot: int, updates: Mapping[int, Update]) -> None:
         """An adapter's updates by part; parts it does not have stay as the base has them."""
+        if not (updates or self.used):
+            return
+        self.used = True
         self.a[slot], self.b[slot] = 0, 0
         for part, (a, b) in updates.items():
             first, row = part * self.rank, sum(self.parts[:part])

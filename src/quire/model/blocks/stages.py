@@ -61,8 +61,8 @@ class Step:
 
 
 def adapts(linear: Linear, step: Step) -> bool:
-    """Whether a step has tokens of adapters, and the matrix may have updates of them."""
-    return linear.lora is not None and step.batch.adapters is not None
+    """Whether a step has tokens of adapters, and the matrix has updates of any."""
+    return linear.lora is not None and linear.lora.used and step.batch.adapters is not None
 
 
 class Stages:

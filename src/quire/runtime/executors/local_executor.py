@@ -144,7 +144,14 @@ class LocalExecutor:
                 f"the LoRA adapter in {path} has rank {adapter.rank}, there is room for {self._lora_rank}; "
                 "start with a larger max_lora_rank"
             )
-        self._in_order(lambda _: self.model.set_adapter(slot, adapter.updates))
+
+        def put(worker: ForwardWorker) -> None:
+            before = self.model.updated
+            self.model.set_adapter(slot, adapter.updates)
+            if self._graphs and self.model.updated > before:
+                worker.capture_adapted()
+
+        self._in_order(put)
         return adapter.digest
 
     def unload_adapter(self, slot: int) -> None:
