@@ -34,6 +34,7 @@ def test_spec(bench):
     assert "2 of 2" in text
 
 
+@pytest.mark.slow
 def test_interference(bench):
     words = ("--streams", "2", "--prompt", "200", "--in", "8", "--out", "12", "--kv-memory", "64M")
     with pytest.raises(ConfigError, match="give a longer one"):
@@ -44,6 +45,7 @@ def test_interference(bench):
     assert found["long_ttft"] > 0 and "long prompt" in text
 
 
+@pytest.mark.slow
 def test_structured(bench):
     found, _ = bench("structured", "--num", "2", "--kv-memory", "64M")
     assert found["schemas"] == 2 and found["finished"] == 1
@@ -59,6 +61,7 @@ def test_lora(bench):
         bench("lora", "--targets", "x")
 
 
+@pytest.mark.slow
 def test_beams(bench):
     found, _ = bench("beams", "--width", "3", "--in", "64", "--out", "4", "--rounds", "1", "--kv-memory", "64M")
     assert found["beams"] == 3 and found["pages_alone"] < found["pages_beams"] < 3 * found["pages_alone"]

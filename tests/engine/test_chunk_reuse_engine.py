@@ -55,6 +55,7 @@ def test_an_answer_does_not_depend_on_what_was_cached(compiled):
     assert stats.finished == {"length": 2}, "chunks are no requests"
 
 
+@pytest.mark.slow
 def test_branches_and_many_requests_at_once(compiled):
     compiled.reset()
     how = BlendParams(separator=CUT)

@@ -22,7 +22,10 @@ def plain(default_model):
         yield engine
 
 
-@pytest.fixture(scope="module", params=[{"draft_tokens": 1, "draft_adapt": False}, {}], ids=["one", "default"])
+ONE = {"draft_tokens": 1, "draft_adapt": False}
+
+
+@pytest.fixture(scope="module", params=[pytest.param(ONE, marks=pytest.mark.slow), {}], ids=["one", "default"])
 def drafting(default_model, request):
     with make(speculation="ngram", **request.param) as engine:
         yield engine

@@ -78,7 +78,7 @@ def test_on_a_prefix_hit(llm, prompts, alone, comparison):
     [
         ("small chunks and pages", {"prefill_chunk": 7, "page_size": 5}),
         ("preemption, two steps in flight", {"kv_pages": 24, "max_model_len": 256, "depth": 2}),
-        ("process", {"process": True}),
+        pytest.param("process", {"process": True}, marks=pytest.mark.slow),
     ],
 )
 def test_other_ways_to_run(prompts, alone, comparison, what, options):

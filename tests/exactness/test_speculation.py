@@ -183,8 +183,12 @@ def test_while_drafting_is_off_no_hidden_states_are_returned(few, expected, head
 
 @pytest.mark.parametrize(
     "options",
-    [{"depth": 2}, {"kv_pages": 16, "max_model_len": 224}, {"prefill_chunk": 7, "page_size": 5}, {"process": True}],
-    ids=["two steps in flight", "preemption", "small chunks and pages", "process"],
+    [
+        {"kv_pages": 16, "max_model_len": 224},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"depth": 2}, {"prefill_chunk": 7, "page_size": 5})),
+        pytest.param({"process": True}, marks=pytest.mark.slow),
+    ],
+    ids=["preemption", "two steps in flight", "small chunks and pages", "process"],
 )
 def test_other_ways_to_run(few, expected, options):
     with engine("suffix", draft_adapt=False, **options) as llm:
@@ -228,7 +232,18 @@ class Knowing:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"depth": 2}, {"kv_pages": 16, "max_model_len": 224}, {"page_size": 5}, {"page_size": 1, "draft_tokens": 16}],
+    [
+        {},
+        {"depth": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"kv_pages": 16, "max_model_len": 224},
+                {"page_size": 5},
+                {"page_size": 1, "draft_tokens": 16},
+            )
+        ),
+    ],
     ids=["as it is", "two steps in flight", "preemption", "small pages", "pages of one token"],
 )
 def test_draft_trees(plain, few, expected, options):

@@ -22,7 +22,7 @@ def files(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "auto"])
 def test_answers_are_those_without_drafts(files, dtype):
     options = {"dtype": dtype, "kv_pages": 400, "max_seqs": 8}
     plain = Engine(files / "model", **options)

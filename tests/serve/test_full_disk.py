@@ -21,7 +21,9 @@ def mountable() -> bool:
     return shutil.which("unshare") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
-@pytest.mark.parametrize("case", ["files", "batches", "messages", "pages", "downloads"])
+@pytest.mark.parametrize(
+    "case", ["files", "downloads", *(pytest.param(c, marks=pytest.mark.slow) for c in ("batches", "messages", "pages"))]
+)
 def test_nothing_is_lost_on_a_full_disk(case: str, tmp_path: Path) -> None:
     if not mountable():
         pytest.skip("mounting needs user namespaces")
