@@ -21,9 +21,12 @@ ARCHITECTURES = {
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5_text": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe_text": gguf.MODEL_ARCH.QWEN35MOE,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
 }
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 RENAMED = {  # to what these are called in published files, which the package knows
     ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
     ".e_score_correction_bias": ".e_score_correction.bias",
@@ -82,7 +85,7 @@ def _describe(writer: gguf.GGUFWriter, config, kind: str) -> None:
     if kind == "nemotron_h":
         _mamba(writer, config.conv_kernel, config.ssm_state_size, config.n_groups, config.mamba_num_heads)
         writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
-    if kind == "qwen3_next":
+    if kind in QWEN:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         _mamba(writer, config.linear_conv_kernel_dim, config.linear_key_head_dim, keys, values)
         writer.add_ssm_inner_size(values * config.linear_value_head_dim)
@@ -144,11 +147,13 @@ def _feeds(writer: gguf.GGUFWriter, config, kind: str) -> None:
         width = config.block_multiple_of * -(-int(2 * config.intermediate_size / 3) // config.block_multiple_of)
         writer.add_feed_forward_length(width)
         return
-    else:
+    elif kind != "qwen3_5_moe_text":
         writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     if kind == "granitemoehybrid":
         writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
-    if kind == "qwen3_next":
+    if kind == "qwen3_5_text":
+        return
+    if kind in QWEN:
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     _experts_described(writer, config, kind)
 
@@ -161,7 +166,8 @@ def _experts_described(writer: gguf.GGUFWriter, config, kind: str) -> None:
     writer.add_expert_count(count)
     writer.add_expert_used_count(config.num_experts_per_tok)
     if not kind.startswith("granitemoe"):
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        width = config.moe_intermediate_size if hasattr(config, "moe_intermediate_size") else config.intermediate_size
+        writer.add_expert_feed_forward_length(width)
     if kind == "llama4_text":
         writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
     if kind == "lfm2_moe":
@@ -233,17 +239,29 @@ def _name(name: str, kind: str, names) -> str:
     return found
 
 
+def _tiled(name: str, weight: np.ndarray, config) -> np.ndarray:
+    """A tensor of a DeltaNet layer with its value heads in the order in which llama.cpp repeats key heads."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if name.endswith("out_proj.weight"):
+        return _tiled(".z", weight.T, config).T
+    before = 2 * keys * config.linear_key_head_dim if name.endswith(("in_proj_qkv.weight", "conv1d.weight")) else 0
+    heads = weight[before:].reshape(keys, values // keys, -1, *weight.shape[1:]).swapaxes(0, 1)
+    return np.concatenate((weight[:before], heads.reshape(-1, *weight.shape[1:])))
+
+
 def _changed(name: str, weight: np.ndarray, config, kind: str) -> np.ndarray:
+    if kind in QWEN[1:] and "linear_attn" in name and not name.endswith("linear_attn.norm.weight"):
+        weight = _tiled(name, weight, config)
     if "conv1d.weight" in name or "conv.conv.weight" in name:
         return weight.squeeze(1)
     if name.endswith(".A_log"):
-        return -np.exp(weight) if kind == "qwen3_next" else -np.exp(weight)[:, None]
+        return -np.exp(weight) if kind in QWEN else -np.exp(weight)[:, None]
     if name.endswith(".D"):
         return weight[:, None]
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         groups = config.n_groups if kind == "nemotron_h" else config.mamba_n_groups
         return weight.reshape(groups, -1)
-    if kind == "qwen3_next" and name.endswith("norm.weight") and "linear_attn" not in name:
+    if kind in QWEN and name.endswith("norm.weight") and "linear_attn" not in name:
         return weight + 1
     if kind.startswith("granitemoe") and name.endswith("q_proj.weight"):
         return pair_heads(weight, config.num_attention_heads)

@@ -101,7 +101,8 @@ GGUF_FAMILIES = ["llama2", "llama-biased-tied", "llama3", "one-kv-head", "qwen2"
 GGUF_FAMILIES += ["granite", "phi3-partial", "glm4", "qwen2-moe-everywhere", "qwen3-moe"]
 GGUF_FAMILIES += ["smollm3-gguf", "cohere2-gguf", "gemma3-gguf"]
 GGUF_HYBRIDS = ["gpt-oss", "granite-moe", "glm4-moe", "llama4-gguf", "deepseek-v2", "deepseek-v3-gguf"]
-GGUF_HYBRIDS += ["lfm2", "lfm2-moe", "qwen3-next-gguf", "granite-hybrid", "nemotron-h", "nemotron-h-moe"]
+GGUF_HYBRIDS += ["qwen3-next-gguf", "qwen3.5", "qwen3.5-moe-gguf"]
+GGUF_HYBRIDS += ["lfm2", "lfm2-moe", "granite-hybrid", "nemotron-h", "nemotron-h-moe"]
 
 
 @pytest.mark.parametrize("name", [*GGUF_FAMILIES, *GGUF_HYBRIDS])

@@ -363,6 +363,7 @@ CONFIGS = {
         first_k_dense_replace=1,
         rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
     ),
+    "qwen3.5-moe-gguf": lambda: hf.Qwen3_5MoeTextConfig(**SIZES | DELTA | EXPERTS),
     "qwen3-next-gguf": lambda: hf.Qwen3NextConfig(**SIZES | DELTA | EXPERTS),
     "gpt2": lambda: hf.GPT2Config(vocab_size=97, n_positions=128, n_embd=48, n_layer=3, n_head=4),
     "gpt2-variations": lambda: hf.GPT2Config(

@@ -17,6 +17,7 @@ class GatedDelta:
     key_dim: int
     value_dim: int
     taps: int  # inputs that the convolution sees, its own included
+    tiled: bool = False  # key heads serve value heads in turn (0 1 0 1), not neighbours (0 0 1 1)
 
     rope = None
 

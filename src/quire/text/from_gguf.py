@@ -10,51 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.text.tokenizer import Tokenizer, library_errors
+from quire.text.word_splits import WORD_SPLITS
 from quire.types.errors import ModelFileError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 MAX_TOKEN = 1024  # characters of one token
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split(pattern: str) -> Any:
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated"), byte_level])
-
-
-def _gpt2() -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits() -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2()])
-
-
-# How each `tokenizer.ggml.pre` cuts text: (maker, NFC first, whole words before merges, BOS unless told otherwise).
-PRE_TOKENIZERS = {
-    "default": (_gpt2, False, False, False),
-    "gpt-2": (_gpt2, False, False, False),
-    "smollm": (_digits, False, False, False),
-    "llama3": (lambda: _split(_LLAMA3), False, True, True),
-    "llama-v3": (lambda: _split(_LLAMA3), False, True, True),
-    "llama-bpe": (lambda: _split(_LLAMA3), False, True, True),
-    "qwen2": (lambda: _split(_QWEN2), True, False, False),
-    "deepseek-r1-qwen": (lambda: _split(_QWEN2), True, False, False),
-    "tekken": (lambda: _split(_TEKKEN), False, True, True),
-}
 
 
 def tokenizer_from_gguf(meta: dict[str, Any], where: str) -> Tokenizer:
@@ -125,22 +88,22 @@ class _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     pre = vocabulary.text("pre", "default")
-    if pre not in PRE_TOKENIZERS:
+    if pre not in WORD_SPLITS:
         raise ModelFileError(
             f"{vocabulary.where} cuts text in the way {pre!r}, which is not known here; known: "
-            f"{', '.join(PRE_TOKENIZERS)}. Use the model's safetensors directory with its tokenizer.json instead"
+            f"{', '.join(WORD_SPLITS)}. Use the model's safetensors directory with its tokenizer.json instead"
         )
-    maker, compose, whole_words, add_bos = PRE_TOKENIZERS[pre]
+    words = WORD_SPLITS[pre]
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
     for left, right in merges:
         if not (left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids):
             raise ModelFileError(f"{vocabulary.where}: the merge of {left!r} and {right!r} is not in the vocabulary")
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=whole_words))
-    if compose:
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary.ids, merges=merges, ignore_merges=words.whole_words))
+    if words.compose:
         backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = maker()
+    backend.pre_tokenizer = words.pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
-    return backend, add_bos
+    return backend, words.bos
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:

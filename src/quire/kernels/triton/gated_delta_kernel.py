@@ -21,13 +21,13 @@ from quire.kernels.triton.launch import overlap
 def gated_delta_step_kernel(
     qkv, decay, beta, states, sources, targets, out, stride_qkv, stride_cell, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    TILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row, head = tl.program_id(0), tl.program_id(1)
-    key_head = head // (HEADS // KEY_HEADS)
+    key_head = head % KEY_HEADS if TILED else head // (HEADS // KEY_HEADS)
     c = tl.arange(0, KEY)
     d = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     at = qkv + row.to(tl.int64) * stride_qkv
@@ -54,6 +54,8 @@ def gated_delta_step(
     sources: torch.Tensor,  # [rows] int64: cells that rows go on from
     targets: torch.Tensor,  # [rows] int64: ... and leave their states in; none is another row's source
     key_heads: int,
+    *,
+    tiled: bool = False,  # key heads serve value heads in turn, not neighbours
 ) -> torch.Tensor:
     """[rows, heads * value_dim], in qkv's dtype."""
     rows, (_, heads, key, value) = qkv.shape[0], states.shape
@@ -63,6 +65,7 @@ def gated_delta_step(
     block = min(value, 32)
     gated_delta_step_kernel[(rows, heads, value // block)](
         qkv, decay, beta, states, sources, targets, out, qkv.stride(0), states.stride(0), key**-0.5,
-        KEY_HEADS=key_heads, HEADS=heads, KEY=key, VALUE=value, BLOCK=block, num_warps=4, **overlap(qkv.device),
+        KEY_HEADS=key_heads, HEADS=heads, KEY=key, VALUE=value, BLOCK=block, TILED=tiled, num_warps=4,
+        **overlap(qkv.device),
     )  # fmt: skip
     return out

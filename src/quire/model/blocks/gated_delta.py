@@ -115,7 +115,9 @@ class GatedDeltaBlock(StateMixer):
 
         seen, window = self.conv(one, qkv, state.window[one.sources])
         state.window[one.targets] = window.float()
-        return gated_delta_step(seen, decay, beta, state.matrix, one.sources, one.targets, self.spec.key_heads)
+        return gated_delta_step(
+            seen, decay, beta, state.matrix, one.sources, one.targets, self.spec.key_heads, tiled=self.spec.tiled
+        )
 
     def _segments(
         self,
@@ -129,12 +131,16 @@ class GatedDeltaBlock(StateMixer):
         spec = self.spec
         seen, window = self.conv(segments, segments.take(qkv), window)
         q, k, v = F.silu(seen).float().split((spec.keys, spec.keys, spec.values), dim=1)
-        share = spec.value_heads // spec.key_heads
-        q, k = (_unit(side.unflatten(1, (spec.key_heads, -1))).repeat_interleave(share, dim=1) for side in (q, k))
+        q, k = (self._shared(_unit(side.unflatten(1, (spec.key_heads, -1)))) for side in (q, k))
         v = v.unflatten(1, (spec.value_heads, -1))
         rule = q * spec.key_dim**-0.5, k, v, segments.take(decay), segments.take(beta)
         out, matrix = _step(rule, matrix) if segments.single else _chunked(rule, matrix, segments.chunks())
         return out.flatten(1), window, matrix
+
+    def _shared(self, keys: torch.Tensor) -> torch.Tensor:
+        """[tokens, key heads, dim] for each value head."""
+        share = self.spec.value_heads // self.spec.key_heads
+        return keys.repeat(1, share, 1) if self.spec.tiled else keys.repeat_interleave(share, dim=1)
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:

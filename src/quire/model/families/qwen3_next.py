@@ -11,7 +11,7 @@ from typing import Any
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec, Norms, Router
 from quire.model.families.architecture import IGNORED, Fields, Target, named_in
 from quire.model.families.decoder_config import DecoderConfig
-from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, MAMBA, Names, target_of
+from quire.model.families.tensor_names import EXPERTS, GGUF_KEYS, LLAMA_NAMES, MAMBA, Names, layer_of, target_of
 from quire.model.loading.stored_tensor import Ungrouped
 from quire.model.recurrent_spec import GatedDelta
 from quire.types.errors import ModelFileError
@@ -21,7 +21,10 @@ _KINDS = {
     "qwen3next": "qwen3_next",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
 }
+_TILED = ("qwen35", "qwen35moe")  # files in which value heads are ordered so
 _COMMON = {
     "head_dim": 256,
     "max_position_embeddings": 32768,
@@ -50,6 +53,8 @@ _NAMES: Names = {
     **{name: place for name, place in MAMBA.items() if name != "ssm_d"},
     "ssm_in": ("qkvz", 0),
     "ssm_ba": ("ba", 0),
+    "ssm_beta": ("ba", 0),
+    "ssm_alpha": ("ba", 1),
     "ssm_norm": ("head_norm", 0),
     "linear_attn.in_proj_qkvz": ("qkvz", 0),
     "linear_attn.in_proj_qkv": ("qkvz", 0),
@@ -67,7 +72,7 @@ _NAMES: Names = {
 
 class Qwen3NextFamily:
     names: tuple[str, ...] = (*_KINDS, *_DEFAULTS)
-    gguf_names: tuple[str, ...] = ("qwen3next",)
+    gguf_names: tuple[str, ...] = ("qwen3next", *_TILED)
     gguf_keys: Mapping[str, str] = GGUF_KEYS | {
         "num_experts": "expert_count",
         "num_experts_per_tok": "expert_used_count",
@@ -79,16 +84,18 @@ class Qwen3NextFamily:
         "linear_num_key_heads": "ssm.group_count",
         "linear_num_value_heads": "ssm.time_step_rank",
         "linear_inner": "ssm.inner_size",
+        "nextn": "nextn_predict_layers",
     }
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         kind = _KINDS.get(named_in(config), named_in(config))
         if isinstance(inner := config.get("linear_inner"), int):  # GGUF
             heads = Fields(config).integer("linear_num_value_heads")
-            config = {**config, "linear_value_head_dim": inner // heads}
+            main = Fields(config).integer("num_hidden_layers", most=4096) - (config["nextn"] or 0)  # others draft
+            config = {**config, "linear_value_head_dim": inner // heads, "num_hidden_layers": main}
         fields = DecoderConfig(config, _DEFAULTS[kind])
         attention = fields.attention(qk_norm="head", gate=True)
-        delta = _delta(fields)
+        delta = replace(_delta(fields), tiled=named_in(config) in _TILED)
         every = fields.integer("full_attention_interval", 4)
         types = fields.layer_types(
             ("full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(fields.layers)),
@@ -103,7 +110,8 @@ class Qwen3NextFamily:
         return fields.decoder(kind, layers)
 
     def target(self, name: str, spec: DecoderSpec) -> Target | None:
-        if re.match(r"(?:model\.)?mtp\.", name):  # predicts tokens ahead: a drafter, not the model
+        ahead = name.startswith("blk.") and layer_of(name) >= len(spec.layers)
+        if ahead or re.match(r"(?:model\.)?mtp\.", name):  # predicts tokens ahead: a drafter, not the model
             return Target(IGNORED)
         target = target_of(name, spec, _NAMES, norm_offset=0.0 if ".linear_attn." in name else 1.0)
         if target is None or not target.module.startswith("layers."):

@@ -67,6 +67,7 @@ EXPERTS: Names = {  # of experts one by one, as `ExpertTensors` shows them
     "block_sparse_moe.input_linear": ("experts_up", 0),
     "block_sparse_moe.output_linear": ("experts_down", 0),
     "ffn_gate_exps": ("experts_up", 0),
+    "ffn_gate_up_exps": ("experts_up", 0),
     "ffn_up_exps": ("experts_up", 1),
     "ffn_down_exps": ("experts_down", 0),
     "mlp.shared_expert_gate": ("shared_gate", 0),
