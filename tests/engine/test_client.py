@@ -12,6 +12,7 @@ import pytest
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.text_output import RequestText
 from quire.text import TextModel
+from quire.types.counts import Counts
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.messages import (
@@ -284,6 +285,16 @@ def test_text_goes_on_after_tokens_that_another_engine_drew(default_model) -> No
     resumed = RequestText(Request(id="r", prompt=[1], params=early, outputs=whole[:cut]), text)
     delta, _ = resumed.take(TokenEvent("r", 0, cut, whole[cut:]))
     assert delta is not None and delta.stop_reason == "three", "a stop that came too early there is none here"
+
+
+def test_forced_tokens_behind_a_stop_string_are_not_the_answers(default_model) -> None:
+    text = TextModel.load(default_model)
+    tokens = text.tokenizer.encode("one STOP two three", add_special=False)
+    view = RequestText(Request(id="r", prompt=[1], params=SamplingParams(stop=["STOP"])), text)
+    forced = [0, len(tokens) - 2, len(tokens) - 1]
+    delta, _ = view.take(TokenEvent("r", 0, 0, tokens, counts=Counts(forced=3, drafted=2), forced=forced))
+    assert delta is not None and len(delta.token_ids) == len(tokens) - 2
+    assert delta.counts == Counts(forced=1, drafted=2)
 
 
 async def test_a_waiting_reader_is_spared_what_its_sink_takes() -> None:

@@ -277,3 +277,14 @@ def test_a_page_of_one_token():
     scheduler.submit(ask("a", 90, 7, "snapkv"))
     plans, _ = run(scheduler, executor)
     assert max(r.start - r.shift + r.count for p in plans for r in p.rows) == 7
+
+
+def test_what_an_eviction_has_yet_to_read_nobody_changes():
+    """Branches share pages; the first evicts and finds no page to go on with, the second would shift them in place."""
+    scheduler, executor = world(pages=20, tokens=3)
+    for i in range(2):
+        prompt = [(7 * i + j) % VOCAB for j in range(9)]
+        scheduler.submit(Request(id=f"other{i}", prompt=prompt, params=SamplingParams(max_tokens=40, seed=i)))
+    scheduler.submit(ask("a", 30, 24, n=2, max_tokens=24, temperature=0.0))
+    _, out = run(scheduler, executor)  # the executor knows what each page holds
+    assert len(out["a"]) == 48

@@ -16,8 +16,10 @@ from quire.types.sampling_params import SamplingParams
 LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=4, kv_heads=1, head_dim=1),), "float32")
 
 
-def world(*, pages=100, slots=8, tokens=32, depth=1, **options):
-    capacity = Capacity(pages=pages, slots=slots, max_model_len=80, max_batch_tokens=tokens, depth=depth)
+def world(*, pages=100, slots=8, tokens=32, depth=1, length=80, context=0, **options):
+    capacity = Capacity(
+        pages=pages, slots=slots, max_model_len=length, context=context, max_batch_tokens=tokens, depth=depth
+    )
     return Scheduler(SchedulerOptions(**options), LAYOUT, capacity), FakeExecutor(LAYOUT, capacity)
 
 
@@ -268,9 +270,10 @@ def test_a_static_batch_is_no_more_than_the_pool_holds():
     assert order == ["a", "b", "c"] and not scheduler.busy
 
 
-def test_a_static_batch_sets_no_more_aside_than_a_sequence_may_have():
+@pytest.mark.parametrize(("length", "context"), [(80, 0), (200, 80)])
+def test_a_static_batch_sets_no_more_aside_than_a_sequence_may_have(length, context):
     """The longest prompt and the longest answer may come to more than the context: a page table has no place for it."""
-    scheduler, executor = world(scheduler="static", slots=2, tokens=80)
+    scheduler, executor = world(scheduler="static", slots=2, tokens=80, length=length, context=context)
     scheduler.submit(ask("a", [1] * 70, max_tokens=4))
     scheduler.submit(ask("b", [2] * 4, max_tokens=30))
     plan, _ = step(scheduler, executor)

@@ -5,7 +5,10 @@ Stop strings are found here, where text is made; the engine is then told where t
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from quire.text import IncrementalDetokenizer, StopMatcher, TextModel
+from quire.types.counts import Counts
 from quire.types.errors import EngineDeadError, from_wire
 from quire.types.events import TokenEvent
 from quire.types.outputs import Delta
@@ -111,7 +114,7 @@ class RequestText:
             prompt_logprobs=event.prompt_logprobs,
             finish_reason=finish,
             stop_reason=stop_reason,
-            counts=event.counts,
+            counts=_counts_until(event, fresh + used),
             score=event.score,
         )
         return delta, branch.received if matched is not None and event.finish is None else None
@@ -122,3 +125,10 @@ class RequestText:
             return rest
         emitted, _ = branch.stops.push(rest, early=branch.received <= branch.min_tokens)
         return emitted + branch.stops.flush()
+
+
+def _counts_until(event: TokenEvent, end: int) -> Counts | None:
+    """Of an event whose tokens from index `end` on are not the answer's."""
+    if event.counts is None or not event.forced:
+        return event.counts
+    return replace(event.counts, forced=sum(index < end for index in event.forced))

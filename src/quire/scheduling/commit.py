@@ -107,10 +107,10 @@ class Commit(SchedulingFeature):
         seq.tokens += drawn
         seq.pending -= 1
         seq.unsent = max(0, len(drawn) - 1 - accepted)
-        forced = sum(index < len(drawn) for index in result.forced.get(sample, ()))
+        forced = [index for index in result.forced.get(sample, ()) if index < len(drawn)]
         first = index == len(seq.request.outputs)
         if first or drafted or forced:
-            self._table.drew(seq, drafted, accepted, forced)
+            self._table.drew(seq, drafted, accepted, len(forced))
         if EventKind.DREW in self._table.observed:
             self._table.tell(EventKind.DREW, [(seq, len(drawn))])
         scores = self._scores.pop(seq, None) if self._scores else None
@@ -124,7 +124,8 @@ class Commit(SchedulingFeature):
         event.index, event.tokens = index, drawn
         if first or event.finish or drafted or forced or seq.log.evicted:
             log = seq.log
-            event.counts = Counts(max(0, seq.cached), log.blended, log.evicted, forced, drafted, accepted)
+            event.counts = Counts(max(0, seq.cached), log.blended, log.evicted, len(forced), drafted, accepted)
+            event.forced = forced or None
         if sample in result.logprobs:
             event.logprobs = result.logprobs[sample][: len(drawn)]
         if scores:

@@ -93,7 +93,7 @@ class Scheduler:
             self.sequences,
             policy=self.policy,
             chunk=self._chunk,
-            longest=capacity.max_model_len,
+            longest=capacity.longest,
             overlapped=capacity.depth > 1,
             whole=capacity.whole,
             memory=self.memory,

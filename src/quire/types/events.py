@@ -27,6 +27,7 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
     message: str = ""
     embedding: list[float] | None = None  # of a request that asked for pooling
     score: float | None = None  # of an answer that beam search found
+    forced: list[int] | None = None  # which of the tokens, by index, a grammar forced
 
 
 # Why token rows were computed in vain: lost to preemption, drafts not accepted, abandoned by the caller, past their

@@ -91,6 +91,7 @@ class KVBudget:
         self.evicted = 0  # tokens computed whose KV is gone
         self.scores: list[float] = []  # attention paid to each page it has, as far as it was asked for
         self.owed: Change | None = None  # what was evicted, but not yet told to the worker
+        self._eviction.forget(self)
 
     @property
     def reach(self) -> int:
@@ -167,6 +168,7 @@ class KVEviction(SchedulingFeature):
         elif memory.contiguous:
             self._refusal = "static batching sets all memory aside in advance"
         self._leaving: deque[tuple[int, list[int]]] = deque()  # (step that may still use them, pages no table holds)
+        self._unread: dict[KVBudget, list[int]] = {}  # pages that what is owed will read; nobody may change them yet
 
     def budget(self, request: Request) -> KVBudget | None:
         """For a request with a budget; refuses, with a reason, one that cannot be kept."""
@@ -192,6 +194,7 @@ class KVEviction(SchedulingFeature):
         if extended is None or budget.owed is None:
             return extended
         change, budget.owed = budget.owed, None
+        self._let_go(self._unread.pop(budget, []), step)
         change.deltas += extended.deltas
         change.copies += extended.copies
         return change
@@ -205,11 +208,15 @@ class KVEviction(SchedulingFeature):
             return False
         budget.owed, dropped, read = done
         self._let_go(dropped, step if seq.inflight else 0)
-        self._let_go(read, step)
+        self._unread[budget] = read
         tokens = (pages - budget.left) * self._size
         budget.evicted += tokens
         self._timeline.evicted(seq, tokens)
         return True
+
+    def forget(self, budget: KVBudget) -> None:
+        """Its sequence begins again or is over: nothing is owed."""
+        self._let_go(self._unread.pop(budget, []), 0)
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         """Pages that it still read go back; branches that set out from a row have attended to the same as it."""
@@ -241,7 +248,8 @@ class KVEviction(SchedulingFeature):
         return bool(self._leaving)
 
     def tables(self) -> list[PageTable]:
-        found = [PageTable(1) for _ in self._leaving]
-        for table, (_, pages) in zip(found, self._leaving, strict=True):
+        held = [*(pages for _, pages in self._leaving), *self._unread.values()]
+        found = [PageTable(1) for _ in held]
+        for table, pages in zip(found, held, strict=True):
             table.pages = [pages]
         return found
