@@ -43,6 +43,32 @@ def pytest_collection_modifyitems(items):
         raise pytest.UsageError(f"{sorted(unknown)} ask for a model in fp32; name them in FP32, in tests/conftest.py")
 
 
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub on the loopback, and an empty cache of models."""
+    from loopback_hub import serving
+
+    with serving(tmp_path, monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tmp_path_factory):
+    """A small sound GGUF file, written by the gguf package."""
+    import gguf
+    import numpy as np
+
+    path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_tensor("w", np.arange(64, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
 @pytest.fixture(scope="session")
 def default_model():
     """The embedded default model on disk."""

@@ -3,12 +3,28 @@
 Knows: types, disks, pip, hubs. Refuses to know: torch, tokens, what any tensor is for.
 """
 
+from quire.assets.catalog import CATALOG, CatalogModel
+from quire.assets.hub_preview import Preview, preview
 from quire.assets.local import LocalModel, ModelInfo, describe
-from quire.assets.store import cache_dir, copy, known_models, list_models, on_hub, path_of, pull, remove, resolve
+from quire.assets.store import (
+    cache_dir,
+    copy,
+    known_models,
+    list_models,
+    on_hub,
+    path_of,
+    present,
+    pull,
+    remove,
+    resolve,
+)
 
 __all__ = [
+    "CATALOG",
+    "CatalogModel",
     "LocalModel",
     "ModelInfo",
+    "Preview",
     "cache_dir",
     "copy",
     "describe",
@@ -16,6 +32,8 @@ __all__ = [
     "list_models",
     "on_hub",
     "path_of",
+    "present",
+    "preview",
     "pull",
     "remove",
     "resolve",

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.assets.json_files import map_file
+from quire.assets.json_files import BeginningTooShort, map_file
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -75,7 +75,7 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self._data = map_file(path)
-        header = _Header(self._data.data, str(path))
+        header = GGUFHeader(self._data.data, len(self._data), str(path))
         self._metadata = header.metadata
         self._tensors = header.tensors
         self._starts = header.starts
@@ -91,12 +91,13 @@ class GGUFFile:
         return self._data[start : start + self._tensors[name].nbytes]
 
 
-class _Header:
-    """One pass over the header. `fail` names the file and the byte at which things went wrong."""
+class GGUFHeader:
+    """One pass over the header of a file of `size` bytes, of which `view` is the beginning. `fail` names the file and
+    the byte at which things went wrong."""
 
-    def __init__(self, view: memoryview, where: str):
+    def __init__(self, view: memoryview, size: int, where: str):
         self._view = view
-        self._size = len(view)
+        self._size = size
         self._where = where
         self._at = 0
         self._elements = 0
@@ -116,6 +117,8 @@ class _Header:
             raise self.fail(f"the file ends inside {what}, which needs {count} bytes; it is truncated or lying")
         if start + count > MAX_HEADER:
             raise self.fail(f"the header is longer than {MAX_HEADER} bytes")
+        if start + count > len(self._view):
+            raise BeginningTooShort(start + count)
         self._at = start + count
         return start
 

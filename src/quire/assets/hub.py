@@ -1,4 +1,5 @@
-"""Models on a hub: `org/name`, optionally `:file.gguf` and `@revision`. The hub is the one HF_ENDPOINT names.
+"""Models on a hub: `org/name`, optionally `:file.gguf` or `:Q4_K_M`, and `@revision`. The hub is the one HF_ENDPOINT
+names.
 
 huggingface_hub does the fetching (progress, resume after a dropped connection, its cache layout); it is imported
 only here and only when something must be fetched. Knows: which files of a repository are a model. Refuses to
@@ -10,20 +11,24 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from quire.assets import catalog
 from quire.assets.gguf_parts import part_paths
-from quire.types.errors import ConfigError, ModelNotFoundError
+from quire.types.errors import ConfigError, ModelNotFoundError, QuireError
 
 if TYPE_CHECKING:
     from huggingface_hub.utils import tqdm
 
 _PART = r"[A-Za-z0-9][\w.-]*"
-_REFERENCE = re.compile(rf"({_PART}/{_PART})(?::((?:{_PART}/)*{_PART}\.gguf))?(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII)
+_REFERENCE = re.compile(
+    rf"({_PART}/{_PART})(?::(?:((?:{_PART}/)*{_PART}\.gguf)|([A-Za-z]\w*)))?(?:@([A-Za-z0-9][\w./-]*))?", re.ASCII
+)
 
 WANTED = ["config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja", "*.safetensors*"]
 WANTED += ["modules.json", "*_Pooling/config.json"]  # of sentence-transformers
@@ -35,13 +40,14 @@ class HubReference:
     repository: str
     file: str | None = None
     revision: str | None = None
+    tag: str | None = None  # what the GGUF file wanted is quantised to, such as Q4_K_M
 
     @classmethod
     def parse(cls, text: str) -> HubReference | None:
         match = _REFERENCE.fullmatch(text)
         if match is None or ".." in text:
             return None
-        return cls(match[1], match[2], match[3])
+        return cls(match[1], match[2], match[4], match[3])
 
     @property
     def folder(self) -> str:
@@ -52,36 +58,45 @@ class HubReference:
 Report = Callable[[str, int, int], None]  # what is fetched, bytes so far, bytes in all (0: not known yet)
 
 
-def fetch(reference: HubReference, cache: Path, progress: bool | Report) -> Path:
-    """Fetch what is missing and return the GGUF file (of a split one the first) or the directory of the snapshot.
-    `progress`: show it in the terminal, or whom to tell."""
+def endpoint() -> str | None:
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+@contextmanager
+def named_errors(reference: HubReference) -> Iterator[Any]:
+    """huggingface_hub; what goes wrong in it is told in our words."""
     try:
         import huggingface_hub as hub
         from huggingface_hub import errors
-        from huggingface_hub.utils import tqdm
     except ImportError as error:
         raise ConfigError("fetching from a hub needs huggingface_hub: pip install huggingface_hub") from error
-    common: dict[str, Any] = {
-        "repo_id": reference.repository,
-        "revision": reference.revision,
-        "cache_dir": cache,
-        "endpoint": os.environ.get("HF_ENDPOINT") or None,
-        "library_name": "quire",
-        "tqdm_class": tqdm if progress is True else _telling(tqdm, progress) if progress else _quiet(tqdm),
-    }
     try:
+        yield hub
+    except QuireError:
+        raise
+    except Exception as error:  # a third party's network stack: anything may come out
+        raise ModelNotFoundError(_explain(error, reference, errors)) from error
+
+
+def fetch(reference: HubReference, cache: Path, progress: bool | Report) -> Path:
+    """Fetch what is missing and return the GGUF file (of a split one the first) or the directory of the snapshot.
+    `progress`: show it in the terminal, or whom to tell."""
+    with named_errors(reference) as hub:
+        from huggingface_hub.utils import tqdm
+
+        common: dict[str, Any] = {
+            "repo_id": reference.repository,
+            "revision": reference.revision,
+            "cache_dir": cache,
+            "endpoint": endpoint(),
+            "library_name": "quire",
+            "tqdm_class": tqdm if progress is True else _telling(tqdm, progress) if progress else _quiet(tqdm),
+        }
         if reference.file:
             parts = part_paths(Path(reference.file))
             paths = [Path(hub.hf_hub_download(filename=part.as_posix(), **common)) for part in parts]
             return paths[0]
-        path = Path(hub.snapshot_download(allow_patterns=WANTED, ignore_patterns=IGNORED, **common))
-        if not (path / "config.json").exists():
-            _refuse_unreadable(reference, hub.HfApi(endpoint=common["endpoint"]))
-        return path
-    except ModelNotFoundError:
-        raise
-    except Exception as error:  # a third party's network stack: anything may come out
-        raise ModelNotFoundError(_explain(error, reference, errors)) from error
+        return Path(hub.snapshot_download(allow_patterns=WANTED, ignore_patterns=IGNORED, **common))
 
 
 def _explain(error: Exception, reference: HubReference, errors: ModuleType) -> str:
@@ -89,7 +104,9 @@ def _explain(error: Exception, reference: HubReference, errors: ModuleType) -> s
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: accept its terms on the hub, then set HF_TOKEN to your token"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no model {name!r} (or it is private: then set HF_TOKEN)"
+        close = [other for other in catalog.similar(name) if other != name]
+        guess = f"; did you mean {' or '.join(close)}?" if close else ""
+        return f"the hub has no model {name!r} (or it is private: then set HF_TOKEN){guess}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name} has no revision {reference.revision!r}"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
@@ -128,13 +145,3 @@ def _telling(base: type[tqdm], report: Report) -> type[tqdm]:
             return None
 
     return Telling
-
-
-def _refuse_unreadable(reference: HubReference, api: Any) -> None:
-    """A repository without config.json: say which of its files could be used."""
-    files = api.list_repo_files(reference.repository, revision=reference.revision)
-    models = {str(part_paths(Path(file))[0]) for file in files if file.endswith(".gguf")}
-    if models:
-        choices = ", ".join(f"{reference.repository}:{file}" for file in sorted(models)[:12])
-        raise ModelNotFoundError(f"{reference.repository} holds GGUF files; name one of them: {choices}")
-    raise ModelNotFoundError(f"{reference.repository} holds no model that can be read here: no config.json, no .gguf")

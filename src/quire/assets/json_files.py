@@ -16,6 +16,14 @@ from quire.types.errors import ModelFileError
 MAX_JSON = 64 << 20
 
 
+class BeginningTooShort(Exception):
+    """A header goes on behind the bytes of a file that were given; `needed` are not enough for certain, but more."""
+
+    def __init__(self, needed: int):
+        super().__init__(f"at least {needed} bytes are needed")
+        self.needed = needed
+
+
 def map_file(path: Path) -> np.ndarray:
     """The file as a read-only uint8 array: pages are read when touched, nothing is copied."""
     try:

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from quire.assets.json_files import map_file, parse_json, read_json
+from quire.assets.json_files import BeginningTooShort, map_file, parse_json, read_json
 from quire.types.errors import ModelFileError
 from quire.types.seams import TensorInfo
 
@@ -30,24 +30,24 @@ ITEM_SIZES = {
 }  # fmt: skip
 
 
-class SafetensorsFile:
-    """One file, its header read and checked."""
+class SafetensorsHeader:
+    """What is in a file of `size` bytes, by its beginning; all of it is checked."""
 
-    def __init__(self, path: Path):
-        self._where = str(path)
-        self._data = map_file(path)
-        size = len(self._data)
+    def __init__(self, beginning: bytes | memoryview, size: int, where: str):
+        self._where = where
         if size < 8:
             raise self._fail(f"it has {size} bytes, too few for a header")
-        length = int.from_bytes(self._data[:8].tobytes(), "little")
+        length = int.from_bytes(beginning[:8], "little")
         if length > min(MAX_HEADER, size - 8):
             raise self._fail(f"its header claims {length} bytes, but {size - 8} follow (and {MAX_HEADER} are allowed)")
-        self._start = 8 + length
-        header = parse_json(self._data[8 : self._start].tobytes(), f"the header of {path}")
+        self.start = 8 + length
+        if len(beginning) < self.start:
+            raise BeginningTooShort(self.start)
+        header = parse_json(bytes(beginning[8 : self.start]), f"the header of {where}")
         header.pop("__metadata__", None)
-        self._spans: dict[str, tuple[int, int]] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
         self.tensors = {name: self._entry(name, entry) for name, entry in header.items()}
-        self._check_coverage(size - self._start)
+        self._check_coverage(size - self.start)
 
     def _fail(self, message: str) -> ModelFileError:
         return ModelFileError(f"{self._where} is not a sound safetensors file: {message}")
@@ -64,13 +64,13 @@ class SafetensorsFile:
         nbytes = math.prod(shape) * ITEM_SIZES[kind]
         if end - start != nbytes:
             raise self._fail(f"{name!r} of shape {shape} and dtype {kind} needs {nbytes} bytes, not {start}..{end}")
-        self._spans[name] = (start, end)
+        self.spans[name] = (start, end)
         return TensorInfo(name=name, shape=tuple(shape), kind=kind, nbytes=nbytes)
 
     def _check_coverage(self, available: int) -> None:
         """Tensors follow each other without hole or overlap and fill the file exactly, as the format demands."""
         reached, before = 0, "the header"
-        for name, (start, end) in sorted(self._spans.items(), key=lambda item: item[1]):
+        for name, (start, end) in sorted(self.spans.items(), key=lambda item: item[1]):
             if start != reached:
                 problem = "overlap" if start < reached else "leave a hole"
                 raise self._fail(f"{before!r} and {name!r} {problem}: {reached} is followed by {start}")
@@ -79,9 +79,18 @@ class SafetensorsFile:
             problem = "it is truncated" if reached > available else "bytes follow the last tensor"
             raise self._fail(f"tensors take {reached} bytes, the file has {available} for them; {problem}")
 
+
+class SafetensorsFile:
+    """One file, its header read and checked."""
+
+    def __init__(self, path: Path):
+        self._data = map_file(path)
+        self._header = SafetensorsHeader(self._data.data, len(self._data), str(path))
+        self.tensors = self._header.tensors
+
     def read(self, name: str) -> np.ndarray:
-        start, end = self._spans[name]
-        return self._data[self._start + start : self._start + end]
+        start, end = self._header.spans[name]
+        return self._data[self._header.start + start : self._header.start + end]
 
 
 class SafetensorsModel:

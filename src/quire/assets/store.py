@@ -18,9 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from quire.assets import embedded, hub
+from quire.assets import catalog, embedded, hub
 from quire.assets.gguf_parts import part_paths
 from quire.assets.hub import HubReference, Report
+from quire.assets.hub_listing import choose, list_repository, unreadable
 from quire.assets.local import LocalModel, ModelInfo, at_path, describe, is_here
 from quire.types.errors import InputError, ModelNotFoundError
 
@@ -36,7 +37,7 @@ def cache_dir() -> Path:
 
 def resolve(ref: str, *, progress: bool = True) -> LocalModel:
     """Find a model by name, hub id, directory or GGUF file; fetch it if it is not here yet."""
-    if (model := _present(ref)) is not None:
+    if (model := present(ref)) is not None:
         return model
     return pull(ref, progress=progress)
 
@@ -45,16 +46,21 @@ def pull(ref: str, *, progress: bool | Report = True) -> LocalModel:
     """Like `resolve`, but a hub model is brought up to date even if it is here. `progress`: show it in the terminal, or
     whom to tell of what comes from a hub."""
     known = embedded.EMBEDDED.get(ref.lower())
-    reference = HubReference.parse(ref)
     if known is not None:
-        if (model := _present(ref)) is None:
+        if (model := present(ref)) is None:
             embedded.fetch(known, _embedded_path(known.name), progress is True)
             model = _embedded_model(known.name)
         return model
     if is_here(Path(ref).expanduser()):
         return at_path(Path(ref).expanduser())
+    reference = hub_reference(ref)
     if reference is None:
         raise _not_found(ref)
+    if not reference.file:
+        listing = list_repository(reference)
+        reference = choose(reference, listing)
+        if not reference.file and (problem := unreadable(listing)):
+            raise ModelNotFoundError(problem)
     path = hub.fetch(reference, cache_dir() / "hub", progress)
     model = replace(at_path(path), name=ref)
     model.open()  # a reference is only recorded once its headers are sound
@@ -62,11 +68,16 @@ def pull(ref: str, *, progress: bool | Report = True) -> LocalModel:
     return model
 
 
+def hub_reference(ref: str) -> HubReference | None:
+    """Where on the hub a name leads: a repository's own, or one of the catalogue."""
+    return HubReference.parse(catalog.hub_name(ref) or ref)
+
+
 def list_models() -> list[ModelInfo]:
     """What is in the cache, by name; a damaged model is listed with its problem."""
     names = [name for name in embedded.EMBEDDED if _embedded_path(name).is_file()]
     names += [unquote(entry.name) for entry in _records()]
-    return [describe(model) for name in sorted(names) if (model := _present(name)) is not None]
+    return [describe(model) for name in sorted(names) if (model := present(name)) is not None]
 
 
 def known_models() -> list[str]:
@@ -76,10 +87,10 @@ def known_models() -> list[str]:
 
 def copy(source: str, name: str) -> None:
     """Give a cached model another name too; its files stay as they are."""
-    model = _present(source)
+    model = present(source)
     if model is None or not model.path.is_relative_to(cache_dir()):
         raise _not_found(source, "not in the cache, so there is nothing to copy")
-    if not _ALIAS.fullmatch(name) or name.lower() in embedded.EMBEDDED or HubReference.parse(name) is not None:
+    if not _ALIAS.fullmatch(name) or name.lower() in embedded.EMBEDDED or hub_reference(name) is not None:
         raise InputError(f"{name[:64]!r} is no name for a copy: letters, digits and ._:- only, and none that is taken")
     _record(name, model.path)
 
@@ -87,13 +98,13 @@ def copy(source: str, name: str) -> None:
 def path_of(name: str) -> Path | None:
     """Where a model of the cache lies, if it is there."""
     known = name.lower() in embedded.EMBEDDED
-    model = _present(name) if known or _recorded_path(name) is not None else None
+    model = present(name) if known or _recorded_path(name) is not None else None
     return model.path if model is not None else None
 
 
 def on_hub(name: str) -> bool:
     """Whether this is a name that a hub may have."""
-    return HubReference.parse(name) is not None and not Path(name).exists()
+    return hub_reference(name) is not None and not Path(name).exists()
 
 
 def remove(name: str) -> None:
@@ -104,7 +115,7 @@ def remove(name: str) -> None:
         _embedded_path(name.lower()).unlink()
         return
     entry = cache_dir() / "refs" / quote(name, safe="")
-    reference = HubReference.parse(name)
+    reference = hub_reference(name)
     if not entry.is_file():
         raise _not_found(name, "not in the cache, so there is nothing to remove")
     path = _recorded_path(name)
@@ -114,14 +125,14 @@ def remove(name: str) -> None:
     folder = cache_dir() / "hub" / reference.folder
     if not any(other.is_relative_to(folder) for other in _named()):
         shutil.rmtree(folder, ignore_errors=True)
-    elif path is not None and path.is_file() and reference.file:
+    elif path is not None and path.is_file():
         for part in part_paths(path):
             blob = part.resolve()  # the snapshot holds a link to the bytes
             part.unlink(missing_ok=True)
             blob.unlink(missing_ok=True)
 
 
-def _present(ref: str) -> LocalModel | None:
+def present(ref: str) -> LocalModel | None:
     """The model if it is on this disk. Bare known names win over files of the same name: write ./name for those."""
     name = ref.lower()
     if name in embedded.EMBEDDED:
@@ -170,12 +181,12 @@ def _recorded_path(ref: str) -> Path | None:
 
 
 def _not_found(ref: str, why: str = "not known") -> ModelNotFoundError:
-    names = known_models() + [unquote(entry.name) for entry in _records()]
+    names = known_models() + [unquote(entry.name) for entry in _records()] + list(catalog.CATALOG)
     close = difflib.get_close_matches(ref.lower(), names, n=3, cutoff=0.5)
     guess = f"did you mean {' or '.join(close)}? Looked" if close else "looked"
     hint = f'. To ask the default model: quire run {known_models()[0]} "{ref[:200]}"' if " " in ref else ""
     return ModelNotFoundError(
         f"model {ref!r} is {why}; {guess} for a directory or .gguf file of that name, in the cache "
         f"({cache_dir()}) and among the known names ({', '.join(known_models())}). "
-        f"A model on a hub is written org/name or org/name:file.gguf{hint}"
+        f"`quire catalog` lists names of models on the hub; any other is written org/name or org/name:Q4_K_M{hint}"
     )

@@ -7,10 +7,9 @@ import platform
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from quire.cli.options import with_engine_options
+from quire.cli.model_report import fit_figures, fit_rows, show_json, show_rows, size
+from quire.cli.options import AsJson, with_engine_options
 from quire.types.config import EngineOptions
 
 PACKAGES = ("quire", "torch", "triton", "tokenizers", "safetensors", "llguidance", "fastapi", "pyzmq")
@@ -23,88 +22,62 @@ def register(app: typer.Typer) -> None:
 def doctor(
     *,
     engine: EngineOptions,
-    context: Annotated[int, typer.Option(help="tokens per sequence for the KV ceiling")] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="tokens per sequence for the KV ceiling")] = 2048,
+    json: AsJson = False,
 ) -> None:
-    """Check this machine for a model: hardware, kernels chosen and why, how many sequences fit."""
-    import torch
+    """Check this machine for a model: hardware, kernels chosen and why, how many sequences fit. Of a model that is not
+    here, the headers are read and no weights fetched."""
+    from quire import assets
+    from quire.engine.build import check_preview
+    from quire.runtime.model_fit import model_fit
 
-    from quire.assets import resolve
-    from quire.kernels import cpu
-    from quire.model import CompiledModel, compiled_refusal, packed_bytes, parameter_count, read_spec, resident_bytes
-    from quire.model.blocks.fused import choose_stages
-    from quire.model.quantization.dense_scheme import DenseScheme
-    from quire.model.quantization.fp8 import Fp8Scheme
-    from quire.runtime.capacity import kv_capacity, kv_layout, working_memory
-    from quire.runtime.hardware import DTYPES, probe
-    from quire.runtime.hardware import resolve as decide
-
-    hardware = probe(engine.device.device)
-    decisions = decide(engine, hardware)
-    local = resolve(engine.model.model)
-    spec = read_spec(local.open())
-    dtype = DTYPES[decisions.dtype]
-    source, device = local.open(), torch.device(decisions.device)
-    refused = (
-        "dtype was chosen"
-        if engine.model.dtype != "auto"
-        else compiled_refusal(source, device, random_weights=engine.model.random_weights, quantize=decisions.quantize)
-    )
-    if refused is None:
-        weights, kinds = packed_bytes(source, decisions.quantize), CompiledModel.kv_kinds
-        own = CompiledModel.kv_dtype
-        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
+    name = engine.model.model
+    if (local := assets.present(name)) is not None or (found := assets.preview(name)) is None or found.source is None:
+        source: Any = (local or assets.resolve(name)).open()
+        fit: Any = model_fit(source, engine)
     else:
-        stages, own = choose_stages(spec, device), decisions.dtype
-        weights = resident_bytes(source, device, dtype, decisions.quantize)
-        kinds = (own, *stages.kv_kinds)
-        scheme = Fp8Scheme() if decisions.fp8 else DenseScheme()
-        kernels = [f"decoder: not the compiled one, {refused}", *stages.describe(scheme)]
-    layout = kv_layout(engine, decisions, spec, own, kinds)
-    working = working_memory(engine, decisions, spec, layout, hardware.memory - weights)
-    pages, why = kv_capacity(engine, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
-    tokens = (pages - 1) * engine.cache.page_size // len(layout.groups)
+        source, fit = found.source, check_preview(found, engine)
+    machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    packages = [(package, _version(package)) for package in PACKAGES]
+    lines = (*fit.decisions.reasons, *fit.decisions.idle, *fit.kernels)
+    reasons = [(line.partition(": ")[0], line.partition(": ")[2]) for line in lines]
+    if json:
+        figures = {"name": name, "architecture": fit.spec.architecture, "parameters": fit.parameters}
+        sequences = {"context_asked": context, "sequences": fit.tokens // context}
+        show_json({
+            "system": machine, "packages": dict(packages), "choices": reasons,
+            "model": figures | fit_figures(fit) | sequences,
+        })  # fmt: skip
+        return
+    show_rows("machine", [("system", machine)])
+    show_rows("packages", packages)
+    show_rows("choices", reasons)
+    show_rows(f"model {local.name if local is not None else name}", _model_rows(fit, engine, source, context))
+
+
+def _model_rows(fit: Any, engine: EngineOptions, source: Any, context: int) -> list[tuple[str, str]]:
+    spec, layout = fit.spec, fit.layout
     heads, layers = spec.attention.heads, f"{len(spec.layers)} layers"
     if spec.recurrent:
-        layers = f"{len(spec.attending)} of {layers}; others keep a state of {_size(layout.state_bytes)} a sequence"
-    _section("machine", [("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}")])
-    _section("packages", [(name, _version(name)) for name in PACKAGES])
-    _section(
-        "choices",
-        [(r.partition(": ")[0], r.partition(": ")[2]) for r in (*decisions.reasons, *decisions.idle, *kernels)],
-    )
-    _section(
-        f"model {local.name}",
-        [
-            ("architecture", f"{spec.architecture}, {parameter_count(spec):,} parameters"),
-            ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {layers}"),
-            ("weights", _size(weights)),
-            ("KV per token", f"{_size(layout.token_bytes)} in {layout.dtype}"),
-            *_ceiling(pages, layout.page_bytes, why, tokens, context, weights, hardware.memory),
-        ],
-    )
-
-
-def _ceiling(
-    pages: int, page_bytes: int, why: str, tokens: int, context: int, weights: int, memory: int
-) -> list[tuple[str, str]]:
-    """How many sequences fit, or why none does."""
-    if pages < 2:
-        smaller = "a smaller dtype, a quantised GGUF of it or a smaller model would"
-        cure = smaller if weights > memory else "raise kv_memory"
-        return [("does not fit", f"{_size(weights)} of weights, {_size(memory)} of memory free; {cure}")]
-    return [
-        ("KV memory", f"{pages - 1} pages of {_size(page_bytes)}; {why}"),
-        ("ceiling", f"{tokens // context} sequences of {context} tokens ({tokens:,} tokens in all)"),
+        layers = f"{len(spec.attending)} of {layers}; others keep a state of {size(layout.state_bytes)} a sequence"
+    first, *rest = fit_rows(fit, engine, source)
+    rows = [
+        first,
+        ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {layers}"),
+        ("KV per token", f"{size(layout.token_bytes)} in {layout.dtype}"),
+        *rest,
     ]
+    if fit.fits:
+        rows.append(("KV memory", f"{fit.pages - 1} pages of {size(layout.page_bytes)}; {fit.why}"))
+        rows.append(("ceiling", _ceiling(fit.tokens, context)))
+    return rows
 
 
-def _section(title: str, rows: list[tuple[str, Any]]) -> None:
-    console = Console()
-    console.print(f"[bold]{title}[/bold]")
-    table = Table.grid(padding=(0, 2))
-    for key, value in rows:
-        table.add_row("  " + key, str(value))
-    console.print(table)
+def _ceiling(tokens: int, context: int) -> str:
+    count = tokens // context
+    if not count:
+        return f"no sequence of {context:,} tokens: {tokens:,} fit in all"
+    return f"{count} sequence{'s' * (count > 1)} of {context} tokens ({tokens:,} tokens in all)"
 
 
 def _version(package: str) -> str:
@@ -112,11 +85,3 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -16,6 +16,7 @@ from quire.types.config import CONCERNS, EngineOptions, SchedulerOptions, flat_f
 from quire.types.serving import ServeOptions
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 RoundsOption = Annotated[int, typer.Option(help="measured runs; medians count")]
 InOption = Annotated[int, typer.Option("--in", help="input tokens per request (fixed, shared_prefix)")]
 OutOption = Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")]

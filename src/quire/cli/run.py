@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from quire.assets import present
+from quire.cli.model_report import fetch
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.errors import InputError
@@ -31,6 +33,8 @@ def run(
     from quire.engine.llm import LLM
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    if present(engine.model.model) is None:
+        fetch(engine)
     flat = engine.flat()
     with LLM(flat.pop("model", engine.model.model), progress=True, **flat) as llm:
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []

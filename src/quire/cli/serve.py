@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from quire.cli.model_report import fetch
 from quire.cli.options import with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
 from quire.types.serving import ServeOptions
@@ -15,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs."""
-    from quire.assets import resolve
+    from quire.assets import present
     from quire.engine.client import AsyncClient, RestartPolicy
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
@@ -27,7 +28,7 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     keys = load_keys(serving.api_keys)
 
     async def open_frontend() -> Frontend:
-        local = resolve(engine.model.model, progress=True)  # here, where there is a terminal to show progress
+        local = present(engine.model.model) or fetch(engine)  # here, where there is a terminal to show progress
         policy = RestartPolicy(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
         client = await AsyncClient.open(engine, process=True, policy=policy)
         text = TextModel.load(

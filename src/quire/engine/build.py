@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from quire.assets import ModelInfo, describe, resolve
+from quire.assets import LocalModel, ModelInfo, Preview, describe, present, preview, pull, resolve
 from quire.assets.pooling_files import pooling_info
 from quire.engine.core import EngineCore
 from quire.runtime.executors.local_executor import LocalExecutor
+from quire.runtime.model_fit import ModelFit, misfit, model_fit, other_forms
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError, ModelFileError, ModelNotFoundError
 from quire.types.messages import EngineInfo, WeightsInfo
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
+
+Tell = Callable[[Preview, ModelFit | None], None]
+
+
+def fetch_model(options: EngineOptions, *, progress: bool = True, tell: Tell | None = None) -> LocalModel:
+    """The model on this disk. One that is not here yet is fetched once its headers say that it runs here and fits;
+    `tell` hears what they say before that."""
+    name = options.model.model
+    if (model := present(name)) is not None:
+        return model
+    found = preview(name)
+    if found is None:
+        return resolve(name, progress=progress)  # says what there is instead
+    fit = check_preview(found, options)
+    if tell is not None:
+        tell(found, fit)
+    if fit is not None and found.source is not None and not fit.fits:
+        raise ConfigError(
+            f"{name}: {misfit(found.source, options, fit)}. Nothing was fetched; `quire pull {name}` would all the same"
+        )
+    return pull(name, progress=progress)
+
+
+def check_preview(found: Preview, options: EngineOptions) -> ModelFit | None:
+    """How a model that is not here would fit; raises where it could not be loaded or kept. None: its headers cannot be
+    had."""
+    if found.source is None:
+        return None
+    if found.missing > found.disk:
+        raise ModelNotFoundError(
+            f"{found.name} has {found.missing / 1e9:.1f} GB to fetch, and the disk {found.disk / 1e9:.1f} GB of room; "
+            "make room, or set QUIRE_CACHE to a folder on another disk"
+        )
+    try:
+        if found.problem:
+            raise ModelFileError(found.problem)
+        return model_fit(found.source, options)
+    except ModelFileError as error:
+        instead = other_forms(found.source)
+        own = ", ".join(f"{found.name}:{quant}" for quant in found.other if quant != found.name)
+        would = f"; {instead}" + (f" (here: {own})" if own else "") if instead else ""
+        raise ModelFileError(f"{found.name} cannot be loaded: {error}{would}. Nothing was fetched") from error
 
 
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:

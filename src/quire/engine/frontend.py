@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from quire.assets import resolve
+from quire.assets import present
 from quire.engine.client import AsyncClient
 from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
@@ -175,8 +175,12 @@ class AsyncLLM(Frontend):
 
     @classmethod
     async def open(cls, model: str = "smollm2-135m", *, process: bool = False, **options: Any) -> AsyncLLM:
-        local = resolve(model)
-        client = await AsyncClient.open(EngineOptions.of(model=model, **options), process=process)
+        engine = EngineOptions.of(model=model, **options)
+        if (local := present(model)) is None:
+            from quire.engine.build import fetch_model  # asks whether it would run here before it fetches
+
+            local = fetch_model(engine)
+        client = await AsyncClient.open(engine, process=process)
         return cls(client, TextModel.load(local), local.name)
 
     async def generate(

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
-from quire.assets import resolve
+from quire.assets import present
 from quire.engine.client import AsyncClient
 from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
@@ -63,7 +63,10 @@ class LLM:
 
     def __init__(self, model: str = "smollm2-135m", *, process: bool = False, progress: bool = False, **options: Any):
         self.options = EngineOptions.of(model=model, **options)
-        local = resolve(model, progress=progress)
+        if (local := present(model)) is None:
+            from quire.engine.build import fetch_model  # asks whether it would run here before it fetches
+
+            local = fetch_model(self.options, progress=progress)
         self.text = TextModel.load(local)
         self._link = open_link(self.options, process=process, progress=progress)
         self._inboxes: dict[str, deque[TokenEvent]] = {}  # by request: what has come for whoever follows it

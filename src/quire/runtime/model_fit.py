@@ -1,0 +1,188 @@
+"""Whether a model runs on this machine, from its headers alone: what its weights take, how many tokens of KV fit beside
+them, about how fast one request would decode, and what else would fit where it does not.
+
+Refuses to know: where headers came from, how anything is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from quire.assets.hub_headers import HeadersOnlyError
+from quire.kernels import cpu
+from quire.model import (
+    CompiledModel,
+    DecoderSpec,
+    compiled_refusal,
+    packed_bytes,
+    parameter_count,
+    read_spec,
+    resident_bytes,
+)
+from quire.model.blocks.fused import choose_stages
+from quire.model.decoder_spec import Experts
+from quire.model.families.registry import read_family
+from quire.model.quantization.dense_scheme import DenseScheme
+from quire.model.quantization.fp8 import Fp8Scheme
+from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
+from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe, resolve
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError, ModelFileError
+from quire.types.kv import KVLayout
+from quire.types.seams import WeightSource
+
+# Of the bandwidth that reading memory in order has, what the decode steps of one sequence reach: the rest goes into
+# attention, norms, sampling and the host.
+DECODE_EFFICIENCY = {"cpu": 0.6, "cuda": 0.8}
+PROBE_BYTES = 256 << 20
+SMALLER = (("dtype", "bfloat16"), ("quantize", "int8"), ("quantize", "fp8"), ("quantize", "int4"))
+
+
+@dataclass(frozen=True)
+class ModelFit:
+    spec: DecoderSpec
+    hardware: Hardware
+    decisions: Resolved
+    parameters: int
+    weights: int  # bytes resident
+    form: str  # what the weights are kept as
+    kernels: tuple[str, ...]
+    layout: KVLayout
+    pages: int  # the null page among them
+    why: str  # so many pages
+    tokens: int  # of KV that fit
+    context: int  # longest request
+
+    @property
+    def fits(self) -> bool:
+        return self.pages > 1 and self.tokens > 1
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one request, decoding: the weights that a token needs, read at the speed of memory."""
+        device = torch.device(self.hardware.device)
+        speed = memory_bandwidth(self.hardware.device) * DECODE_EFFICIENCY[device.type]
+        return speed / max(1.0, self.weights * active_share(self.spec, self.parameters))
+
+
+def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware | None = None) -> ModelFit:
+    """Raises what loading it would raise, if no more than headers are needed to know: ModelFileError where the model
+    is not supported, ConfigError where options do not go with it."""
+    hardware = hardware or probe(options.device.device)
+    decisions = resolve(options, hardware)
+    spec = read_spec(source)
+    weights, form, kernels, own, kinds = _weights(source, spec, options, decisions)
+    layout = kv_layout(options, decisions, spec, own, kinds)
+    working = working_memory(options, decisions, spec, layout, hardware.memory - weights)
+    pages, why = kv_capacity(options, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
+    pages = pages if weights < hardware.memory else 0
+    tokens = max(0, pages - 1) * options.cache.page_size // len(layout.groups)
+    context = min(options.model.max_model_len or spec.max_position, spec.max_position)
+    if not spec.encoder:
+        context = min(context, tokens)
+    return ModelFit(
+        spec, hardware, decisions, parameter_count(spec), weights, form, tuple(kernels), layout, pages, why, tokens,
+        context,
+    )  # fmt: skip
+
+
+def _weights(
+    source: WeightSource, spec: DecoderSpec, options: EngineOptions, decisions: Resolved
+) -> tuple[int, str, list[str], str, tuple[str, ...]]:
+    """Bytes of the weights, what they are kept as, what runs them, and which KV it prefers and knows."""
+    device, dtype = torch.device(decisions.device), DTYPES[decisions.dtype]
+    stored = sum(info.nbytes for info in source.tensors().values())
+    try:
+        refused = (
+            "dtype was chosen"
+            if options.model.dtype != "auto"
+            else compiled_refusal(
+                source, device, random_weights=options.model.random_weights, quantize=decisions.quantize
+            )
+        )
+        if refused is None:
+            weights = packed_bytes(source, decisions.quantize)
+        else:
+            weights = resident_bytes(source, device, dtype, decisions.quantize)
+            if decisions.fp8:
+                weights = weights // 2 + spec.vocab_size * spec.hidden  # the layers' matrices, not the embedding
+    except HeadersOnlyError:  # a published format, some of whose small tensors say what the others are
+        refused, weights = ("" if device.type == "cpu" else "it runs on a CPU"), stored
+    if not refused:
+        kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
+        form: str = decisions.quantize if decisions.quantize in ("int4", "int8") else "as stored"
+        if form == "as stored" and weights < 0.8 * stored:
+            form = "int8"
+        return weights, form, kernels, CompiledModel.kv_dtype, tuple(CompiledModel.kv_kinds)
+    if decisions.quantize == "int8" or (decisions.quantize == "int4" and device.type == "cpu"):
+        raise ConfigError(f"quantize {decisions.quantize} is for the compiled CPU decoder: {refused}")
+    stages = choose_stages(spec, device)
+    scheme = Fp8Scheme() if decisions.fp8 else DenseScheme()
+    kernels = [f"decoder: not the compiled one, {refused}", *stages.describe(scheme)]
+    form = "fp8" if decisions.fp8 else "int4" if decisions.quantize == "int4" else decisions.dtype
+    return weights, form, kernels, decisions.dtype, (decisions.dtype, *stages.kv_kinds)
+
+
+def other_forms(source: WeightSource) -> str:
+    """What would load of a model whose weights are stored in a way that is not read here; nothing if its architecture
+    is not supported either."""
+    try:
+        family, _ = read_family(source)
+    except ModelFileError:
+        return ""
+    return "a GGUF Q4_K_M or a plain safetensors copy of it loads" if family.gguf_names else "a safetensors copy loads"
+
+
+def misfit(source: WeightSource, options: EngineOptions, fit: ModelFit) -> str:
+    """Why a model does not fit here, and what would."""
+    name = f"{fit.weights / GIB:.1f} GiB of weights in {fit.form}, {fit.hardware.memory / GIB:.1f} GiB of memory free"
+    if fit.weights < fit.hardware.memory:
+        return f"it does not fit: {name}, too little of it left for KV pages; raise kv_memory"
+    would = [
+        f"{said} would ({other.weights / GIB:.1f} GiB, context {other.context:,}, "
+        f"about {other.tokens_per_second:.2g} tok/s)"
+        for said, other in smaller_forms(source, options, fit).items()
+    ]
+    if any(said.startswith("quantize int4") for said in would):
+        would.append("so would a 4-bit GGUF of it, with less to fetch")
+    return f"it does not fit: {name}; {'; '.join(would) or 'a smaller model would'}"
+
+
+def smaller_forms(source: WeightSource, options: EngineOptions, fit: ModelFit) -> dict[str, ModelFit]:
+    """Options under which a model that does not fit would: `quantize int4` and the like, the largest first."""
+    found: dict[str, ModelFit] = {}
+    for name, value in SMALLER:
+        try:
+            other = model_fit(source, options.but(**{"dtype": "auto", "quantize": "auto", name: value}), fit.hardware)
+        except ConfigError:
+            continue  # not on this device, or not this model
+        if other.fits and other.weights < fit.weights:
+            found[f"{name} {value}"] = other
+    return found
+
+
+def active_share(spec: DecoderSpec, parameters: int) -> float:
+    """The part of the weights that a decode step of one sequence reads: not the experts that are not chosen, nor the
+    embedding, of which it takes a row."""
+    idle = 0 if spec.tie_embeddings else spec.vocab_size * spec.hidden
+    for layer in spec.layers:
+        feed = layer.feed
+        if isinstance(feed, Experts):
+            idle += (feed.count - feed.top_k) * feed.intermediate * spec.hidden * (3 if feed.gated else 2)
+    return max(0.0, 1 - idle / max(1, parameters))
+
+
+@cache
+def memory_bandwidth(device: str) -> float:
+    """Bytes a second that a large array is read with, measured: a tenth of a second on a CPU."""
+    numbers = torch.ones(PROBE_BYTES // 4, device=device)
+    best = float("inf")
+    for _ in range(4):
+        began = time.perf_counter()
+        float(numbers.sum())
+        best = min(best, time.perf_counter() - began)
+    return PROBE_BYTES / best
