@@ -1,14 +1,16 @@
 """The commands as a user types them, in this process."""
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from typer.testing import CliRunner
 
 import quire
-from quire.cli.main import app
+from quire.cli.main import app, main
 from quire.types.config import EngineOptions, flat_fields
-from quire.types.errors import ConfigError, ModelNotFoundError
+from quire.types.errors import ConfigError, InputError, ModelNotFoundError, QuireError
 from quire.types.option_checks import parse_size
 
 
@@ -17,10 +19,86 @@ def run(*words, **options):
 
 
 def test_every_option_is_a_flag_with_its_help():
-    text = run("serve", "--help").output
+    text = run("serve", "--help-all").output
     for field in flat_fields():
         if not field.metadata.get("positional"):
             assert "--" + field.name.replace("_", "-") in text
+
+
+def test_help_shows_what_most_people_need():
+    for name in ("serve", "run"):
+        text = run(name, "-h").output
+        assert text == run(name, "--help").output and "--help-all" in text and f"quire {name} qwen3:8b" in text
+        assert "--kv-memory" in text and "--kv-fsync" not in text and "--snapshot-tokens" not in text
+    assert "--host" in run("serve", "-h").output and "--hang-timeout" not in run("serve", "-h").output
+    assert "--kv-fsync" in run("run", "--help-all").output
+
+
+NO_MODEL = "/nonexistent/model"
+WRONG = [
+    ["run", NO_MODEL, "hello"], ["run", "", "hello"], ["run", "a/b/c", "hello"], ["run", "\udcff", "hello"],
+    ["run", "smollm2-135m", "\udcff"], ["run", "smollm2-135m", "hi", "--temperature", "nan"],
+    ["run", "smollm2-135m", "hi", "--max-tokens", "-1"], ["run", "smollm2-135m", "hi", "--seed", "9" * 40],
+    ["run", "smollm2-135m", "hi", "--kv-memory", "1e99G"], ["run", "smollm2-135m", "hi", "--max-model-len", "1"],
+    ["run", "smollm2-135m", "hi", "--device", "cuda:99"], ["run", "smollm2-135m", "hi", "--lora", "x"],
+    ["run", "/etc", "hello"], ["run", "/etc/passwd", "hello"], ["run", "x" * 5000, "hello"],
+    ["show", NO_MODEL], ["show", "../.."], ["show", "/dev/null"], ["rm", "nothing"], ["pull", "\0"],
+    ["doctor", "--context", "0"], ["doctor", NO_MODEL], ["ps", "127.0.0.1:1"], ["ps", "http://["], ["ps", "::::"],
+    ["cache", "stats", "file:///etc/passwd"], ["keys", "new", ""], ["batch", NO_MODEL, "out"], ["serve", NO_MODEL],
+    ["serve", "--port", "99999"], ["serve", "--api-keys", NO_MODEL], ["serve", "--cors", "x"], ["catalog", "\udcff"],
+    ["quantize", NO_MODEL], ["simulate", NO_MODEL], ["profile", NO_MODEL], ["bench", "throughput", "--num", "-1"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", WRONG, ids=lambda words: " ".join(words)[:40].encode("ascii", "replace").decode())
+def test_no_argument_leads_to_a_traceback(words, monkeypatch, capsys, default_model, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("sys.argv", ["quire", *words])
+    with pytest.raises(SystemExit) as left:
+        main()
+    said = capsys.readouterr()
+    assert left.value.code in (0, 1, 2) and "Traceback" not in said.err
+    if left.value.code == 1:
+        assert said.err.splitlines()[-1].startswith("error: ") or "error: " in said.err
+
+
+def test_the_model_of_a_running_server():
+    model = {"name": "qwen3:8b", "size": 5 << 30, "size_vram": 0, "context_length": 4096,
+             "details": {"parameter_size": "8B", "quantization_level": "Q4_K"}}  # fmt: skip
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.headers["Authorization"] == "Bearer k" else 401)
+            self.end_headers()
+            self.wfile.write(json.dumps({"models": [model]}).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.server_port}"
+            text = run("ps", address, "--key", "k").output
+            assert json.loads(run("ps", address, "--key", "k", "--json").output) == [model]
+            with pytest.raises(QuireError, match="answered 401"):
+                run("ps", address)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "qwen3:8b" in text and "5.00 GiB" in text and "4,096" in text and "Q4_K" in text and "CPU" in text
+
+
+def test_piped_text_goes_before_the_question(default_model):
+    done = run("run", "smollm2-135m", "Answer in one sentence.", "--temperature", "0", "--max-tokens", "12",
+               "--verbose", input="What is gravity?\n")  # fmt: skip
+    alone = run("run", "smollm2-135m", "What is gravity?\n\nAnswer in one sentence.", "--temperature", "0",
+                "--max-tokens", "12", input="")  # fmt: skip
+    assert done.stdout == alone.stdout and "Gravity" in done.stdout and "tok/s" in done.stderr
+    with pytest.raises(InputError, match="no question"):
+        run("run", "smollm2-135m", input=" \n")
 
 
 def test_the_version():

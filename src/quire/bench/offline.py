@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from quire.engine.link import Link, LocalLink
+from quire.engine.request_progress import RequestProgress
 from quire.types.errors import from_wire
 from quire.types.events import EngineStats
 from quire.types.messages import Events, GetStats, Query, Reply, Reset, Stats, Submit
@@ -74,20 +75,23 @@ def run_workload(
 def _follow(link: Link, traces: list[Trace], began: float) -> None:
     """Note every token until all requests have ended."""
     left = len(traces)
-    while left:
-        for message in link.receive(None):
-            if not isinstance(message, Events):
-                continue
-            now = time.perf_counter() - began
-            for event in message.events:
-                if event.finish is FinishReason.ERROR:
-                    raise from_wire(event.error, event.message)
-                trace = traces[int(event.request)]
-                trace.tokens += event.tokens
-                trace.times += [now] * len(event.tokens)
-                if event.finish is not None:
-                    trace.end = now
-                    left -= 1
+    with RequestProgress(left) as progress:
+        while left:
+            for message in link.receive(None):
+                if not isinstance(message, Events):
+                    continue
+                now = time.perf_counter() - began
+                for event in message.events:
+                    if event.finish is FinishReason.ERROR:
+                        raise from_wire(event.error, event.message)
+                    trace = traces[int(event.request)]
+                    trace.tokens += event.tokens
+                    trace.times += [now] * len(event.tokens)
+                    progress.tokens(len(event.tokens))
+                    if event.finish is not None:
+                        trace.end = now
+                        left -= 1
+                        progress.ended()
 
 
 @contextmanager

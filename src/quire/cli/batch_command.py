@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quire.cli.model_report import fetch
 from quire.cli.options import with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
@@ -35,12 +36,12 @@ def batch(
     reasoning_parser: Annotated[str, typer.Option(help=_HELP["reasoning_parser"])] = "auto",
 ) -> None:
     """Answer a file of OpenAI requests. Exit code 1 if any of them failed."""
-    from quire.assets import resolve
+    from quire.assets import present
     from quire.text import TextModel
 
     if not source.is_file():
         raise ConfigError(f"{source} is no file; write one request a line into it")
-    local = resolve(engine.model.model, progress=True)
+    local = present(engine.model.model) or fetch(engine)
     text = TextModel.load(local, tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser)
     done, failed = asyncio.run(_answer(engine, text, served_model_name or local.name, source, target))
     typer.echo(f"{done} answered, {failed} failed; see {target}", err=True)

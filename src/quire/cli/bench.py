@@ -61,12 +61,14 @@ def throughput(
     *,
     engine: EngineOptions,
     workload: Annotated[Workload, typer.Option(help="what is asked: see docs/bench.md")] = Workload.CHAT,
-    num: Annotated[int, typer.Option(help="requests")] = 200,
+    num: Annotated[int, typer.Option(min=1, help="requests")] = 200,
     in_: InOption = 128,
     out: OutOption = 64,
     prefix: PrefixOption = 512,
     seed: Annotated[int, typer.Option(help="seed of the workload")] = 1,
-    rounds: Annotated[int | None, typer.Option(help="measured runs; medians count (default: 3 with a peer)")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="measured runs; medians count (default: 3 with a peer)")
+    ] = None,
     peer: PeerOption = None,
     peer_requantise: RequantiseOption = Requantise.Q4_0,
     json_: JsonOption = None,
@@ -106,9 +108,9 @@ app.command()(with_engine_options(positional_model=False)(throughput))
 def latency(
     *,
     engine: EngineOptions,
-    in_: Annotated[int, typer.Option("--in", help="input tokens")] = 512,
-    out: Annotated[int, typer.Option(help="output tokens")] = 128,
-    repeats: Annotated[int, typer.Option(help="times the same prompt is answered")] = 3,
+    in_: Annotated[int, typer.Option("--in", min=1, help="input tokens")] = 512,
+    out: Annotated[int, typer.Option(min=1, help="output tokens")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="times the same prompt is answered")] = 3,
     seed: Annotated[int, typer.Option(help="seed of the prompt")] = 1,
     peer: PeerOption = None,
     peer_requantise: RequantiseOption = Requantise.Q4_0,
@@ -175,12 +177,12 @@ def _keep(
 def interference(
     *,
     engine: EngineOptions,
-    streams: Annotated[int, typer.Option(help="answers under way")] = 32,
+    streams: Annotated[int, typer.Option(min=1, help="answers under way")] = 32,
     prompt: Annotated[
         int | None, typer.Option(help="tokens of the long prompt; its answer has one (default: the context but one)")
     ] = None,
-    in_: Annotated[int, typer.Option("--in", help="input tokens of each stream")] = 128,
-    out: Annotated[int, typer.Option(help="output tokens of each stream")] = 1024,
+    in_: Annotated[int, typer.Option("--in", min=1, help="input tokens of each stream")] = 128,
+    out: Annotated[int, typer.Option(min=1, help="output tokens of each stream")] = 1024,
     json_: JsonOption = None,
 ) -> None:
     """Submit streams with and without one long prompt beside them; report their gaps between tokens."""
@@ -206,7 +208,7 @@ app.command()(with_engine_options(positional_model=False)(interference))
 def structured(
     *,
     engine: EngineOptions,
-    num: Annotated[int, typer.Option(help="schemas")] = 300,
+    num: Annotated[int, typer.Option(min=1, help="schemas")] = 300,
     seed: Annotated[int, typer.Option(help="seed of the schemas")] = 1,
     rounds: RoundsOption = 1,
     json_: JsonOption = None,
@@ -228,9 +230,9 @@ app.command()(with_engine_options(positional_model=False)(structured))
 def beams(
     *,
     engine: EngineOptions,
-    width: Annotated[int, typer.Option(help="beams")] = 8,
-    in_: Annotated[int, typer.Option("--in", help="prompt tokens")] = 1024,
-    out: Annotated[int, typer.Option(help="tokens of an answer")] = 32,
+    width: Annotated[int, typer.Option(min=1, help="beams")] = 8,
+    in_: Annotated[int, typer.Option("--in", min=1, help="prompt tokens")] = 1024,
+    out: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 32,
     rounds: RoundsOption = 3,
     json_: JsonOption = None,
 ) -> None:
@@ -251,10 +253,10 @@ app.command()(with_engine_options(positional_model=False)(beams))
 def lang(
     *,
     engine: EngineOptions,
-    branches: Annotated[int, typer.Option(help="thoughts at each level of the tree")] = 16,
-    levels: Annotated[int, typer.Option(help="levels of the tree")] = 2,
-    keep: Annotated[int, typer.Option(help="thoughts of a level to go on from")] = 4,
-    thought: Annotated[int, typer.Option(help="tokens of a thought")] = 32,
+    branches: Annotated[int, typer.Option(min=1, help="thoughts at each level of the tree")] = 16,
+    levels: Annotated[int, typer.Option(min=1, help="levels of the tree")] = 2,
+    keep: Annotated[int, typer.Option(min=1, help="thoughts of a level to go on from")] = 4,
+    thought: Annotated[int, typer.Option(min=1, help="tokens of a thought")] = 32,
     rounds: RoundsOption = 3,
     json_: JsonOption = None,
 ) -> None:
@@ -275,7 +277,7 @@ def suite(
     engine: EngineOptions,
     name: Annotated[str, typer.Argument(help="which suite: h200")] = "h200",
     only: Annotated[list[str] | None, typer.Option(help="run these workloads only; may be repeated")] = None,
-    repeats: Annotated[int, typer.Option(help="measured runs of each workload; the best counts")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="measured runs of each workload; the best counts")] = 1,
     verify: Annotated[int, typer.Option(help="answers of each workload to check against plain torch")] = 2,
     json_: JsonOption = None,
 ) -> None:

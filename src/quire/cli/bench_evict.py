@@ -15,11 +15,11 @@ from quire.types.config import EngineOptions
 def evict(
     *,
     engine: EngineOptions,
-    budget: Annotated[int, typer.Option(help="tokens whose KV is kept")] = 1024,
-    inside: Annotated[int, typer.Option(help="tokens of a text within the trained context")] = 4096,
-    beyond: Annotated[int, typer.Option(help="tokens of a text beyond it")] = 16_384,
-    tail: Annotated[int, typer.Option(help="last tokens of a text whose perplexity counts")] = 2048,
-    haystack: Annotated[int, typer.Option(help="tokens around a pass key")] = 2048,
+    budget: Annotated[int, typer.Option(min=1, help="tokens whose KV is kept")] = 1024,
+    inside: Annotated[int, typer.Option(min=1, help="tokens of a text within the trained context")] = 4096,
+    beyond: Annotated[int, typer.Option(min=1, help="tokens of a text beyond it")] = 16_384,
+    tail: Annotated[int, typer.Option(min=1, help="last tokens of a text whose perplexity counts")] = 2048,
+    haystack: Annotated[int, typer.Option(min=1, help="tokens around a pass key")] = 2048,
     num: Annotated[int, typer.Option(help="pass keys to find; 0: none")] = 20,
     way: Annotated[
         list[str] | None, typer.Option(help="full, recompute, sinks, snapkv or h2o; may be repeated (default: all)")

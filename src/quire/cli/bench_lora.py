@@ -18,12 +18,12 @@ from quire.types.config import EngineOptions
 def lora(
     *,
     engine: EngineOptions,
-    adapters: Annotated[int, typer.Option(help="random adapters, which requests take in turn")] = 32,
-    rank: Annotated[int, typer.Option(help="rank of the adapters")] = 16,
+    adapters: Annotated[int, typer.Option(min=1, help="random adapters, which requests take in turn")] = 32,
+    rank: Annotated[int, typer.Option(min=1, help="rank of the adapters")] = 16,
     targets: Annotated[
         str, typer.Option(help="projections they update, separated by commas (PEFT's default for Llama); or all")
     ] = "q_proj,v_proj",
-    num: Annotated[int, typer.Option(help="requests at once")] = 64,
+    num: Annotated[int, typer.Option(min=1, help="requests at once")] = 64,
     in_: InOption = 64,
     out: OutOption = 64,
     rounds: RoundsOption = 3,

@@ -16,10 +16,10 @@ from quire.types.config import EngineOptions
 def multi_turn(
     *,
     engine: EngineOptions,
-    clients: Annotated[int, typer.Option(help="conversations at once")] = 64,
-    rounds: Annotated[int, typer.Option(help="turns of each")] = 5,
-    in_: Annotated[int, typer.Option("--in", help="fresh input tokens a turn")] = 512,
-    out: Annotated[int, typer.Option(help="output tokens a turn")] = 64,
+    clients: Annotated[int, typer.Option(min=1, help="conversations at once")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="turns of each")] = 5,
+    in_: Annotated[int, typer.Option("--in", min=1, help="fresh input tokens a turn")] = 512,
+    out: Annotated[int, typer.Option(min=1, help="output tokens a turn")] = 64,
     share: Annotated[float, typer.Option(help="part of all pages that the device holds")] = 0.1,
     tiers: Annotated[
         list[str] | None, typer.Option(help="off, host, host+disk or remote; may be repeated (default: all there are)")
@@ -37,9 +37,9 @@ def multi_turn(
 def oversubscribed(
     *,
     engine: EngineOptions,
-    num: Annotated[int, typer.Option(help="requests, all at once")] = 500,
-    in_: Annotated[int, typer.Option("--in", help="input tokens")] = 64,
-    out: Annotated[int, typer.Option(help="output tokens")] = 64,
+    num: Annotated[int, typer.Option(min=1, help="requests, all at once")] = 500,
+    in_: Annotated[int, typer.Option("--in", min=1, help="input tokens")] = 64,
+    out: Annotated[int, typer.Option(min=1, help="output tokens")] = 64,
     over: Annotated[float, typer.Option(help="how many times the pages there are the requests need")] = 8.0,
     json_: JsonOption = None,
 ) -> None:
@@ -54,9 +54,9 @@ def oversubscribed(
 def blend(
     *,
     engine: EngineOptions,
-    num: Annotated[int, typer.Option(help="prompts")] = 24,
-    documents: Annotated[int, typer.Option(help="that there are")] = 12,
-    chosen: Annotated[int, typer.Option(help="of them, in each prompt")] = 6,
+    num: Annotated[int, typer.Option(min=1, help="prompts")] = 24,
+    documents: Annotated[int, typer.Option(min=1, help="that there are")] = 12,
+    chosen: Annotated[int, typer.Option(min=1, help="of them, in each prompt")] = 6,
     json_: JsonOption = None,
 ) -> None:
     """Ask about documents in ever other orders; report time to first token and agreement with prompts computed whole,

@@ -15,10 +15,14 @@ from quire.types.config import EngineOptions
 def needle(
     *,
     engine: EngineOptions,
-    length: Annotated[int | None, typer.Option(help="tokens of a haystack (default: the model's context)")] = None,
-    pages: Annotated[int | None, typer.Option(help="pages that decoding reads (default: a quarter of all)")] = None,
-    haystacks: Annotated[int, typer.Option(help="texts to look in")] = 5,
-    keys: Annotated[int, typer.Option(help="pass keys in each, up to 12")] = 8,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a haystack (default: the model's context)")
+    ] = None,
+    pages: Annotated[
+        int | None, typer.Option(min=1, help="pages that decoding reads (default: a quarter of all)")
+    ] = None,
+    haystacks: Annotated[int, typer.Option(min=1, help="texts to look in")] = 5,
+    keys: Annotated[int, typer.Option(min=1, help="pass keys in each, up to 12")] = 8,
     text: Annotated[str | None, typer.Option(help="file to read (default: the Python language reference)")] = None,
     seed: Annotated[int, typer.Option(help="seed of the pass keys")] = 1,
     json_: JsonOption = None,

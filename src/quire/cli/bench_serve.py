@@ -109,7 +109,9 @@ def serve(
         list[float] | None,
         typer.Option(help="open loop at this share of capacity, measured first with all at once; may be repeated"),
     ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="closed loop: requests at a time (default: 16)")] = None,
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="closed loop: requests at a time (default: 16)")
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help="replay a trace, JSON lines or CSV: see docs/bench.md")] = None,
     trace_speed: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
     slo: Annotated[str, typer.Option(help="chat (TTFT 500 ms), completion (100 ms) or ttft=..,tpot=.. in ms")] = "chat",
@@ -117,10 +119,12 @@ def serve(
         str | None, typer.Option(envvar=["QUIRE_API_KEY", "OPENAI_API_KEY"], help="key to send as bearer token")
     ] = None,
     metrics_url: Annotated[str | None, typer.Option(help="the server's metrics (default: URL/metrics)")] = None,
-    vocab: Annotated[int, typer.Option(help="token ids are drawn below this")] = 32_000,
+    vocab: Annotated[int, typer.Option(min=1, help="token ids are drawn below this")] = 32_000,
     ignore_eos: Annotated[bool, typer.Option(help="generate exactly as long as the workload says")] = True,
     timeout: Annotated[float, typer.Option(help="seconds before a request counts as failed")] = 600.0,
-    connections: Annotated[int, typer.Option(help="connections at most; calls beyond wait, and it shows")] = 1000,
+    connections: Annotated[
+        int, typer.Option(min=1, help="connections at most; calls beyond wait, and it shows")
+    ] = 1000,
     seed: Annotated[int, typer.Option(help="seed of workload and arrivals")] = 1,
     json_: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="write charts here, as SVG")] = None,

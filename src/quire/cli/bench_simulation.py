@@ -36,7 +36,9 @@ def show(lines: list[tuple[str, ...]]) -> None:
 def calibrate(
     *,
     engine: EngineOptions,
-    longest: Annotated[int | None, typer.Option(help="longest prompt (default: 1024 on a CPU, 8192 on a GPU)")] = None,
+    longest: Annotated[
+        int | None, typer.Option(min=1, help="longest prompt (default: 1024 on a CPU, 8192 on a GPU)")
+    ] = None,
     most: Annotated[
         int | None, typer.Option(help="most sequences at once (default: 32 on a CPU, 256 on a GPU)")
     ] = None,
@@ -109,7 +111,7 @@ def sweep(
     api_key: Annotated[
         str | None, typer.Option(envvar=["QUIRE_API_KEY", "OPENAI_API_KEY"], help="key to send as bearer token")
     ] = None,
-    vocab: Annotated[int, typer.Option(help="token ids are drawn below this")] = 32_000,
+    vocab: Annotated[int, typer.Option(min=1, help="token ids are drawn below this")] = 32_000,
     json_: JsonOption = None,
 ) -> None:
     """Climb a ladder of rates on a running server to the highest that meets a service level."""

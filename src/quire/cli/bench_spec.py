@@ -23,16 +23,16 @@ def spec(
         list[str] | None, typer.Option(help="compare these (as --speculation has them) with none; may be repeated")
     ] = None,
     workload: Annotated[list[str] | None, typer.Option(help="edit, chat; may be repeated (default: both)")] = None,
-    num: Annotated[int, typer.Option(help="prompts a round")] = 4,
-    rounds: Annotated[int, typer.Option(help="measured rounds, each over other prompts; medians count")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="longest answer")] = 160,
+    num: Annotated[int, typer.Option(min=1, help="prompts a round")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="measured rounds, each over other prompts; medians count")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer")] = 160,
     synthetic: Annotated[
         float | None, typer.Option(help="draft anything and accept this share: speed alone, over any weights")
     ] = None,
-    k: Annotated[int, typer.Option("--k", help="with --synthetic: longest draft, in tokens")] = 4,
+    k: Annotated[int, typer.Option("--k", min=1, help="with --synthetic: longest draft, in tokens")] = 4,
     batch: Annotated[list[int] | None, typer.Option(help="with --synthetic: requests at once; may be repeated")] = None,
-    in_: Annotated[int, typer.Option("--in", help="with --synthetic: input tokens")] = 128,
-    out: Annotated[int, typer.Option(help="with --synthetic: output tokens")] = 256,
+    in_: Annotated[int, typer.Option("--in", min=1, help="with --synthetic: input tokens")] = 128,
+    out: Annotated[int, typer.Option(min=1, help="with --synthetic: output tokens")] = 256,
     seed: Annotated[int, typer.Option(help="seed of the prompts")] = 1,
     json_: JsonOption = None,
 ) -> None:

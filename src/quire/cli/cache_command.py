@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import urllib.error
-import urllib.request
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from quire.types.errors import QuireError
+from quire.cli.server_question import ask_server
 
 app = typer.Typer(help="Look at the KV cache of a running server.", no_args_is_help=True)
 
@@ -26,8 +23,7 @@ def stats(
     key: Annotated[str, typer.Option(help="an admin key (default: $QUIRE_ADMIN_KEY)")] = "",
 ) -> None:
     """Show what each tier holds, what it delivered, and what that saved."""
-    address = url if "://" in url else f"http://{url}"
-    report = _ask(address.rstrip("/") + "/v1/cache", key or os.environ.get("QUIRE_ADMIN_KEY", ""))
+    report = ask_server(url, "/v1/cache", key or os.environ.get("QUIRE_ADMIN_KEY", ""), who="an admin key")
     from rich.console import Console
     from rich.table import Table
 
@@ -50,15 +46,3 @@ def stats(
         console.print(f"{way}: {rate:.0f} a second" if way == "tokens" else f"{way}: {rate / 1e6:.0f} MB/s")
     for session in report["sessions"]:
         console.print(f"session {session['session']}: {session['pages']} pages, {session['seconds']:.0f} s left")
-
-
-def _ask(url: str, key: str) -> dict[str, Any]:
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            found: dict[str, Any] = json.loads(answer.read(1 << 22))
-            return found
-    except urllib.error.HTTPError as error:
-        raise QuireError(f"{url} answered {error.code}; is it the admin address, and the key an admin key?") from None
-    except (urllib.error.URLError, ValueError) as error:
-        raise QuireError(f"cannot ask {url}: {error}; is the server running there?") from None

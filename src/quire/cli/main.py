@@ -17,6 +17,7 @@ from quire.cli import (
     keys,
     model_commands,
     profile_command,
+    ps,
     quantize_command,
     run,
     serve,
@@ -28,6 +29,7 @@ app = typer.Typer(
     name="quire",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
 )
 
@@ -55,6 +57,7 @@ quantize_command.register(app)
 doctor.register(app)
 simulate.register(app)
 profile_command.register(app)
+ps.register(app)
 app.add_typer(keys.app, name="keys")
 app.add_typer(cache_command.app, name="cache")
 app.add_typer(bench.app, name="bench")
@@ -65,10 +68,18 @@ def main() -> None:
     try:
         app()
     except QuireError as error:
-        typer.secho(f"error: {error}", fg=typer.colors.RED, err=True)
-        sys.exit(1)
+        _fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
+    except OSError as error:
+        _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error))
+    except UnicodeError:
+        _fail("an argument, or a file that one names, is not valid UTF-8")
+
+
+def _fail(message: str) -> None:
+    typer.secho(f"error: {message.encode(errors='backslashreplace').decode()}", fg=typer.colors.RED, err=True)
+    sys.exit(1)

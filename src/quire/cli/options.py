@@ -17,19 +17,42 @@ from quire.types.serving import ServeOptions
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
-RoundsOption = Annotated[int, typer.Option(help="measured runs; medians count")]
-InOption = Annotated[int, typer.Option("--in", help="input tokens per request (fixed, shared_prefix)")]
-OutOption = Annotated[int, typer.Option(help="output tokens per request (fixed, shared_prefix)")]
-PrefixOption = Annotated[int, typer.Option(help="shared tokens before each input (shared_prefix)")]
+RoundsOption = Annotated[int, typer.Option(min=1, help="measured runs; medians count")]
+InOption = Annotated[int, typer.Option("--in", min=1, help="input tokens per request (fixed, shared_prefix)")]
+OutOption = Annotated[int, typer.Option(min=1, help="output tokens per request (fixed, shared_prefix)")]
+PrefixOption = Annotated[int, typer.Option(min=0, help="shared tokens before each input (shared_prefix)")]
 
 
-def with_engine_options(*, positional_model: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a command every engine option; it receives them as one `engine: EngineOptions`."""
+def with_engine_options(
+    *, positional_model: bool = True, split_help: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command every engine option; it receives them as one `engine: EngineOptions`. `split_help`: `--help` shows
+    those that most people need, `--help-all` all."""
     derived = [
-        _parameter(next(o for o in CONCERNS if f.name in o.__dataclass_fields__), f, positional_model)
+        _parameter(next(o for o in CONCERNS if f.name in o.__dataclass_fields__), f, positional_model, split_help)
         for f in flat_fields()
     ]
+    if split_help:
+        derived.append(HELP_ALL)
     return _with(derived, "engine", lambda options: EngineOptions.of(**options))
+
+
+def _help_all(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        for parameter in ctx.command.params:
+            parameter.hidden = False  # type: ignore[attr-defined]
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--help-all", callback=_help_all, is_eager=True, help="show all options and exit")
+    ],
+)
 
 
 def with_scheduler_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -44,7 +67,7 @@ def with_scheduler_options(**defaults: Any) -> Callable[[Callable[..., Any]], Ca
 
 def with_serve_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command every option of a server; it receives them as one `serving: ServeOptions`."""
-    derived = [_parameter(ServeOptions, f, False) for f in dataclasses.fields(ServeOptions)]
+    derived = [_parameter(ServeOptions, f, False, True) for f in dataclasses.fields(ServeOptions)]
     return _with(derived, "serving", lambda options: ServeOptions(**options))
 
 
@@ -62,6 +85,7 @@ def _with(
         @functools.wraps(command)
         def call(**kwargs: Any) -> Any:
             options = {name: kwargs.pop(name) for name in names}
+            options.pop(HELP_ALL.name, None)
             return command(**{argument: build(options)}, **kwargs)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*derived, *own)]
@@ -72,7 +96,7 @@ def _with(
     return wrap
 
 
-def _parameter(owner: Any, field: Any, positional_model: bool) -> inspect.Parameter:
+def _parameter(owner: Any, field: Any, positional_model: bool, split_help: bool = False) -> inspect.Parameter:
     annotation = get_type_hints(owner)[field.name]
     marker: Any
     if positional_model and field.metadata.get("positional"):
@@ -82,7 +106,9 @@ def _parameter(owner: Any, field: Any, positional_model: bool) -> inspect.Parame
         shown = field.default is not None
         flag = "--" + field.name.replace("_", "-")
         names = [flag, field.metadata["alias"]] if field.metadata["alias"] else []
-        marker = typer.Option(*names, help=field.metadata["help"], rich_help_panel=panel, show_default=shown)
+        hidden = split_help and not field.metadata["common"]
+        help = field.metadata["help"]
+        marker = typer.Option(*names, help=help, rich_help_panel=panel, show_default=shown, hidden=hidden)
         if annotation == tuple[str, ...]:
             annotation = list[str]
     return inspect.Parameter(

@@ -36,7 +36,7 @@ def quantize(
     samples: Annotated[int, typer.Option(help="windows of the text to calibrate with", min=1)] = 64,
     window: Annotated[int, typer.Option(help="tokens of a window", min=16)] = 512,
     eval_windows: Annotated[int, typer.Option(help="windows to measure perplexity on; 0: do not measure", min=0)] = 16,
-    group_size: Annotated[int, typer.Option(help="4 bits: columns that share a scale; 128, 64 or 32")] = 128,
+    group_size: Annotated[int, typer.Option(min=1, help="4 bits: columns that share a scale; 128, 64 or 32")] = 128,
     act_order: Annotated[bool, typer.Option(help="gptq: columns in the order of how much they matter")] = False,
     alpha: Annotated[float, typer.Option(help="smoothquant: how much of the outliers goes into the weights")] = 0.5,
     keep: Annotated[str | None, typer.Option(help="pattern of modules that stay as they are: 'down_proj'")] = None,

@@ -9,9 +9,19 @@ from quire.cli.options import with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
 from quire.types.serving import ServeOptions
 
+EXAMPLES = """
+Examples:
+
+quire serve qwen3:8b
+
+quire serve org/name-GGUF:Q4_K_M --port 9000 --max-model-len 8192
+
+quire serve org/name --host 0.0.0.0 --api-keys keys.toml
+"""
+
 
 def register(app: typer.Typer) -> None:
-    app.command()(with_engine_options()(with_serve_options()(serve)))
+    app.command(epilog=EXAMPLES)(with_engine_options(split_help=True)(with_serve_options()(serve)))
 
 
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:

@@ -61,7 +61,7 @@ def check_preview(found: Preview, options: EngineOptions) -> ModelFit | None:
 
 
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
-    model = resolve(options.model.model, progress=progress)
+    model = fetch_model(options, progress=progress)
     source = model.open()
     executor = LocalExecutor(
         options,

@@ -35,6 +35,10 @@ class Collector:
             out.text = "".join(self._texts[delta.branch])
             times.finished = now
 
+    @property
+    def done(self) -> bool:
+        return all(output.finish_reason is not None for output in self.output.outputs)
+
     def result(self) -> RequestOutput:
         """The output, once all branches finished; of more branches than are wanted, the likeliest."""
         if self._keep:

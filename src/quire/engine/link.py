@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from quire.engine.core import EngineCore
 from quire.engine.grammar_queue import endings
+from quire.engine.interrupts import uninterrupted
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.messages import (
@@ -162,8 +163,9 @@ class LocalLink:
         self._woken = threading.Event()
 
     def send(self, message: ToEngine) -> None:
-        self._replies.extend(handle(self.core, message))
-        self.core.settle()
+        with uninterrupted():
+            self._replies.extend(handle(self.core, message))
+            self.core.settle()
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         if not self._replies and not self.core.busy:
@@ -171,11 +173,12 @@ class LocalLink:
                 raise EngineDeadError("the engine is idle and nothing is under way: what is waited for was lost")
             self._woken.wait(timeout)
         self._woken.clear()
-        replies, self._replies = list(self._replies), deque()
-        if self.core.busy and (events := self.core.step()):
-            replies.append(Events(events))
-        self.core.settle()  # who has all answers may not ask again for long
+        with uninterrupted():
+            if self.core.busy and (events := self.core.step()):
+                self._replies.append(Events(events))
+            self.core.settle()  # who has all answers may not ask again for long
         self.heard = time.monotonic()
+        replies, self._replies = list(self._replies), deque()
         return replies
 
     def wake(self) -> None:

@@ -14,6 +14,7 @@ from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
 from quire.engine.frontend import Frontend
 from quire.engine.gc_control import calm
 from quire.engine.link import LentLink, open_link
+from quire.engine.request_progress import RequestProgress
 from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_classes, prepare_embedding
 from quire.engine.text_output import RequestText, pooled_in
 from quire.text import TextModel, chat_prompt
@@ -84,12 +85,14 @@ class LLM:
         lora: str | Sequence[str] = "",
         slo_ttft: float = 0.0,
         slo_tpot: float = 0.0,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched, those that may take longest first; results come in the order of the prompts.
         One `params` serves for all. `blend`: the prompts have chunks whose KV may be reused wherever they stand.
         `session_id`: the pages of the one prompt and its answer stay for `session_ttl` seconds. `lora`: the adapter
         they run with, one for all or one for each; "" is the base model. `slo_ttft`, `slo_tpot`: targets for the first
-        token and for each after it, in seconds (scheduler slo or auto)."""
+        token and for each after it, in seconds (scheduler slo or auto). `progress`: say on standard error how far they
+        are."""
         many = _as_list(prompts)
         if session_id and len(many) > 1:
             raise InputError(f"a session is one conversation; {len(many)} prompts were given", param="session_id")
@@ -101,7 +104,7 @@ class LLM:
         more: dict[str, Any] = {**session, "slo_ttft": slo_ttft, "slo_tpot": slo_tpot}
         asked = zip(cut, each, ranks, adapters, strict=True)
         requests = [self._prepare(p, s, r, blend=b, lora=one, **more) for (p, b), s, r, one in asked]
-        return self.collect(many, requests)
+        return self.collect(many, requests, progress=progress)
 
     def chat(
         self,
@@ -112,9 +115,11 @@ class LLM:
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str = "",
+        progress: bool = False,
         **template: Any,
     ) -> list[RequestOutput]:
-        """One conversation (a list of messages) or several; `params`, `blend`, sessions, `lora` as for `generate`."""
+        """One conversation (a list of messages) or several; all but `template`, variables of the chat template, as for
+        `generate`."""
         many = [conversations] if conversations and isinstance(conversations[0], dict) else conversations
         if not all(isinstance(turn, dict) for one in many for turn in one):
             example = "{'role': 'user', 'content': 'Hello!'}"
@@ -125,7 +130,7 @@ class LLM:
         session: dict[str, Any] = {"session": session_id, "hold": session_ttl, "lora": lora}
         each = _for_each(params, len(cut))
         requests = [self._prepare(p, s, 0, blend=b, **session) for (p, b), s in zip(cut, each, strict=True)]
-        return self.collect([tokens for tokens, _ in cut], requests)
+        return self.collect([tokens for tokens, _ in cut], requests, progress=progress)
 
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], beam: BeamParams | None = None, *, lora: str = ""
@@ -239,14 +244,19 @@ class LLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, **more: Any) -> Request:
         return prepare(prompt, params, text=self.text, info=self.info, priority=priority, **more)
 
-    def collect(self, prompts: Sequence[Prompt], requests: list[Request]) -> list[RequestOutput]:
+    def collect(
+        self, prompts: Sequence[Prompt], requests: list[Request], *, progress: bool = False
+    ) -> list[RequestOutput]:
         """The whole answers to prepared requests; `prompts` are what results show as such."""
         collectors = {
             r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
         }
-        with calm:
+        with calm, RequestProgress(len(requests), on=progress) as far:
             for request, delta in self._run(longest_first(requests)):
                 collectors[request.id].add(delta)
+                far.tokens(len(delta.token_ids))
+                if delta.finish_reason is not None and collectors[request.id].done:
+                    far.ended()
         return [collectors[r.id].result() for r in requests]
 
     def _run(self, requests: list[Request]) -> Iterator[tuple[Request, Delta]]:

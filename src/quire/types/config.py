@@ -24,15 +24,20 @@ class ModelOptions(Checked):
         "auto",
         "weights and activations: auto, float32, float16, bfloat16 or fp8 (GPU)",
         forms=("auto", "float32", "float16", "bfloat16", "fp8"),
+        common=True,
     )
     quantize: str = option(
         "auto",
         "plain weights on load: auto (int8 where the compiled CPU decoder runs them, else none), none, int8 (CPU), "
         "int4, fp8 (GPU)",
         forms=("auto", "none", "int8", "int4", "fp8"),
+        common=True,
     )
     max_model_len: int | None = option(
-        None, "longest request to serve (default: what the model was trained for; beyond that with kv_budget)", low=2
+        None,
+        "longest request to serve (default: what the model was trained for; beyond that with kv_budget)",
+        low=2,
+        common=True,
     )
     random_weights: bool = option(False, "ignore weight files and draw random weights from the config")
 
@@ -41,8 +46,10 @@ class ModelOptions(Checked):
 class DeviceOptions(Checked):
     """Where to run."""
 
-    device: str = option("auto", "auto, cpu, cuda or cuda:N", forms=("auto", "cpu", "cuda", "cuda:N"))
-    threads: int | None = option(None, "CPU threads for compute (default: physical cores)", low=1, high=1024)
+    device: str = option("auto", "auto, cpu, cuda or cuda:N", forms=("auto", "cpu", "cuda", "cuda:N"), common=True)
+    threads: int | None = option(
+        None, "CPU threads for compute (default: physical cores)", low=1, high=1024, common=True
+    )
     depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)", low=1, high=1024)
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
     invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
@@ -59,15 +66,18 @@ class CacheOptions(Checked):
         "KV pages: auto (8 bits with --dtype fp8, else as the model computes), int8, int8-kivi (keys scaled by "
         "channel too), fp8 or int4 (an experiment)",
         forms=("auto", "int8", "int8-kivi", "fp8", "int4"),
+        common=True,
     )
-    kv_memory: str | None = option(None, "bytes for KV pages, such as 512M or 8G (default: by device)", size=True)
+    kv_memory: str | None = option(
+        None, "bytes for KV pages, such as 512M or 8G (default: by device)", size=True, common=True
+    )
     kv_snapshots: int | None = option(
         None,
         "snapshots of recurrent layers' states kept for prefix hits (default: as many as half of KV memory holds)",
         low=0,
     )
     snapshot_tokens: int = option(1024, "tokens of a prompt between one snapshot of its state and the next", low=1)
-    prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes")
+    prefix_cache: bool = option(True, "share KV pages between requests with equal prefixes", common=True)
     kv_host: str | None = option(
         None, "host memory for KV pages that leave the device, such as 4G (pinned on a GPU)", size=True
     )
@@ -108,9 +118,12 @@ class SchedulerOptions(Checked):
         "fcfs, priority, sjf, srpt, mlfq, lpm, slo, fair, auto, static, or package.module:Class of your own "
         "(see docs/scheduling.md)",
         forms=("fcfs", "priority", "sjf", "srpt", "mlfq", "lpm", "slo", "fair", "auto", "static", "MODULE:CLASS"),
+        common=True,
     )
     max_batch_tokens: int | None = option(None, "prompt tokens per step (default: 512 on a CPU, 8192 on a GPU)", low=1)
-    max_seqs: int | None = option(None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)", low=1)
+    max_seqs: int | None = option(
+        None, "sequences running at once (default: 64 on a CPU, 1024 on a GPU)", low=1, common=True
+    )
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)", low=1)
     step_target: float | None = option(
         None,
@@ -154,6 +167,7 @@ class SpeculationOptions(Checked):
         "off",
         "the drafter: off, ngram, suffix, draft:MODEL, medusa:PATH, eagle:PATH, mtp (see docs/speculation.md)",
         forms=("off", "ngram", "suffix", "draft:MODEL", "medusa:PATH", "eagle:PATH", "mtp", "synthetic:RATE"),
+        common=True,
     )
     draft_tokens: int | None = option(None, "longest draft, in tokens (default: by drafter)", low=1, high=16)
     draft_adapt: bool = option(True, "draft less, or nothing, where drafts have not paid lately")
@@ -168,6 +182,7 @@ class LoraOptions(Checked):
         "adapter to load at start, NAME=PATH of a PEFT checkpoint's directory; may be said several times",
         forms=("NAME=PATH",),
         alias="--lora-modules",
+        common=True,
     )
     max_loras: int | None = option(
         None, "adapters that may be loaded at once (default: those named by lora)", low=1, high=4096

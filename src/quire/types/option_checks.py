@@ -62,11 +62,13 @@ def _pattern(form: str) -> str:
     return re.sub(r"[A-Z]+", lambda word: r"\d+" if word[0] == "N" else ".+", re.escape(form))
 
 
-def option(default: Any, help: str, *, positional: bool = False, alias: str = "", **takes: Any) -> Any:
-    """A field of an options dataclass; `alias`: another name of its flag; `takes` as for `Takes`."""
-    return dataclasses.field(
-        default=default, metadata={"help": help, "positional": positional, "alias": alias, "takes": Takes(**takes)}
-    )
+def option(
+    default: Any, help: str, *, positional: bool = False, alias: str = "", common: bool = False, **takes: Any
+) -> Any:
+    """A field of an options dataclass; `alias`: another name of its flag; `common`: among those that most people need;
+    `takes` as for `Takes`."""
+    said = {"help": help, "positional": positional, "alias": alias, "common": common, "takes": Takes(**takes)}
+    return dataclasses.field(default=default, metadata=said)
 
 
 class Checked:

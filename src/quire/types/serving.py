@@ -14,30 +14,39 @@ from quire.types.option_checks import Checked, option, parse_size
 class ServeOptions(Checked):
     """Serving."""
 
-    host: str = option("127.0.0.1", "address of the API; any but loopback needs keys")
-    port: int = option(8000, "port of the API; 0 picks a free one", low=0, high=65535)
+    host: str = option("127.0.0.1", "address of the API; any but loopback needs keys", common=True)
+    port: int = option(8000, "port of the API; 0 picks a free one", low=0, high=65535, common=True)
     admin_host: str = option("127.0.0.1", "address of the admin API")
     admin_port: int | None = option(
         None, "port of the admin API (default: the API's port + 1, or any if that is 0)", low=0, high=65535
     )
-    files: str | None = option(None, "folder of files, batches and stored responses (default: they go with the server)")
+    files: str | None = option(
+        None, "folder of files, batches and stored responses (default: they go with the server)", common=True
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls: auto (by its chat template), or a format by vLLM's name, as hermes",
         alias="--tool-parser",
+        common=True,
     )
     reasoning_parser: str = option(
-        "auto", "how it marks thoughts: auto (by its chat template), none, or a format by vLLM's name, as deepseek_r1"
+        "auto",
+        "how it marks thoughts: auto (by its chat template), none, or a format by vLLM's name, as deepseek_r1",
+        common=True,
     )
     strict_fields: bool = option(False, "refuse request fields that are not known, rather than ignore and name them")
     model_management: bool = option(
         False, "let Ollama's /api/pull, copy and delete change the cache of models; with keys, those of scope admin"
     )
-    served_model_name: str | None = option(None, "name clients use (default: the model's own)")
+    served_model_name: str | None = option(None, "name clients use (default: the model's own)", common=True)
 
-    api_keys: str | None = option(None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env")
+    api_keys: str | None = option(
+        None, "TOML file of API keys (see `quire keys`); or set QUIRE_API_KEY in the env", common=True
+    )
     allow_open: bool = option(False, "listen without keys on an address that others can reach")
-    cors: str | None = option(None, "origins whose pages may call the API, separated by commas; * for any (needs keys)")
+    cors: str | None = option(
+        None, "origins whose pages may call the API, separated by commas; * for any (needs keys)", common=True
+    )
     cache_salt: bool = option(True, "with keys: share cached prefixes only among requests of one key")
 
     max_queue: int | None = option(
@@ -63,7 +72,9 @@ class ServeOptions(Checked):
     prepare_seconds: float = option(10.0, "longest time one request may take to render and tokenise", above=0)
 
     log_format: str = option("text", "lines of the log: text or json", forms=FORMATS)
-    log_level: str = option("info", "least important lines to log: debug, info, warning or error", forms=LEVELS)
+    log_level: str = option(
+        "info", "least important lines to log: debug, info, warning or error", forms=LEVELS, common=True
+    )
     otlp_endpoint: str | None = option(
         None,
         "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]",

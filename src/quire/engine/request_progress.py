@@ -1,0 +1,46 @@
+"""How far a batch of requests is: one line on standard error, written by whoever drives them, so that no thread of its
+own takes time from the engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+INTERVAL_S = 0.5  # between one line and the next; nothing that is over sooner shows any
+
+
+class RequestProgress:
+    """Call `tokens` and `ended` as they come. `on`: None is where standard error is a terminal."""
+
+    def __init__(self, total: int, *, on: bool | None = None):
+        self._on = sys.stderr.isatty() if on is None else on
+        self._total = total
+        self._done = self._tokens = 0
+        self._began = self._shown = time.monotonic()
+        self._any = False
+
+    def tokens(self, count: int) -> None:
+        self._tokens += count
+        if self._on and (now := time.monotonic()) - self._shown > INTERVAL_S:
+            self._shown = now
+            self._show(now)
+
+    def ended(self) -> None:
+        self._done += 1
+
+    def _show(self, now: float) -> None:
+        rate = self._tokens / (now - self._began)
+        left = (now - self._began) / self._done * (self._total - self._done) if self._done else None
+        expected = f", about {left:.0f} s left" if left is not None else ""
+        line = f"{self._done}/{self._total} requests, {rate:,.0f} output tok/s{expected}"
+        sys.stderr.write(f"\r{line:<72}")
+        sys.stderr.flush()
+        self._any = True
+
+    def __enter__(self) -> RequestProgress:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._any:
+            sys.stderr.write(f"\r{'':<72}\r")
+            sys.stderr.flush()
