@@ -31,3 +31,20 @@ def says(fake_frontend: FakeFrontend) -> Iterator[Callable[..., None]]:
 
     yield say
     fake_frontend.says, fake_frontend.text.reasons = None, False
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from browser_pages import launched
+
+    with launched() as found:
+        yield found
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens pages that must not complain."""
+    from browser_pages import watched
+
+    with watched(browser) as opened:
+        yield opened

@@ -28,7 +28,7 @@ KEYS = KeyRing(
     ]
 )
 # What may answer without a key: liveness, and the files of the dashboard, which hold no data.
-OPEN = re.compile(r"/|/health|/ready|/ping|/favicon\.ico|/dashboard/.*")
+OPEN = re.compile(r"/|/docs|/health|/ready|/ping|/favicon\.ico|/dashboard/.*")
 CHAT = "/v1/chat/completions"
 # A connection for each call, as callers have that know nothing of each other; what a client reads, it reads once.
 http = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))

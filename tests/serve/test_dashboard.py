@@ -1,65 +1,25 @@
 """The dashboard: what is served, and a real browser driving it against the real model.
 
-The browser is Debian's chromium (`apt-get install chromium`), or any Chrome on the path. Where there is none, the
-quick suite leaves these tests out and the full one fails. QUIRE_SCREENSHOTS=folder keeps pictures of what was seen.
+`browser_pages.py` says which browser.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
+from browser_pages import PATIENCE, drives_a_browser, keep
 from fake_frontend import FakeFrontend
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Route, expect
 
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
 from quire.types.serving import ServeOptions
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-drives_a_browser = pytest.mark.slow if BROWSER is None else lambda test: test
 USER, OPERATOR = "user-secret-0123456789", "admin-secret-0123456789"
-PATIENCE = 60_000  # milliseconds
 BACKGROUND = "getComputedStyle(document.documentElement).backgroundColor"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    assert BROWSER is not None, "these tests drive a browser; on Debian: apt-get install chromium"
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-
-
-@pytest.fixture
-def open_page(browser: Browser) -> Iterator[Any]:
-    """Opens pages, and checks at the end that none complained: no script error, nothing that the CSP blocked."""
-    complaints: list[str] = []
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, device_scale_factor=1)
-    context.set_default_timeout(PATIENCE)
-
-    def opened(url: str) -> Page:
-        page = context.new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("console", lambda said: complaints.append(said.text) if said.type == "error" else None)
-        page.goto(url)
-        return page
-
-    yield opened
-    context.close()
-    refusals = re.compile("Failed to load resource: the server responded with a status of 40[13]")
-    assert [text for text in complaints if not refusals.match(text)] == []
-
-
-def keep(page: Page, name: str, **options: Any) -> None:
-    if folder := os.environ.get("QUIRE_SCREENSHOTS"):
-        page.screenshot(path=Path(folder) / f"{name}.png", **options)
 
 
 def without_an_end(route: Route) -> None:

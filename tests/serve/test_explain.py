@@ -156,3 +156,45 @@ def test_a_key_sees_its_own_requests_only() -> None:
         assert get(path, OPERATOR).json()["data"][0]["prefix"]["reason"] == "salt"
         assert get("/view", ALICE).status_code == 403
         assert http.get("/view").status_code == 401
+
+
+def test_requests_are_listed(http: httpx.Client) -> None:
+    id = complete(http, prompt=list(range(4000, 4040)), max_tokens=5)["id"]
+    listed = http.get("/v1/requests", params={"limit": 5}).json()["data"]
+    assert len(listed) <= 5 and http.get("/v1/requests", params={"limit": -1}).json()["data"] == []
+    one = next(request for request in listed if request["id"].startswith(id))
+    assert (one["prompt_tokens"], one["output_tokens"], one["finish"], one["error"]) == (40, 5, "length", "")
+    assert one["arrived"] + one["ttft_s"] <= one["ended"] and 0 < one["tpot_s"] * 4 <= one["ended"] - one["arrived"]
+
+
+def test_a_running_request_is_cancelled_by_its_key_or_an_operator_alone(http: httpx.Client) -> None:
+    body = {"model": "smollm2-135m", "prompt": "Count.", "max_tokens": 7000, "ignore_eos": True, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        first = json.loads(next(line for line in lines if line).removeprefix("data: "))
+        assert http.delete(f"/v1/requests/{first['id']}").json() == {"id": first["id"], "cancelled": True}
+        assert any("aborted" in line for line in lines)  # and the stream ends
+    assert http.delete(f"/v1/requests/{first['id']}").json()["cancelled"] is False
+    assert http.delete("/v1/requests/nothing").status_code == 404
+
+
+def test_keys_see_their_own_requests_only() -> None:
+    keys = KeyRing(
+        [
+            Key("alice", digest(ALICE), frozenset({INFERENCE})),
+            Key("bob", digest(BOB), frozenset({INFERENCE})),
+            Key("operator", digest(OPERATOR), frozenset({INFERENCE, ADMIN})),
+        ]
+    )
+    frontend = FakeFrontend()
+    with background_server(lambda: frontend, ServeOptions(port=0, grace=1), keys=keys) as url:  # type: ignore[arg-type, return-value]
+
+        def ask(method: str, path: str, key: str, **more: Any) -> httpx.Response:
+            return httpx.request(method, url + path, headers={"authorization": f"Bearer {key}"}, **more)
+
+        body = {"model": FakeFrontend.model_name, "prompt": "hello"}
+        id = ask("POST", "/v1/completions", ALICE, json=body).json()["id"]
+        counts = {key: len(ask("GET", "/v1/requests", key).json()["data"]) for key in (ALICE, BOB, OPERATOR)}
+        assert counts == {ALICE: 1, BOB: 0, OPERATOR: 1}
+        assert ask("DELETE", f"/v1/requests/{id}", BOB).status_code == 404
+        assert ask("DELETE", f"/v1/requests/{id}", OPERATOR).json() == {"id": id, "cancelled": False}

@@ -55,6 +55,10 @@ class Ledger:
             return [self._entries[id]]
         return [e for e in self._entries.values() if e.call == id or _PROMPT.sub("", e.request) == id]
 
+    def latest(self) -> Iterator[Entry]:
+        """All that are remembered, the latest first."""
+        return reversed(self._entries.values())
+
     @contextmanager
     def watch(
         self, request: Request, arrived: float, *, call: str = "", owner: str = "", traceparent: str = ""

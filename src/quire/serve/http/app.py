@@ -84,6 +84,7 @@ ADMIN_ONLY: list[Router] = [
     health.metrics_router,
     explain.router,
     live.router,
+    dashboard.docs_router,
     power.router,
     cache.router,
     lora_adapters.router,
@@ -139,6 +140,8 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
         title=title,
         description=description,
         redirect_slashes=False,
+        docs_url=None,  # pages of our own, which need nothing from elsewhere
+        redoc_url=None,
         exception_handlers={QuireError: on_error, HTTPException: on_error, RequestValidationError: on_error},
     )
     app.add_middleware(Gate, serving=serving, scope=scope)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quire.serve.core.generation import Serving
 
 # What anybody may read: no data, only whether the server is there, and the files of the dashboard.
-OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping", "/favicon.ico"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ready", "/ping", "/favicon.ico"})
 OPEN_UNDER = ("/dashboard/",)
 # What needs the admin scope on the public port too.
 ADMIN_PATHS = frozenset(

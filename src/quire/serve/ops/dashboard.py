@@ -1,4 +1,5 @@
-"""GET / and /dashboard/...: the page to look at. Files only, read once; what it shows it fetches like any client.
+"""GET /, /docs and /dashboard/...: the pages to look at. Files only, read once; what they show they fetch like any
+client.
 
 Refuses to know: data of any kind.
 """
@@ -6,6 +7,7 @@ Refuses to know: data of any kind.
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 from importlib import resources
 
 from fastapi import APIRouter
@@ -28,6 +30,7 @@ HEADERS = {
 }
 
 
+@cache
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
     """Name → content and headers."""
     found = {}
@@ -41,23 +44,35 @@ def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
 
 
 def router(serving: Serving) -> APIRouter:
-    routes = APIRouter(tags=["dashboard"], include_in_schema=False)
-    files = _files()
-
-    def answer(request: Request, name: str) -> Response:
-        if name not in files:
-            raise HTTPException(404)
-        content, headers = files[name]
-        if request.headers.get("if-none-match") == headers["etag"]:
-            return Response(status_code=304, headers=headers)
-        return Response(content, headers=headers)
+    """The chat and the live view, and the API's pages."""
+    routes = docs_router(serving)
 
     @routes.api_route("/", methods=["GET", "HEAD"])
     async def index(request: Request) -> Response:
-        return answer(request, "index.html")
+        return _answer(request, "index.html")
+
+    return routes
+
+
+def docs_router(serving: Serving) -> APIRouter:
+    routes = APIRouter(tags=["dashboard"], include_in_schema=False)
+
+    @routes.api_route("/docs", methods=["GET", "HEAD"])
+    async def docs(request: Request) -> Response:
+        return _answer(request, "docs.html")
 
     @routes.api_route("/dashboard/{name}", methods=["GET", "HEAD"])
     async def file(request: Request, name: str) -> Response:
-        return answer(request, name)
+        return _answer(request, name)
 
     return routes
+
+
+def _answer(request: Request, name: str) -> Response:
+    files = _files()
+    if name not in files:
+        raise HTTPException(404)
+    content, headers = files[name]
+    if request.headers.get("if-none-match") == headers["etag"]:
+        return Response(status_code=304, headers=headers)
+    return Response(content, headers=headers)

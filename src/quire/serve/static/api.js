@@ -14,10 +14,10 @@ export class ApiError extends Error {
   }
 }
 
-export async function call(path, { scope = "inference", body, signal } = {}) {
+export async function call(path, { scope = "inference", body, signal, method = body ? "POST" : "GET" } = {}) {
   const key = keys.get(scope) || (scope === "admin" ? "" : keys.get("admin"));
   const headers = { ...(key && { authorization: `Bearer ${key}` }), ...(body && { "content-type": "application/json" }) };
-  const response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  const response = await fetch(path, { method, headers, body: body && JSON.stringify(body), signal });
   if (!response.ok) {
     const detail = await response.json().catch(() => null);
     throw new ApiError(response.status, detail?.error?.message || `HTTP ${response.status}`);

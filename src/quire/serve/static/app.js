@@ -1,7 +1,7 @@
 // The frame: tabs, theme, keys, whether the server is there.
 
 import { $, call, keys } from "./api.js";
-import { startChat } from "./chat.js";
+import { showModels, startChat } from "./chat.js";
 import { showLive } from "./live.js";
 
 const tabs = ["chat", "live"];
@@ -37,10 +37,12 @@ $("theme").addEventListener("click", () => {
   dispatchEvent(new Event("themechange"));
 });
 
-$("keys-open").addEventListener("click", () => {
+function askForKey() {
   for (const scope of ["inference", "admin"]) $(`key-${scope}`).value = keys.get(scope);
-  $("keys").showModal();
-});
+  if (!$("keys").open) $("keys").showModal();
+}
+
+$("keys-open").addEventListener("click", askForKey);
 $("keys").addEventListener("close", () => {
   if ($("keys").returnValue !== "save") return;
   for (const scope of ["inference", "admin"]) keys.set(scope, $(`key-${scope}`).value.trim());
@@ -49,13 +51,21 @@ $("keys").addEventListener("close", () => {
 });
 
 let model = "";
+let asked = false;
 
 async function identify() {
   try {
-    model = (await (await call("/v1/models")).json()).data[0].id;
+    const { data } = await (await call("/v1/models")).json();
+    model = data[0].id;
+    showModels(data.map(({ id }) => id));
     status(true, model);
   } catch (error) {
-    status(false, error.status === 401 || error.status === 403 ? "a key is needed" : "not reachable");
+    const locked = error.status === 401 || error.status === 403;
+    status(false, locked ? "a key is needed" : "not reachable");
+    if (locked && !asked && !$("chat").hidden) {
+      asked = true; // once: who closes the dialog knows
+      askForKey();
+    }
   }
 }
 
@@ -76,6 +86,8 @@ async function heartbeat() {
   setTimeout(heartbeat, 5000);
 }
 
-startChat(() => model);
-show(location.hash === "#/live" ? "live" : "chat");
+startChat(askForKey);
+const chosen = () => (location.hash === "#/live" ? "live" : "chat");
+addEventListener("hashchange", () => show(chosen()));
+show(chosen());
 identify().then(heartbeat);

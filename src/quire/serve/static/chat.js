@@ -1,12 +1,18 @@
-// The playground: one conversation, streamed, with what the model thought of each token.
+// The playground: conversations that stay in this browser, answered as they stream.
 
 import { $, ApiError, call, el, events } from "./api.js";
-import { explain } from "./explain.js";
+import { Answer } from "./answer.js";
+import * as store from "./conversations.js";
 
-let history = [];
+const LARGEST_FILE = 512 * 1024;
+let chat = store.all()[0] || store.begin();
 let abort = null;
+let files = []; // { name, text } that go with the next message
+let askForKey = () => {};
 
-export function startChat(modelName) {
+export function startChat(needKey) {
+  askForKey = needKey;
+  store.keepSettings(document.querySelectorAll("#params input, #params textarea"));
   for (const name of ["temperature", "top_p"]) {
     const show = () => { $(`o-${name}`).value = Number($(`p-${name}`).value).toFixed(2); };
     $(`p-${name}`).addEventListener("input", show);
@@ -17,7 +23,7 @@ export function startChat(modelName) {
   shade();
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    send(modelName());
+    send();
   });
   $("prompt").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
@@ -25,27 +31,143 @@ export function startChat(modelName) {
       $("ask").requestSubmit();
     }
   });
+  $("prompt").addEventListener("input", grow);
   $("stop").addEventListener("click", stop);
   addEventListener("keydown", (event) => event.key === "Escape" && stop());
-  $("clear").addEventListener("click", () => {
-    stop();
-    history = [];
-    $("log").replaceChildren();
-    $("prompt").focus();
+  $("clear").addEventListener("click", () => open(store.begin()));
+  $("attach").addEventListener("click", () => $("file").click());
+  $("file").addEventListener("change", () => attach($("file").files));
+  $("ask").addEventListener("dragover", (event) => event.preventDefault());
+  $("ask").addEventListener("drop", (event) => {
+    event.preventDefault();
+    attach(event.dataTransfer.files);
   });
+  $("export-md").addEventListener("click", () => store.download("conversation.md", store.asMarkdown(chat), "text/markdown"));
+  $("export-json").addEventListener("click", () => store.download("conversation.json", JSON.stringify(chat, null, 2), "application/json"));
+  open(chat);
+}
+
+export function showModels(names) {
+  const before = $("p-model").value;
+  $("p-model").replaceChildren(...names.map((name) => el("option", { value: name }, name)));
+  if (names.includes(before)) $("p-model").value = before;
+}
+
+function grow() {
+  $("prompt").style.height = "auto";
+  $("prompt").style.height = `${Math.min($("prompt").scrollHeight + 2, innerHeight * 0.4)}px`;
 }
 
 function stop() {
   abort?.abort();
 }
 
-function body(model) {
+async function attach(chosen) {
+  for (const file of chosen) {
+    const text = file.size > LARGEST_FILE ? null : await file.text();
+    const problem = text === null ? `larger than ${LARGEST_FILE / 1024} KiB` : text.includes("\0") ? "not a text" : "";
+    files.push(problem ? { name: file.name, problem } : { name: file.name, text });
+  }
+  $("file").value = "";
+  showFiles();
+}
+
+function showFiles() {
+  $("files").replaceChildren(...files.map((file) => {
+    const drop = el("button", { type: "button", class: "quiet", "aria-label": `Leave out ${file.name}` }, "×");
+    drop.addEventListener("click", () => {
+      files = files.filter((other) => other !== file);
+      showFiles();
+    });
+    return el("span", { class: file.problem ? "file error" : "file" }, file.problem ? `${file.name}: ${file.problem}` : file.name, drop);
+  }));
+}
+
+// --- conversations
+
+function open(which) {
+  stop();
+  chat = which;
+  $("log").replaceChildren();
+  if (!chat.messages.length) {
+    $("log").append(el("p", { class: "empty" }, "Ask something. Hover over the answer, or focus it and use the arrow keys, " +
+      "to see how sure the model was of each token and what else it considered."));
+  }
+  chat.messages.forEach((message, i) => $("log").append(message.role === "user" ? asked(message, i) : answered(message, i)));
+  $("log").scrollTop = $("log").scrollHeight;
+  listChats();
+  $("prompt").focus({ preventScroll: true });
+}
+
+function listChats() {
+  $("chats").replaceChildren(...store.all().map((one) => {
+    const choose = el("button", { type: "button", class: "pick", ...(one === chat && { "aria-current": "true" }) }, one.title);
+    choose.addEventListener("click", () => open(one));
+    const remove = el("button", { type: "button", class: "quiet", "aria-label": `Delete ${one.title}` }, "×");
+    remove.addEventListener("click", () => {
+      store.remove(one);
+      if (one === chat) open(store.begin());
+      else listChats();
+    });
+    return el("li", {}, choose, remove);
+  }));
+}
+
+function asked(message, index) {
+  const edit = el("button", { type: "button", class: "quiet" }, "Edit");
+  const node = el("div", { class: "asked" }, el("div", { class: "turn user" }, message.content), edit);
+  edit.addEventListener("click", () => {
+    const box = el("textarea", { "aria-label": "Edit message", rows: "3" });
+    box.value = message.content;
+    const save = el("button", { type: "button", class: "primary" }, "Send");
+    const leave = el("button", { type: "button", class: "quiet" }, "Cancel");
+    node.replaceChildren(box, el("div", { class: "row" }, save, leave));
+    box.focus();
+    leave.addEventListener("click", () => node.replaceWith(asked(message, index)));
+    save.addEventListener("click", () => {
+      if (!box.value.trim() || abort) return;
+      chat.messages.length = index;
+      chat.messages.push({ role: "user", content: box.value.trim() });
+      open(chat);
+      reply();
+    });
+  });
+  return node;
+}
+
+function actions(index) {
+  return {
+    again: () => {
+      if (abort) return;
+      chat.messages.length = index;
+      open(chat);
+      reply();
+    },
+    goOn: () => {
+      if (abort) return;
+      const [message] = chat.messages.splice(index);
+      open(chat);
+      reply(message);
+    },
+  };
+}
+
+function answered(message, index) {
+  const answer = new Answer({ ...actions(index), before: message.content, thoughts: message.thoughts || "" });
+  answer.finish = message.finish;
+  answer.end();
+  return answer.node;
+}
+
+// --- asking
+
+function body(continued) {
   const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
   const system = $("p-system").value.trim();
-  const top = number("p-top_logprobs") || 0;
+  const said = chat.messages.map(({ role, content }) => ({ role, content }));
   return {
-    model,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
+    model: $("p-model").value,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...said, ...(continued ? [{ role: "assistant", content: continued.content }] : [])],
     temperature: number("p-temperature"),
     top_p: number("p-top_p"),
     max_tokens: number("p-max_tokens"),
@@ -53,141 +175,55 @@ function body(model) {
     stream: true,
     stream_options: { include_usage: true },
     logprobs: true,
-    top_logprobs: top,
+    top_logprobs: number("p-top_logprobs") || 0,
+    ...(continued && { continue_final_message: true, add_generation_prompt: false }),
   };
 }
 
-async function send(model) {
-  const prompt = $("prompt").value.trim();
-  if (!prompt || abort) return;
+function send() {
+  const typed = $("prompt").value.trim();
+  const attached = files.filter((file) => !file.problem);
+  if ((!typed && !attached.length) || abort) return;
+  const fence = (text) => "`".repeat(Math.max(3, ...[...text.matchAll(/`+/g)].map((run) => run[0].length + 1)));
+  const parts = attached.map(({ name, text }) => `${name}:\n${fence(text)}\n${text.trimEnd()}\n${fence(text)}`);
   $("prompt").value = "";
+  files = [];
+  showFiles();
+  grow();
   $("log").querySelector(".empty")?.remove();
-  history.push({ role: "user", content: prompt });
-  $("log").append(el("div", { class: "turn user" }, prompt));
-  const answer = new Answer();
+  if (chat.messages.at(-1)?.role === "user") chat.messages.pop(); // a question that got no answer
+  chat.messages.push({ role: "user", content: [...parts, typed].filter(Boolean).join("\n\n") });
+  $("log").append(asked(chat.messages.at(-1), chat.messages.length - 1));
+  reply();
+}
+
+// Answer the last message; `continued` is an answer to go on from.
+async function reply(continued) {
+  const mine = chat; // the reader may open another meanwhile
+  const answer = new Answer({ ...actions(chat.messages.length), before: continued?.content, thoughts: continued?.thoughts });
   $("log").append(answer.node);
   answer.follow();
-  abort = new AbortController();
+  const control = (abort = new AbortController());
   $("send").hidden = true;
   $("stop").hidden = false;
   try {
-    const response = await call("/v1/chat/completions", { body: body(model), signal: abort.signal });
+    const response = await call("/v1/chat/completions", { body: body(continued), signal: control.signal });
     for await (const event of events(response)) {
-      abort.signal.throwIfAborted(); // of what came before the button was pressed, much may not be drawn yet
+      control.signal.throwIfAborted(); // of what came before the button was pressed, much may not be drawn yet
       answer.take(event);
     }
     answer.end();
   } catch (error) {
-    answer.end(abort.signal.aborted ? "stopped" : error instanceof ApiError ? error.message : "the connection was lost");
+    answer.end(control.signal.aborted ? "stopped" : error instanceof ApiError ? error.message : "the connection was lost");
+    if (error.status === 401 || error.status === 403) askForKey();
   }
   abort = null;
   $("send").hidden = false;
   $("stop").hidden = true;
-  if (answer.content) history.push({ role: "assistant", content: answer.content });
-  else history.pop();
-}
-
-class Answer {
-  constructor() {
-    this.text = el("div", { class: "text busy", tabindex: "0", "aria-label": "Answer; arrow keys go from token to token" });
-    this.facts = el("p", { class: "facts" });
-    this.node = el("article", { class: "turn model" }, this.text, this.facts);
-    this.content = "";
-    this.position = 0;
-    this.tokens = [];
-    this.decoder = new TextDecoder();
-    this.began = performance.now();
-    this.first = 0;
-    this.at = -1;
-    this.text.addEventListener("mouseover", (event) => this.show(this.tokens.findIndex((t) => t.node === event.target)));
-    this.text.addEventListener("mouseleave", () => this.show(-1));
-    this.text.addEventListener("blur", () => this.show(-1));
-    this.text.addEventListener("keydown", (event) => {
-      const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-      if (!step) return;
-      event.preventDefault();
-      this.show(Math.min(this.tokens.length - 1, Math.max(0, this.at + step)));
-    });
-  }
-
-  follow() {
-    $("log").scrollTop = $("log").scrollHeight;
-  }
-
-  take(event) {
-    if (event.error) throw new ApiError(0, event.error.message);
-    this.id = event.id || this.id;
-    if (event.usage) this.usage = event.usage;
-    const choice = event.choices?.[0];
-    if (!choice) return;
-    if (!this.first) this.first = performance.now();
-    this.keepUp();
-    this.content += choice.delta.content || "";
-    for (const entry of choice.logprobs?.content || []) this.token(entry);
-    this.finish = choice.finish_reason || this.finish;
-  }
-
-  // Follows what is about to be drawn if the reader is at the end. Once a frame: asking where that is lays out the page.
-  keepUp() {
-    if (this.framed) return;
-    this.framed = true;
-    const near = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 120;
-    requestAnimationFrame(() => {
-      this.framed = false;
-      if (near) this.follow();
-    });
-  }
-
-  // A token's text is a slice of the content: half a character, or an end token, has none of its own.
-  token(entry) {
-    const length = this.decoder.decode(new Uint8Array(entry.bytes || []), { stream: true }).length;
-    const text = this.content.slice(this.position, this.position + length);
-    this.position += text.length;
-    const p = Math.exp(entry.logprob);
-    const level = p < 0.05 ? "p3" : p < 0.25 ? "p2" : p < 0.6 ? "p1" : "p0";
-    const node = el("span", { class: `token ${level}` }, text);
-    this.tokens.push({ node, entry });
-    this.text.append(node);
-  }
-
-  end(problem) {
-    this.text.classList.remove("busy");
-    if (this.content.length > this.position) this.text.append(this.content.slice(this.position));
-    const count = this.usage?.completion_tokens ?? this.tokens.length;
-    const seconds = (performance.now() - (this.first || this.began)) / 1000;
-    const facts = [];
-    if (this.first) facts.push(`first token ${Math.round(this.first - this.began)} ms`);
-    if (count > 1 && this.first) facts.push(`${count} tokens`, `${(count / Math.max(seconds, 0.001)).toFixed(1)} tokens/s`);
-    const cached = this.usage?.prompt_tokens_details?.cached_tokens;
-    if (cached) facts.push(`${cached} of ${this.usage.prompt_tokens} prompt tokens cached`);
-    if (!problem && this.finish) facts.push(this.finish === "length" ? "cut at the longest answer" : this.finish);
-    this.facts.replaceChildren(...facts.map((fact) => el("span", {}, fact)));
-    if (problem) this.facts.append(el("span", problem === "stopped" ? {} : { class: "error", role: "alert" }, problem));
-    if (this.id) this.facts.append(explain(this.id, this.node));
-  }
-
-  show(index) {
-    this.tokens[this.at]?.node.classList.remove("at");
-    this.at = index;
-    const token = this.tokens[index];
-    $("tip").hidden = !token;
-    if (!token) return;
-    token.node.classList.add("at");
-    const { entry } = token;
-    const rows = [...entry.top_logprobs];
-    if (!rows.some((row) => row.token === entry.token)) rows.push(entry);
-    const table = el("table", {}, ...rows.map((row) => {
-      const p = Math.exp(row.logprob);
-      return el("tr", { class: row.token === entry.token ? "drawn" : "" },
-        el("td", {}, JSON.stringify(row.token).slice(1, -1)),
-        el("td", {}, el("progress", { max: 1, value: p })),
-        el("td", { class: "num" }, `${(p * 100).toFixed(p < 0.01 ? 2 : 1)}%`));
-    }));
-    $("tip").replaceChildren(table);
-    const box = token.node.getBoundingClientRect();
-    const tip = $("tip").getBoundingClientRect();
-    const top = box.bottom + 8 + tip.height < innerHeight ? box.bottom + 8 : box.top - tip.height - 8;
-    $("tip").style.left = `${Math.max(8, Math.min(box.left, innerWidth - tip.width - 8))}px`;
-    $("tip").style.top = `${Math.max(8, top)}px`;
+  if (answer.content) {
+    const kept = { role: "assistant", content: answer.content, finish: answer.finish || "stopped" };
+    mine.messages.push(answer.thoughts ? { ...kept, thoughts: answer.thoughts } : kept);
+    store.save(mine);
+    listChats();
   }
 }

@@ -23,7 +23,7 @@ export function explain(id, place) {
   return button;
 }
 
-function report(found) {
+export function report(found) {
   const branch = found.branches[0];
   const parts = [["prepare", found.prepare_s, "parsing, rendering, tokenising"]];
   if (branch) {

@@ -2,6 +2,7 @@
 
 import { $, call, el, events } from "./api.js";
 import { bars, cells, colour, hue, lines } from "./charts.js";
+import { fillPast, openRequest, showEnded, startRequests } from "./requests.js";
 
 const SPAN = 120; // pictures kept
 const SHOWN = 18; // requests shown in a lane
@@ -11,6 +12,8 @@ let latest = null;
 let before = null;
 let due = false; // a drawing is on its way
 const drawn = new Map(); // what each part was last drawn from
+
+startRequests();
 
 export function showLive(on) {
   watching?.abort();
@@ -56,6 +59,7 @@ async function watch() {
       const response = await call("/view?stream=true", { scope: "admin", signal: mine.signal });
       notice("");
       wait = 500;
+      if (!latest) await fillPast(past, SPAN, 0.5); // what the server remembers from before anybody looked
       for await (const picture of events(response)) {
         if (watching !== mine) return;
         take(picture);
@@ -111,6 +115,7 @@ function take(picture) {
   push("ended", finished / seconds);
   push("refused", refused / seconds);
   picture.rate = tokens / seconds;
+  if (finished || !before) showEnded();
   drawSoon();
 }
 
@@ -175,15 +180,18 @@ function chip(lane, [request, branch, status, age, prompt, computed, outputs, li
   const key = `${request}/${branch}`;
   let node = old.get(key);
   if (!node) {
-    node = el("li", { "data-key": key, class: "new" }, el("span"), el("em"), el("progress", { max: 1, value: 0 }));
+    const button = el("button", { type: "button" }, el("span"), el("em"), el("progress", { max: 1, value: 0, "aria-label": "Part done" }));
+    button.addEventListener("click", () => openRequest(request));
+    node = el("li", { "data-key": key, class: "new" }, button);
     node.style.borderLeftColor = hue(key);
     node.addEventListener("animationend", () => node.classList.remove("new"));
   }
   const done = lane === "decode" ? outputs / Math.max(1, limit - prompt) : computed / prompt;
   const note = { queue: status === "waiting" ? `${age.toFixed(1)} s` : status, prefill: `${computed}/${prompt}`, decode: `${outputs} tok` };
-  node.children[0].textContent = request.replace(/^.*-/, "").slice(0, 8) + (branch ? `/${branch}` : "");
-  node.children[1].textContent = note[lane];
-  node.children[2].value = Math.min(1, done);
+  const [name, told, bar] = node.firstElementChild.children;
+  name.textContent = request.replace(/^.*-/, "").slice(0, 8) + (branch ? `/${branch}` : "");
+  told.textContent = note[lane];
+  bar.value = Math.min(1, done);
   node.title = `${key}: ${status}, ${prompt} prompt tokens (${cached} cached), ${outputs} drawn, ${age.toFixed(1)} s old`;
   return node;
 }
@@ -199,7 +207,13 @@ function pages(engine) {
       box.children[1].addEventListener("mousemove", (event) => point(event, box));
       box.children[1].addEventListener("mouseleave", () => { $("tip").hidden = true; });
     }
-    for (const cell of tier.cells) counts[names[Math.min(cell, 3)]] += 1;
+    // Pages, as the heading counts them; a cell of several pages is of the kind that most of them are.
+    const shared = tier.cells.filter((cell) => cell === 2).length, owned = tier.cells.filter((cell) => cell > 2).length;
+    const both = shared + owned ? Math.round((tier.used * shared) / (shared + owned)) : 0;
+    counts.blank += tier.total - tier.used - tier.cached;
+    counts.cached += tier.cached;
+    counts.shared += both;
+    counts.owned += tier.used - both;
     const each = tier.pages_per_cell > 1 ? `, ${tier.pages_per_cell} pages a cell` : "";
     box.children[0].textContent = `${tier.name}: ${tier.used} in use, ${tier.cached} cached, of ${tier.total}${each}`;
     const canvas = box.children[1];
@@ -268,7 +282,7 @@ function tree(nodes) {
     svg.append(run);
   });
   $("tree-note").textContent = nodes.length
-    ? `${nodes.length} runs of pages; right is deeper (${deepest} pages at most), thick is shared by more, dark is in use`
+    ? `${nodes.length} runs of pages; right is deeper (${deepest} pages at most), thick is shared by more, strong colour is in use`
     : "nothing cached yet";
   $("tree").replaceChildren(svg);
 }
