@@ -22,6 +22,11 @@ __all__ = ["LLM", "AsyncLLM", "BeamParams", "BlendParams", "GrammarSpec", "Sampl
 _LAZY = {"LLM": "quire.engine.llm", "AsyncLLM": "quire.engine.frontend"}
 
 
+def __dir__() -> list[str]:
+    """What is meant to be used, for completion; those that load on first use among it."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Heavy names load on first use, so that `import quire` stays quick."""
     if name in _LAZY:

@@ -1,6 +1,7 @@
 """The commands as a user types them, in this process."""
 
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -12,6 +13,7 @@ from quire.cli.main import app, main
 from quire.types.config import EngineOptions, flat_fields
 from quire.types.errors import ConfigError, InputError, ModelNotFoundError, QuireError
 from quire.types.option_checks import parse_size
+from quire.types.option_names import COUNTERPARTS
 
 
 def run(*words, **options):
@@ -99,6 +101,29 @@ def test_piped_text_goes_before_the_question(default_model):
     assert done.stdout == alone.stdout and "Gravity" in done.stdout and "tok/s" in done.stderr
     with pytest.raises(InputError, match="no question"):
         run("run", "smollm2-135m", input=" \n")
+
+
+def test_options_of_other_engines_are_known_by_name():
+    with pytest.raises(ConfigError, match="it is called kv_memory"):
+        run("serve", "--gpu-memory-utilization=0.9")
+    with pytest.raises(ConfigError, match="has no counterpart: an engine has one device"):
+        run("run", "--tensor-parallel-size", "2", "hello")
+    with pytest.raises(ConfigError, match="dtype must be"):
+        run("run", "--lora-modules", "x=/nonexistent", "--dtype", "x")  # of both engines
+    with pytest.raises(ConfigError, match="called max_seqs here"):
+        EngineOptions.of(max_num_seqs=3)
+    with pytest.raises(ConfigError, match="did you mean kv_memory"):
+        EngineOptions.of(kv_memry="1G")
+    with pytest.raises(ConfigError, match="known options: ageing"):
+        EngineOptions.of(zzz=1)
+    ours = {field.name for field in flat_fields()}
+    assert not ours & set(COUNTERPARTS)
+    said = {word for text in COUNTERPARTS.values() for word in re.split(r"\W+", text.partition("(")[0]) if word}
+    assert said - ours <= {"and", "or", "QUIRE_CACHE", "in", "the", "environment"}
+
+
+def test_the_public_names_are_shown():
+    assert {"LLM", "AsyncLLM", "SamplingParams"} <= set(dir(quire)) == set(quire.__all__)
 
 
 def test_the_version():

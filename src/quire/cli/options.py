@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from quire.types.config import CONCERNS, EngineOptions, SchedulerOptions, flat_fields
+from quire.types.errors import ConfigError
+from quire.types.option_names import COUNTERPARTS, unknown_option
 from quire.types.serving import ServeOptions
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
@@ -35,6 +38,18 @@ def with_engine_options(
     if split_help:
         derived.append(HELP_ALL)
     return _with(derived, "engine", lambda options: EngineOptions.of(**options))
+
+
+class EngineCommand(TyperCommand):
+    """A command that knows what other engines call its options."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+        for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
+            word = flag.removeprefix("--").replace("-", "_")
+            if flag not in flags and word in COUNTERPARTS:
+                raise ConfigError(unknown_option(word, ()))
+        return super().parse_args(ctx, args)
 
 
 def _help_all(ctx: typer.Context, wanted: bool) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from quire.assets import on_hub, present, resolve
 from quire.cli.model_report import fetch
-from quire.cli.options import with_engine_options
+from quire.cli.options import EngineCommand, with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
@@ -26,7 +26,7 @@ cat notes.txt | quire run qwen3:8b "Summarise this."
 
 
 def register(app: typer.Typer) -> None:
-    app.command(name="run", epilog=EXAMPLES)(with_engine_options(split_help=True)(run))
+    app.command(name="run", cls=EngineCommand, epilog=EXAMPLES)(with_engine_options(split_help=True)(run))
 
 
 def run(

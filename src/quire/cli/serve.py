@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from quire.cli.model_report import fetch
-from quire.cli.options import with_engine_options, with_serve_options
+from quire.cli.options import EngineCommand, with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
 from quire.types.serving import ServeOptions
 
@@ -21,7 +21,7 @@ quire serve org/name --host 0.0.0.0 --api-keys keys.toml
 
 
 def register(app: typer.Typer) -> None:
-    app.command(epilog=EXAMPLES)(with_engine_options(split_help=True)(with_serve_options()(serve)))
+    app.command(cls=EngineCommand, epilog=EXAMPLES)(with_engine_options(split_help=True)(with_serve_options()(serve)))
 
 
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:

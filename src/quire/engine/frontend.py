@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
@@ -179,7 +180,7 @@ class AsyncLLM(Frontend):
         if (local := present(model)) is None:
             from quire.engine.build import fetch_model  # asks whether it would run here before it fetches
 
-            local = fetch_model(engine)
+            local = await asyncio.to_thread(fetch_model, engine)
         client = await AsyncClient.open(engine, process=process)
         return cls(client, TextModel.load(local), local.name)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 from quire.types.option_checks import Checked, Pair, option
+from quire.types.option_names import unknown_option
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,7 @@ class EngineOptions:
             names = {f.name for f in dataclasses.fields(kind)}
             parts[concern.name] = kind(**{name: flat.pop(name) for name in list(flat) if name in names})
         if flat:
-            known = ", ".join(sorted(f.name for f in flat_fields()))
-            raise ConfigError(f"unknown option {min(flat)!r}; known options: {known}")
+            raise ConfigError(unknown_option(min(flat), [f.name for f in flat_fields()]))
         return cls(**parts)
 
     def but(self, **flat: Any) -> EngineOptions:
