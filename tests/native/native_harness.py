@@ -75,7 +75,7 @@ def random_decoder(
 
 def kv_for(weights: DecoderWeights, pages: int, dtype: str, page_size: int) -> KVViews:
     shapes = [TokenShape(weights.kv_heads, weights.head_dim, layer.window) for layer in weights.layers]
-    layout = layout_for(shapes, page_size=page_size, dtype=dtype)
+    layout = layout_for(shapes, page_size=page_size, dtype=dtype, own="float16")
     pool = allocate_kv(layout, pages, "cpu")
     pool[1:] = 255  # what nobody wrote must not be read: no number, in any float
     return KVViews(pool, layout)

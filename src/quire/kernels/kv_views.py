@@ -16,7 +16,7 @@ import torch
 from quire.kernels.state_views import state_views
 from quire.types.kv import KVGroup, KVLayout, blocks_of
 
-STORED = {  # what the numbers of each kind lie in memory as; 4 bits: number i and i + head_dim / 2 share a byte
+STORED = {  # what the numbers of each kind lie in memory as: of fewer than 8 bits, see `pack_bits`
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -24,6 +24,8 @@ STORED = {  # what the numbers of each kind lie in memory as; 4 bits: number i a
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "int4": torch.uint8,
+    "kivi4": torch.uint8,
+    "kivi2": torch.uint8,
 }
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scaled head's largest number becomes
 
@@ -37,6 +39,7 @@ class LayerKV(NamedTuple):
     k_scales: torch.Tensor | None = None  # [pages, tokens_per_page, kv_heads, scales] float16, if pages are scaled
     v_scales: torch.Tensor | None = None
     shared: bool = False  # V is a part of K
+    residual: LayerKV | None = None  # the latest tokens, unrounded, where rounded ones are read only behind them
 
     @property
     def sides(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
@@ -61,12 +64,20 @@ class KVViews:
         self.states = {} if cells is None else state_views(cells, layout)
         self.layout = layout
         views: dict[int, LayerKV] = {}
-        for index, group in enumerate(layout.groups):
+        for index, group in reversed([*enumerate(layout.groups)]):  # residuals before what they belong to
             numbers, scales = _numbers(pool, layout, group), _scales(pool, layout, group)
             for place, layer in enumerate(group.layers):
                 k, v = numbers[:, place, 0], numbers[:, place, -1, ..., group.values_from or 0 :]
                 k_scales, v_scales = (None, None) if scales is None else (scales[:, place, 0], scales[:, place, -1])
-                views[layer] = LayerKV(k, v, index, k_scales, v_scales, shared=group.values_from is not None)
+                views[layer] = LayerKV(
+                    k,
+                    v,
+                    index,
+                    k_scales,
+                    v_scales,
+                    shared=group.values_from is not None,
+                    residual=None if group.residual is None else views[layer],
+                )
         self.layers = dict(sorted(views.items()))
 
     def move(self, group: int, sources: torch.Tensor, targets: torch.Tensor) -> None:
@@ -81,18 +92,19 @@ class KVViews:
 
 def _numbers(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor:
     """[pages, layers, K and V, tokens, kv_heads, head_dim]"""
-    dtype, width = STORED[layout.dtype], group.head_dim * min(layout.kind.bits, 8) // 8
+    dtype, width = STORED[group.dtype or layout.dtype], group.head_dim * min(layout.kind_of(group).bits, 8) // 8
     shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, width)
     return pool.view(dtype)[:, : int(np.prod(shape))].unflatten(1, shape)
 
 
 def _scales(pool: torch.Tensor, layout: KVLayout, group: KVGroup) -> torch.Tensor | None:
     """[pages, layers, K and V, tokens, kv_heads, scales]"""
-    count = layout.kind.scales(group.head_dim)
+    kind = layout.kind_of(group)
+    count = kind.scales(group.head_dim)
     if not count:
         return None
     shape = (len(group.layers), group.parts, group.tokens_per_page, group.kv_heads, count)
-    first = group.tokens_per_page * group.token_heads * group.head_dim * layout.kind.bits // 16
+    first = group.tokens_per_page * group.token_heads * group.head_dim * kind.bits // 16
     return pool.view(torch.float16)[:, first : first + int(np.prod(shape))].unflatten(1, shape)
 
 
@@ -102,7 +114,7 @@ def encode(x: torch.Tensor, dtype: torch.dtype, *, scaled: bool) -> tuple[torch.
         return x.to(dtype), None
     wide = x.float()
     if dtype == torch.uint8:
-        return _encode_4_bits(wide)
+        return encode_blocks(wide, 4)
     largest = LARGEST[dtype]
     scale = (wide.abs().amax(-1, keepdim=True) / largest).clamp_(max=65504).half()
     # against the scale as it will be read
@@ -110,25 +122,43 @@ def encode(x: torch.Tensor, dtype: torch.dtype, *, scaled: bool) -> tuple[torch.
     return (steps.round_() if dtype == torch.int8 else steps).to(dtype), scale
 
 
-def _encode_4_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = x.unflatten(-1, (blocks_of(x.shape[-1]), -1))
-    low, high = blocks.aminmax(dim=-1, keepdim=True)
-    low = low.clamp(-65504, 65504).half()
-    scale = ((high - low.float()) / 15).clamp_(0, 65504).half()
-    steps = (blocks - low.float()) * torch.where(scale > 0, 1 / scale.float(), 0.0)
-    first, second = steps.round_().clamp_(0, 15).flatten(-2).to(torch.uint8).chunk(2, dim=-1)
-    return first | second << 4, torch.cat((scale, low), dim=-2).squeeze(-1)
+def encode_steps(x: torch.Tensor, bits: int, axis: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Numbers as steps of `bits` bits, uint8, from the least of those that lie along an axis; and the scale and that
+    minimum, float16, of one along it."""
+    low, high = x.aminmax(dim=axis, keepdim=True)
+    low, most = low.clamp(-65504, 65504).half(), (1 << bits) - 1
+    scale = ((high - low.float()) / most).clamp_(0, 65504).half()
+    steps = (x - low.float()) * torch.where(scale > 0, 1 / scale.float(), 0.0)
+    return steps.round_().clamp_(0, most).to(torch.uint8), scale, low
+
+
+def pack_bits(steps: torch.Tensor, bits: int) -> torch.Tensor:
+    """Steps [..., dim] of 4 or 2 bits in bytes: of 4, number i and i + dim / 2 share one, of 2, i and every dim / 4."""
+    parts = steps.chunk(8 // bits, dim=-1)
+    return torch.stack([part << bits * i for i, part in enumerate(parts)]).sum(0, dtype=torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    return torch.cat([packed >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
+
+
+def encode_blocks(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each 32 numbers of a head with a scale and a minimum of their own."""
+    steps, scale, low = encode_steps(x.unflatten(-1, (blocks_of(x.shape[-1]), -1)), bits, -1)
+    return pack_bits(steps.flatten(-2), bits), torch.cat((scale, low), dim=-2).squeeze(-1)
+
+
+def decode_blocks(numbers: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Tensor:
+    scale, low = scales.float().unsqueeze(-1).chunk(2, dim=-2)
+    steps = unpack_bits(numbers, bits).float().unflatten(-1, (scale.shape[-2], -1))
+    return (steps * scale + low).flatten(-2)
 
 
 def decode(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
     """The reverse of `encode`, in float32 where there are scales."""
     if scales is None:
         return numbers
-    if numbers.dtype != torch.uint8:
-        return numbers.float() * scales
-    steps = torch.cat((numbers & 15, numbers >> 4), dim=-1).float()
-    scale, low = scales.float().unsqueeze(-1).chunk(2, dim=-2)
-    return (steps.unflatten(-1, (scale.shape[-2], -1)) * scale + low).flatten(-2)
+    return decode_blocks(numbers, scales, 4) if numbers.dtype == torch.uint8 else numbers.float() * scales
 
 
 def take_pages(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:

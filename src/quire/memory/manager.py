@@ -199,7 +199,7 @@ class KVManager:
     def fits(self, tokens: int, hit: Hit, spare: int, without: Sequence[PageTable] = ()) -> bool:
         """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free, once the tables
         `without` are released."""
-        held = sum(len(pages) for pages in hit.pages)
+        held = sum(page != NULL_PAGE for pages in hit.pages for page in pages)
         freed = self._freed(without, hit) if without else 0
         return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available + freed
 
@@ -224,12 +224,14 @@ class KVManager:
         return change
 
     def extend(self, table: PageTable, start: int, end: int) -> Change | None:
-        """Make positions start .. end - 1 writable; None (and no change) if pages are lacking."""
+        """Make positions start .. end - 1 writable; None if pages are lacking, which changes nothing that a query from
+        `start` on sees."""
         if end <= table.writable_until:
             return UNCHANGED
         need = 0
         shared: list[int] = []  # groups whose partly filled page must be copied first
         for group, size in enumerate(self._sizes):
+            self._slide(table, group, start)
             pages = table.pages[group]
             need += max(0, -(-end // size) - len(pages))
             if start % size and start // size < len(pages) and self.pool.refs(pages[start // size]) > 1:
@@ -252,7 +254,6 @@ class KVManager:
                 added, fresh = fresh[:more], fresh[more:]
                 change.deltas.append((group, len(pages), added))
                 pages.extend(added)
-            self._slide(table, group, start)
         table.writable_until = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
         return change
 

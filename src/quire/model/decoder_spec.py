@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from quire.model.recurrent_spec import GatedDelta, Mamba2, ShortConv
-from quire.types.kv import KVLayout, TokenShape, layout_for
+from quire.types.kv import KINDS, KVLayout, TokenShape, layout_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"]
 GatedActivation = Activation | Literal["swiglu_oai"]  # gpt-oss: clamped, and one is added to up
@@ -326,10 +326,20 @@ class DecoderSpec:
         odd = [mixer.head_dim for mixer in self.attending.values() if mixer.head_dim % 2 or mixer.head_dim > 256]
         if dtype == "int4" and odd:
             return f"4-bit pages take heads of an even number of up to 256 dimensions, not {odd[0]}"
-        return None
+        return self._residual_refusal(128 // KINDS[dtype].bits) if KINDS[dtype].residual else None
 
-    def kv_layout(self, *, page_size: int, dtype: str) -> KVLayout:
-        return layout_for([layer.mixer.kept for layer in self.layers], page_size=page_size, dtype=dtype)
+    def _residual_refusal(self, unit: int) -> str | None:
+        """Why keys cannot be rounded over tokens; `unit`: numbers of a head that fill whole vectors of bytes."""
+        for mixer in self.attending.values():
+            if not isinstance(mixer, Attention):
+                return "latent attention has no keys of its own"
+            if mixer.head_dim % unit or mixer.head_dim > 256:
+                return f"heads must be of {unit}, {2 * unit} .. 256 dimensions, not {mixer.head_dim}"
+        return "recurrent layers keep a state beside them" if self.recurrent else None
+
+    def kv_layout(self, *, page_size: int, dtype: str, own: str = "") -> KVLayout:
+        """`own`: what the latest tokens are kept in, where the kind has a residual."""
+        return layout_for([layer.mixer.kept for layer in self.layers], page_size=page_size, dtype=dtype, own=own)
 
 
 def _chunked_width(mixer: Mixer) -> int:

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Collection
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from quire.generation.sampling.sampler import SLICE_ROWS
 from quire.model import DecoderSpec, Runnable
 from quire.runtime.drafters import PREDICTED_DRAFT_TOKENS, Drafter, draft_limit
@@ -31,7 +33,10 @@ def kv_layout(
     dtype = resolved.kv_dtype or own
     if refusal := spec.kv_refusal(dtype, kinds):
         raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
-    return spec.kv_layout(page_size=options.cache.page_size, dtype=dtype)
+    layout = spec.kv_layout(page_size=options.cache.page_size, dtype=dtype, own=own)
+    if options.scheduler.scheduler == "static":  # reserves all that a sequence may come to, at once
+        return layout
+    return replace(layout, step_tokens=resolved.max_batch_tokens + draft_limit(options.speculation))
 
 
 def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec, layout: KVLayout, left: int) -> int:
@@ -126,7 +131,7 @@ def capacity_for(
     longest = asked if stretched else min(asked, model.spec.max_position)
     if model.spec.encoder:
         pages, why = 1 + resolved.max_seqs * layout.pages_for(longest), "an encoder keeps no KV"
-    fits = min((pages - 1) * g.tokens_per_page // len(layout.groups) for g in layout.groups)
+    fits = layout.tokens_in(pages - 1)
     if fits < 2:
         raise ConfigError(
             f"no room for KV pages: {pages} of {layout.page_bytes:,} bytes ({why}); "

@@ -90,7 +90,10 @@ def make_speculation(
     drafter: Drafter | MtpLayer | None,
     capacity: Capacity,
     grammars: GrammarStore,
+    *,
+    moves: bool = True,
 ) -> Speculation | None:
+    """`moves`: whether K and V may change their places once they are computed, as trees of drafts have it."""
     kind, _, argument = options.speculation.partition(":")
     if kind == "off":
         return Speculation(PredictedProposer(), predicted_only=True) if capacity.drafts else None
@@ -113,7 +116,7 @@ def make_speculation(
             return Speculation(PredictedProposer(MedusaProposer(heads)), hidden_layers=())
         # On a GPU a step with a tree would have to go without captured kernels, which costs more than branches gain;
         # states of recurrent layers follow one branch only.
-        width = TREE_WIDTH if target.device.type == "cpu" and not target.spec.recurrent else 1
+        width = TREE_WIDTH if target.device.type == "cpu" and not target.spec.recurrent and moves else 1
         return Speculation(PredictedProposer(EagleProposer(heads, width)), hidden_layers=heads.layers)
     return Speculation(PredictedProposer(NGramProposer() if kind == "ngram" else SuffixProposer()))
 

@@ -13,6 +13,7 @@ import torch
 from quire.model.loading.load import Quantize
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.kv import KINDS
 
 STEP_TARGET_S = 0.3  # on a GPU: as long as a full prefill step takes an 8B model on one of today's, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -49,6 +50,11 @@ class Resolved:
     step_target: float  # seconds; 0: no limit
     reasons: tuple[str, ...]
     idle: tuple[str, ...] = ()  # options that were given and change nothing here
+
+    @property
+    def kv_residual(self) -> bool:
+        """Whether the latest tokens lie in pages of their own."""
+        return self.kv_dtype is not None and KINDS[self.kv_dtype].residual
 
 
 def probe(device: str) -> Hardware:

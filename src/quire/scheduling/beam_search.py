@@ -94,8 +94,8 @@ def check_fits(request: Request, params: BeamParams, limit: int, memory: KVManag
         raise InputError("beam search forks sequences, which static batching cannot; use another scheduler")
     if params.beams > slots:
         raise InputError(f"{params.beams} beams need as many slots, there are {slots}; raise max_seqs", param="beams")
-    whole, shared = memory.layout.pages_for(limit), memory.layout.pages_for(len(request.prompt))
-    own = whole - shared + len(memory.layout.groups) if memory.prefix_cache else whole
+    whole, apart = memory.layout.pages_for(limit), memory.layout.pages_for(limit - len(request.prompt))
+    own = min(whole, apart + len(memory.layout.groups)) if memory.prefix_cache else whole
     if whole + (params.beams - 1) * own > memory.pool.total:
         raise ContextLengthError(
             f"{params.beams} beams of up to {limit} tokens may need more than the whole KV pool holds "

@@ -65,8 +65,8 @@ class CacheOptions(Checked):
     kv_dtype: str = option(
         "auto",
         "KV pages: auto (8 bits with --dtype fp8, else as the model computes), int8, int8-kivi (keys scaled by "
-        "channel too), fp8 or int4 (an experiment)",
-        forms=("auto", "int8", "int8-kivi", "fp8", "int4"),
+        "channel too), fp8, int4 (an experiment), kivi4 or kivi2 (on a CPU: KIVI at 4 or 2 bits)",
+        forms=("auto", "int8", "int8-kivi", "fp8", "int4", "kivi4", "kivi2"),
         common=True,
     )
     kv_memory: str | None = option(
@@ -212,6 +212,7 @@ class LoraOptions(Checked):
 
 _TIERS = ("kv_host", "kv_disk", "kv_remote")
 _SHARED = "tiers hold shared prefixes"
+_RESIDUAL = "the latest tokens lie in pages of another kind, and pages are read in order"
 _CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to share or to move"
 
 PAIRS = (
@@ -228,6 +229,7 @@ PAIRS = (
     Pair("draft_tokens", "nothing is drafted", needs=("speculation",)),
     Pair("draft_adapt", "nothing is drafted", needs=("speculation",)),
     Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
+    *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
     Pair("lora", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
     Pair("max_loras", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
 )

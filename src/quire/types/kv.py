@@ -7,6 +7,12 @@ page is contiguous and moves between tiers and machines in one copy:
     page p of group g:  [layer in g][K, V][token in page][kv head][head dim]        numbers
                         [layer in g][K, V][token in page][kv head][scales]          fp16, where the kind has some
 
+Kinds with a residual (KIVI: Liu et al. 2024) round keys over RESIDUAL_GROUP tokens, channel by channel, and read the
+latest RESIDUAL tokens unrounded. Each of their groups is two: one of rounded tokens, in whose pages the scales of K are
+[group of tokens][kv head][scale, minimum][head dim]; and one with the window of the latest, in the model's own kind.
+Tokens are rounded by the step that computes the last of a group of them, from what the window has, so that a full page
+is what its tokens say. The query at position p reads what is before `residual_start(p)` rounded, the rest as it was.
+
 Layers that keep no tokens but one state of fixed size (recurrent ones) make state groups. The states of all of them
 lie together in a cell: one for each running sequence, and snapshots at page boundaries, which are what a prefix hit
 starts from.
@@ -17,9 +23,12 @@ starts from.
 from __future__ import annotations
 
 import math
+import sys
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 NULL_PAGE = 0  # never allocated: padding rows and windows that have moved on point here
 NULL_STATE = 0  # never allocated and always zero: the state before the first token
@@ -30,9 +39,10 @@ class KVKind(msgspec.Struct, frozen=True):
 
     bits: int  # of one number
     scaled: bool = False  # whether fp16 scales are stored beside them
+    residual: bool = False  # whether the latest tokens are read unrounded, and keys are scaled by channel
 
     def scales(self, head_dim: int) -> int:
-        """8 bits: one scale; 4 bits: a scale and a minimum for each 32 numbers, all scales first."""
+        """8 bits: one scale; fewer: a scale and a minimum for each 32 numbers, all scales first."""
         if not self.scaled:
             return 0
         return 1 if self.bits == 8 else 2 * blocks_of(head_dim)
@@ -42,8 +52,18 @@ class KVKind(msgspec.Struct, frozen=True):
 
 
 def blocks_of(head_dim: int) -> int:
-    """Parts of a head that 4-bit numbers are scaled by."""
+    """Parts of a head that numbers of 4 bits and less are scaled by."""
     return head_dim // 32 if head_dim % 32 == 0 else 1
+
+
+RESIDUAL = 128  # tokens before a query that it reads unrounded, at least (KIVI's R)
+RESIDUAL_GROUP = 32  # tokens whose keys share a scale for each channel (KIVI's G); a page has whole groups
+
+
+def residual_start(position: int) -> int:
+    """The first token that the query at this position reads unrounded: by position alone, so that nothing depends on
+    how a prompt is cut into steps."""
+    return max(0, position - RESIDUAL) // RESIDUAL_GROUP * RESIDUAL_GROUP
 
 
 KINDS = {
@@ -54,6 +74,8 @@ KINDS = {
     "int8": KVKind(8, scaled=True),
     "fp8": KVKind(8, scaled=True),
     "int4": KVKind(4, scaled=True),
+    "kivi4": KVKind(4, scaled=True, residual=True),
+    "kivi2": KVKind(2, scaled=True, residual=True),
 }
 
 
@@ -64,6 +86,8 @@ class KVGroup(msgspec.Struct, frozen=True):
     head_dim: int
     window: int | None = None  # tokens a query sees, itself included; None: all of them
     values_from: int | None = None  # values are the keys from this dimension on (latent attention); None: their own
+    dtype: str = ""  # a name in KINDS, where it is not the layout's
+    residual: int | None = None  # the group that has the latest tokens of these layers unrounded
 
     @property
     def parts(self) -> int:
@@ -98,10 +122,10 @@ class KVLayout(msgspec.Struct, frozen=True):
     groups: tuple[KVGroup, ...]
     dtype: str  # a name in KINDS
     states: tuple[StateGroup, ...] = ()
+    step_tokens: int = 0  # most tokens of a sequence that a step computes; 0: any number
 
-    @property
-    def kind(self) -> KVKind:
-        return KINDS[self.dtype]
+    def kind_of(self, group: KVGroup) -> KVKind:
+        return KINDS[group.dtype or self.dtype]
 
     @property
     def page_bytes(self) -> int:
@@ -116,7 +140,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return sum(self._token_bytes(g) for g in self.groups)
 
     def _token_bytes(self, group: KVGroup) -> int:
-        return group.token_heads * self.kind.head_bytes(group.head_dim)
+        return group.token_heads * self.kind_of(group).head_bytes(group.head_dim)
 
     @property
     def state_bytes(self) -> int:
@@ -138,8 +162,19 @@ class KVLayout(msgspec.Struct, frozen=True):
         return math.lcm(*(g.tokens_per_page for g in self.groups))
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that `tokens` tokens of one sequence need, ignoring what windows give back."""
-        return sum(-(-tokens // g.tokens_per_page) for g in self.groups)
+        """Pages that a sequence of `tokens` tokens needs at most at a time: of a window, those in sight of a step."""
+        return sum(-(-min(tokens, self._in_sight(g)) // g.tokens_per_page) for g in self.groups)
+
+    def _in_sight(self, group: KVGroup) -> int:
+        """Tokens, from the beginning of a page on, that the longest step of a sequence reads and writes."""
+        if group.window is None or not self.step_tokens:
+            return sys.maxsize
+        return group.window - 1 + self.step_tokens + group.tokens_per_page - 1
+
+    def tokens_in(self, pages: int) -> int:
+        """The longest sequence that so many pages hold."""
+        most = pages * max(g.tokens_per_page for g in self.groups)
+        return bisect_right(range(most + 1), pages, key=self.pages_for) - 1
 
 
 class TokenShape(msgspec.Struct, frozen=True):
@@ -154,9 +189,12 @@ class TokenShape(msgspec.Struct, frozen=True):
         return (2 if self.values_from is None else 1) * self.kv_heads * KINDS[dtype].head_bytes(self.head_dim)
 
 
-def layout_for(shapes: Sequence[TokenShape | StateShape | None], *, page_size: int, dtype: str) -> KVLayout:
+def layout_for(
+    shapes: Sequence[TokenShape | StateShape | None], *, page_size: int, dtype: str, own: str = ""
+) -> KVLayout:
     """Group layers by what they keep; the group whose tokens take most gets `page_size` tokens a page, the others as
-    many times that as fit the same bytes."""
+    many times that as fit the same bytes. With a residual, that is counted in the latest tokens' kind, `own`, and pages
+    of rounded tokens take the next whole number of groups; layers that have a window keep it in that kind."""
     by_shape: dict[TokenShape, list[int]] = {}
     by_state: dict[StateShape, list[int]] = {}
     for layer, shape in enumerate(shapes):
@@ -166,17 +204,34 @@ def layout_for(shapes: Sequence[TokenShape | StateShape | None], *, page_size: i
             by_shape.setdefault(shape, []).append(layer)
     if not by_shape and not by_state:  # an encoder: pages count tokens, and hold nothing
         return KVLayout((KVGroup((), page_size, kv_heads=1, head_dim=1),), dtype)
-    sizes = {shape: len(layers) * shape.bytes(dtype) for shape, layers in by_shape.items()}
-    groups = tuple(
-        KVGroup(
-            layers=tuple(layers),
-            tokens_per_page=page_size * (max(sizes.values()) // sizes[shape]),
-            kv_heads=shape.kv_heads,
-            head_dim=shape.head_dim,
-            window=shape.window,
-            values_from=shape.values_from,
-        )
-        for shape, layers in by_shape.items()
-    )
+    plain = own if KINDS[dtype].residual else dtype
+    sizes = {shape: len(layers) * shape.bytes(plain) for shape, layers in by_shape.items()}
+    largest = max(sizes.values(), default=0)
+    groups = [_group(shape, layers, page_size * (largest // sizes[shape])) for shape, layers in by_shape.items()]
     states = tuple(StateGroup(tuple(layers), state) for state, layers in by_state.items())
-    return KVLayout(groups=groups, dtype=dtype, states=states)
+    if KINDS[dtype].residual:
+        groups = _with_residuals(groups, page_size * largest, dtype, own)
+    return KVLayout(groups=tuple(groups), dtype=dtype, states=states)
+
+
+def _group(shape: TokenShape, layers: Sequence[int], tokens: int) -> KVGroup:
+    return KVGroup(
+        layers=tuple(layers),
+        tokens_per_page=tokens,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        window=shape.window,
+        values_from=shape.values_from,
+    )
+
+
+def _with_residuals(groups: list[KVGroup], page_bytes: int, dtype: str, own: str) -> list[KVGroup]:
+    """Groups of rounded tokens first; behind them, of each, the latest tokens as they were."""
+    whole = [group for group in groups if group.window is None]
+    rounded = []
+    for index, group in enumerate(whole):
+        run = RESIDUAL_GROUP * group.token_heads * KINDS[dtype].head_bytes(group.head_dim)
+        tokens = RESIDUAL_GROUP * -(-page_bytes // run)
+        rounded.append(replace(group, tokens_per_page=tokens, residual=len(whole) + index))
+    latest = [replace(group, window=RESIDUAL + RESIDUAL_GROUP, dtype=own) for group in whole]
+    return [*rounded, *latest, *(replace(group, dtype=own) for group in groups if group.window is not None)]

@@ -12,6 +12,7 @@ from quire.kernels.attention_backend import AttentionBackend, AttentionSpec, Bat
 from quire.kernels.attention_mass import AttentionMassRows
 from quire.kernels.cpu.program import DecoderWeights, LayerWeights, PackedAdapter, PackedMatrix
 from quire.kernels.hidden_state_tap import HiddenStateTap
+from quire.kernels.kivi_attention import KiviRows, write_kivi
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference import plain_ops as ops
 from quire.kernels.reference.plain_attention import ReferenceAttention
@@ -90,9 +91,14 @@ class TwinProgram:
         q, k = ops.rope(q, *rope), ops.rope(k, *rope)
         mine = kv.layers[index]
         where = batch.groups[mine.group]
-        ops.write_kv(k, v, mine, where.kv_slots)
+        if mine.residual is None:
+            ops.write_kv(k, v, mine, where.kv_slots)
+        else:
+            write_kivi(mine, k, v, batch)
         spec = AttentionSpec(w.heads, w.kv_heads, w.head_dim, layer.scale, layer.window)
         backend: AttentionBackend = AttentionMassRows(ReferenceAttention()) if batch.asks else ReferenceAttention()
+        if mine.residual is not None:
+            backend = KiviRows(backend)
         if batch.sparse is not None and layer.sparse:
             backend = SparseRows(backend, kv.layout.groups[mine.group].layers.index(index))
         return backend.forward(spec, q, mine, batch, where, backend.plan(batch, where, spec))

@@ -20,6 +20,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.reference.dequant import dequantize
 from quire.types.errors import QuireError
+from quire.types.kv import RESIDUAL
 
 # StoredTensor kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
 # least twice as fine as the 6 bits of the finest K-quant.
@@ -28,7 +29,8 @@ FLOAT = (4, 8)
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
-KV_KINDS: tuple[str, ...] = ("float32", "float16", "int8", "fp8", "int4")  # in the order of csrc/common.h
+# in the order of csrc/common.h
+KV_KINDS: tuple[str, ...] = ("float32", "float16", "int8", "fp8", "int4", "kivi4", "kivi2")
 
 _REFUSALS = {
     1: "a token id is outside the vocabulary",
@@ -315,7 +317,7 @@ class NativeProgram:
         weights, layout = self._weights, kv.layout
         places = {
             layer: _Place(index, place)
-            for index, group in enumerate(layout.groups)
+            for index, group in reversed([*enumerate(layout.groups)])  # latest tokens are found through the others
             for place, layer in enumerate(group.layers)
         }
         layers = (lib.Layer * len(weights.layers))(
@@ -334,7 +336,9 @@ class NativeProgram:
         self._step.group, self._step.groups = self._groups, len(layout.groups)
         for struct, group in zip(self._groups, layout.groups, strict=True):
             struct.layers = len(group.layers)
-        self._step.kind = KV_KINDS.index(layout.dtype)
+            struct.kind = KV_KINDS.index(group.dtype or layout.dtype)
+            struct.latest = -1 if group.residual is None else group.residual
+        self._step.residual = RESIDUAL
         self._step.page_bytes = layout.page_bytes
 
     def _layer(self, layer: LayerWeights, place: _Place) -> lib.Layer:

@@ -57,6 +57,8 @@ class StepGroup(Structure):
         ("tokens_per_page", c_int32),
         ("layers", c_int32),
         ("bounds", c_void_p),
+        ("kind", c_int32),
+        ("latest", c_int32),
     ]
 
 
@@ -69,7 +71,7 @@ class Step(Structure):
         ("query_start", c_void_p),
         ("group", POINTER(StepGroup)),
         ("groups", c_int32),
-        ("kind", c_int32),
+        ("residual", c_int32),
         ("pool", c_void_p),
         ("pages", c_int64),
         ("page_bytes", c_int64),

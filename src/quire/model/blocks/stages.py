@@ -22,6 +22,7 @@ from quire.kernels.attention_backend import AttentionBackend, Batch
 from quire.kernels.attention_mass import AttentionMassRows
 from quire.kernels.backend_choice import choose_backend, choose_lora, choose_ops
 from quire.kernels.eager.row_attention import attend_rows, plan_rows
+from quire.kernels.kivi_attention import KiviRows, write_kivi
 from quire.kernels.kv_views import KVViews
 from quire.kernels.op_signatures import Ops
 from quire.kernels.sparse_attention import SparseRows
@@ -68,7 +69,7 @@ def adapts(linear: Linear, step: Step) -> bool:
 class Stages:
     invariant = False  # whether a row's bits are the same in any batch
     rotates_all = False  # whether queries and keys of layers that know no positions are rotated too, by nothing
-    kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")  # of pages, beside the model's own type
+    kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4", "kivi4", "kivi2")  # of pages, beside the model's own type
 
     def __init__(
         self,
@@ -138,7 +139,10 @@ class Stages:
         if block.kv_parts:
             kv = step.kv.layers[block.index]
             v = v if block.v_norm is None else self.ops.rms_norm(v, block.v_norm.weight, block.v_norm.eps)
-            self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
+            if kv.residual is None:
+                self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
+            else:
+                write_kivi(kv, qk[:, heads:], v, step.batch)
         q = self.scale_queries(block, qk[:, :heads], step)
         return q if gates is None else torch.cat((q, gates.unflatten(1, (heads, dim))), dim=-1)
 
@@ -180,6 +184,8 @@ class Stages:
         backend = self.backends[block.kind]
         if step.batch.asks:
             backend = AttentionMassRows(backend)
+        if kv.residual is not None:
+            backend = KiviRows(backend)
         plan = block.kind
         if step.batch.sparse is not None and isinstance(block, AttentionBlock) and block.sparse:
             backend, plan = SparseRows(backend, step.kv.layout.groups[kv.group].layers.index(block.index)), -1 - plan

@@ -83,7 +83,9 @@ class LocalExecutor:
                 quantize=resolved.quantize,
                 scheme=Fp8Scheme() if resolved.fp8 else None,
                 invariant=options.device.invariant,
-                sparse=None if hardware.gpu else SparseAttention(cache.sparse_attention, cache.sparse_pages),
+                sparse=None
+                if hardware.gpu or resolved.kv_residual
+                else SparseAttention(cache.sparse_attention, cache.sparse_pages),
                 progress=report,
             )
         self._startup_s["weights"] = time.perf_counter() - began
@@ -193,7 +195,10 @@ class LocalExecutor:
     def _warmed_up(self) -> tuple[ForwardWorker, SamplingHead]:
         """Worker and head, after all that a GPU does only once, and the largest step."""
         began = time.perf_counter()
-        speculation = make_speculation(self._speculation, self.model, self._drafter, self._capacity, self._grammars)
+        moves = all(group.residual is None for group in self.layout.groups)
+        speculation = make_speculation(
+            self._speculation, self.model, self._drafter, self._capacity, self._grammars, moves=moves
+        )
         worker = ForwardWorker(self.model, self.layout, self._capacity, self._device)
         head = SamplingHead(worker, self._grammars, speculation)
         self._startup_s["KV pages"] = time.perf_counter() - began

@@ -7,6 +7,7 @@
 
 #include "attend_block.h"
 #include "attend_wide.h"
+#include "kivi.h"
 
 #if QUIRE_WIDTH == 16
 #include "attend_pages.h"
@@ -81,16 +82,28 @@ void attend(const AttendArgs& a, float* scratch) {
     attend_sparse(a, states, share, beyond, blocks);
   }
   int shared = a.sparse ? 0 : a.shared / kKeys;  // whole blocks only
+  if (a.residual) shared = std::min(shared, a.rounded(nearest));
+  auto first_latest = [&](int i) { return a.residual ? a.rounded(a.queries[i].position) : 0; };
+  AttendArgs latest = a;
+  latest.kv = a.latest;
   if (shared > begin) {
     attend_range(a, a.queries[0].table(), states, stride, stride, begin, shared, blocks);
     begin = shared;
   }
   for (int i = a.mass || a.sparse ? a.count : 0; i < a.count;) {  // neighbours of one sequence go on together
     int j = i + 1;
-    while (j < a.count && a.queries[j].pages == a.queries[i].pages) j++;
-    int last = 0;
+    const int rounded = first_latest(i);
+    while (j < a.count && a.queries[j].pages == a.queries[i].pages && first_latest(j) == rounded) j++;
+    int last = 0, from = begin;
     for (int t = i; t < j; t++) last = a.queries[t].position > last ? a.queries[t].position : last;
-    attend_range(a, a.queries[i].table(), states + i * share, stride, (j - i) * share, begin, last / kKeys + 1, blocks);
+    Table table = a.queries[i].table();
+    if (a.residual) {
+      attend_range(a, table, states + i * share, stride, (j - i) * share, from, rounded, blocks);
+      from = rounded;
+      table.pages = a.queries[i].latest;
+    }
+    attend_range(a.residual ? latest : a, table, states + i * share, stride, (j - i) * share, from, last / kKeys + 1,
+                 blocks);
     i = j;
   }
   for (int i = 0; i < count; i++) {

@@ -38,18 +38,28 @@ inline void fetch(const Paged& kv, const Table& table, int head, int first, int 
   });
 }
 
+// Steps of Bits bits as floats, W of them every kKeys * W; scale(i) and low(i) are of those from number i on.
+template <int Bits, typename Scale, typename Low>
+inline void widen_steps(const uint8_t* from, int dim, float* to, Scale scale, Low low) {
+  constexpr int kMask = (1 << Bits) - 1;
+  const int run = dim * Bits / 8;
+  for (int i = 0; i < run; i += W) {
+    vi bytes = load_bytes(from + i);
+#pragma GCC unroll 4
+    for (int part = 0; part < 8 / Bits; part++) {
+      int at = part * run + i;
+      store(to + at * kKeys, fma(to_float(bytes >> Bits * part & kMask), scale(at), low(at)));
+    }
+  }
+}
+
 // A head's numbers as floats, W of them every kKeys * W. `scales` are floats, as many as the kind has.
 template <int Kind>
 inline void widen(const uint8_t* from, const float* scales, int dim, float* to) {
-  if (Kind == kInt4) {
-    const int half = dim / 2, blocks = dim / kBlock;
-    for (int i = 0; i < half; i += W) {
-      vi both = load_bytes(from + i);
-      int low = i / kBlock, high = (half + i) / kBlock;
-      store(to + i * kKeys, fma(to_float(both & 15), splat(scales[low]), splat(scales[blocks + low])));
-      store(to + (half + i) * kKeys, fma(to_float(both >> 4), splat(scales[high]), splat(scales[blocks + high])));
-    }
-    return;
+  if (Kind >= kInt4) {
+    const float* lows = scales + dim / kBlock;
+    return widen_steps<Kind == kKivi2 ? 2 : 4>(from, dim, to, [=](int i) { return splat(scales[i / kBlock]); },
+                                               [=](int i) { return splat(lows[i / kBlock]); });
   }
   for (int i = 0; i < dim; i += W) {
     vf x;
@@ -80,11 +90,18 @@ inline void gather(const Paged& kv, const Table& table, int head, int first, int
   const size_t v_offset = kv.v_offset;
   float k_scales[kKeys * kMostScales], v_scales[kKeys * kMostScales];
   if (Kind > kFloat16) {
-    gather_scales(kv, table, head, first, count, 0, k_scales);
+    if (Kind < kKivi4) gather_scales(kv, table, head, first, count, 0, k_scales);
     gather_scales(kv, table, head, first, count, kv.v_scales(), v_scales);
   }
+  const uint16_t* by_channel = nullptr;
+  if (Kind >= kKivi4)  // the block is one run of tokens
+    by_channel = kv.scales_of(table.pages[first / kv.tokens_per_page], first % kv.tokens_per_page, 0) + head * 2 * dim;
   each_key(kv, table, head, first, count, [&](int j, const uint8_t* at, const uint16_t*) {
-    widen<Kind>(at, k_scales + j * each, dim, k + j * W);
+    if (Kind >= kKivi4)
+      widen_steps<Kind == kKivi2 ? 2 : 4>(at, dim, k + j * W, [=](int i) { return load_half(by_channel + i); },
+                                          [=](int i) { return load_half(by_channel + dim + i); });
+    else
+      widen<Kind>(at, k_scales + j * each, dim, k + j * W);
     widen<Kind>(at + v_offset, v_scales + j * each, dim, v + j * W);
   });
 }
@@ -96,6 +113,8 @@ inline void gather(const Paged& kv, const Table& table, int head, int first, int
     case kInt8: return gather<kInt8>(kv, table, head, first, count, k, v);
     case kFp8: return gather<kFp8>(kv, table, head, first, count, k, v);
     case kInt4: return gather<kInt4>(kv, table, head, first, count, k, v);
+    case kKivi4: return gather<kKivi4>(kv, table, head, first, count, k, v);
+    case kKivi2: return gather<kKivi2>(kv, table, head, first, count, k, v);
   }
 }
 

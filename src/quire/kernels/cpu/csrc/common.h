@@ -73,9 +73,10 @@ struct Piece {
   Out out;
 };
 
-// How pages keep numbers; kernels/kv_views.py says the same in torch. 8 bits: a scale for each token and head; 4 bits: a scale
-// and a minimum for each 32 numbers of it, numbers i and i + head_dim / 2 in one byte.
-enum KvKind { kFloat32, kFloat16, kInt8, kFp8, kInt4 };
+// How pages keep numbers; kernels/kv_views.py says the same in torch. 8 bits: a scale for each token and head; fewer: a scale
+// and a minimum for each 32 numbers of it, numbers i and i + head_dim / 2 (2 bits: every head_dim / 4) in one byte. Of
+// KIVI's keys, a scale and a minimum for each channel over kKeys tokens: for each of these runs [head][2][head_dim].
+enum KvKind { kFloat32, kFloat16, kInt8, kFp8, kInt4, kKivi4, kKivi2 };
 
 struct Paged {
   uint8_t* k;        // K of this layer in page 0; V lies v_offset bytes further
@@ -84,10 +85,11 @@ struct Paged {
   int32_t tokens_per_page, kv_heads, head_dim, kind;
 
   size_t head_bytes() const {
-    return kind == kFloat32 ? head_dim * 4 : kind == kFloat16 ? head_dim * 2 : kind == kInt4 ? head_dim / 2 : head_dim;
+    if (kind <= kFloat16) return kind == kFloat32 ? head_dim * 4 : head_dim * 2;
+    return kind == kKivi2 ? head_dim / 4 : kind >= kInt4 ? head_dim / 2 : head_dim;
   }
   size_t token_stride() const { return kv_heads * head_bytes(); }
-  int head_scales() const { return kind == kInt4 ? head_dim / kBlock * 2 : kind > kFloat16; }
+  int head_scales() const { return kind >= kInt4 ? head_dim / kBlock * 2 : kind > kFloat16; }
   size_t v_scales() const { return size_t(tokens_per_page) * kv_heads * head_scales(); }
   uint16_t* scales_of(int64_t page, int offset, int head) const {
     return scales + page * (page_stride / 2) + (size_t(offset) * kv_heads + head) * head_scales();
@@ -114,6 +116,7 @@ struct Query {
   const int32_t* pages;
   int32_t base = kNoTree;
   uint64_t path = 0;
+  const int32_t* latest = nullptr;  // pages of its latest tokens, where they lie apart
 
   Table table() const { return {pages, base, path}; }
 };
@@ -134,6 +137,10 @@ struct AttendArgs {
   const uint16_t* bounds = nullptr;  // fp16, of page 0: [least and largest of keys][KV heads][head_dim]; null: by distance
   size_t bounds_stride = 0;          // numbers from page to page
   const Query* then = nullptr;  // whose keys will be wanted next, if that is known
+  int32_t residual = 0;  // not 0: a query reads at least so many tokens before it from `latest`, in whole blocks
+  Paged latest{};
+
+  int rounded(int position) const { return position > residual ? (position - residual) / kKeys : 0; }  // blocks
 };
 
 // How one token is drawn.
@@ -161,6 +168,9 @@ struct Kernels {
   void (*gate)(const float* gate, const float* up, Rows out, int row, int block);  // silu(gate) * up, one block
   void (*rope)(float* x, const float* cos, const float* sin, int half, float scale, int dim);
   void (*store_kv)(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales);  // all heads of a token
+  // kKeys tokens from position `first` on, read as floats, into a run of `kv` that begins at this offset of a page
+  void (*round_run)(const Paged& latest, const int32_t* pages, int first, const Paged& kv, int64_t page, int offset,
+                    float* scratch);  // attend_floats
   void (*attend)(const AttendArgs& args, float* scratch);
   size_t (*attend_floats)(const AttendArgs& args);
   int (*draw)(const float* logits, int vocab, const Draw& how, uint8_t* scratch);  // draw_bytes, aligned to 8
@@ -169,7 +179,7 @@ struct Kernels {
 
 // The table of an instruction set whose functions carry these names in its namespace.
 #define QUIRE_KERNELS(name, gemm) \
-  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, attend, attend_floats, \
+  {name, begin, end, quantise, norm_quantise, norm, gemm, gate, rope, store_kv, round_run, attend, attend_floats, \
    draw, draw_bytes}
 
 const Kernels* kernels_base();

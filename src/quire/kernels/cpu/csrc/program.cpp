@@ -63,6 +63,8 @@ static int check(const Step& s, int vocab) {
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
     const StepGroup& group = s.group[g];
+    const bool apart = group.latest >= 0;
+    if (apart && (group.latest >= s.groups || group.tokens_per_page % kKeys || s.tree_base || s.sparse)) return kBadShape;
     int64_t slots = s.pages * group.tokens_per_page;
     for (int t = 0; t < s.tokens; t++)
       if (group.kv_slots[t] < 0 || group.kv_slots[t] >= slots) return kBadSlot;
@@ -97,6 +99,10 @@ int Program::forward(const Step& step) {
   find_runs(step);
   plans_.resize(step.groups);
   size_t widest = 0;
+  run_ends_.clear();
+  for (int r = 0; r < step.rows; r++)
+    for (int t = step.query_start[r]; t < step.query_start[r + 1]; t++)
+      if (step.positions[t] % kKeys == kKeys - 1) run_ends_.push_back({t, r});
   for (int g = 0; g < step.groups; g++) {
     plan(step, step.group[g], plans_[g]);
     for (const Item& item : plans_[g].items) widest = std::max<size_t>(widest, item.count);
@@ -175,6 +181,8 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
   std::vector<int> single;
   auto position = [&](int t) { return step.positions[t]; };
   auto table = [&](int r) { return group.page_table + r * group.table_stride; };
+  const StepGroup* latest = group.latest >= 0 ? step.group + group.latest : nullptr;
+  auto latest_table = [&](int r) { return latest ? latest->page_table + r * latest->table_stride : nullptr; };
   auto asking = [&](int r) { return step.asks && step.asks[r]; };
   auto sparse = [&](int r) { return step.sparse ? step.sparse[r] : 0; };
   auto plain = [&](int r) { return !asking(r) && !sparse(r) && (!step.tree_base || step.tree_base[r] == kNoTree); };
@@ -198,7 +206,8 @@ void Program::plan(const Step& step, const StepGroup& group, Plan& plan) const {
     for (int t = begin; t < end; t += tile) {
       int count = std::min(tile, end - t), first = int(plan.queries.size());
       for (int i = t; i < t + count; i++)
-        plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages});
+        plan.queries.push_back({qkv_buffer_.data() + size_t(i) * qkv_, int32_t(step.positions[i]), i, pages, kNoTree, 0,
+                                latest_table(next - 1)});
       plan.items.push_back(
           {first, count, 0, int64_t(count) * step.positions[t + count - 1], asks ? int(plan.asking.size()) : -1,
            step.positions[t] / group.tokens_per_page >= sparse(r) ? sparse(r) : 0});
@@ -217,10 +226,12 @@ void Program::share(const Step& step, const StepGroup& group, const std::vector<
   auto whole = [&](int r) {
     return int(std::min<int64_t>(step.positions[step.query_start[r]], base(r)) / group.tokens_per_page);
   };
+  const StepGroup* latest = group.latest >= 0 ? step.group + group.latest : nullptr;
   auto add = [&](int r) {
     int t = step.query_start[r];
     plan.queries.push_back({qkv_buffer_.data() + size_t(t) * qkv_, int32_t(step.positions[t]), t, pages(r), base(r),
-                            step.tree_base ? uint64_t(step.tree_path[r]) : 0});
+                            step.tree_base ? uint64_t(step.tree_path[r]) : 0,
+                            latest ? latest->page_table + r * latest->table_stride : nullptr});
   };
   const int least = (kSharedLeast + group.tokens_per_page - 1) / group.tokens_per_page;
   for (size_t i = 0; i < rows.size(); i++) {
@@ -256,19 +267,25 @@ void Program::embed(const Step& step, int stage, int worker) {
   }
 }
 
-// Queries, keys and values, rotated; keys and values in their pages. Returns where those are.
-Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) {
-  const StepGroup& group = step.group[layer.kv_group];
+// Where a layer's keys and values are.
+Paged Program::paged(const Step& step, const StepGroup& group, int place) const {
   Paged kv{};
   kv.tokens_per_page = group.tokens_per_page;
   kv.kv_heads = d_.kv_heads;
   kv.head_dim = d_.head_dim;
-  kv.kind = step.kind;
+  kv.kind = group.kind;
   kv.v_offset = size_t(group.tokens_per_page) * kv.token_stride();
   kv.page_stride = size_t(step.page_bytes);
-  kv.k = step.pool + size_t(layer.place) * 2 * kv.v_offset;
+  kv.k = step.pool + size_t(place) * 2 * kv.v_offset;
   kv.scales = reinterpret_cast<uint16_t*>(step.pool + size_t(group.layers) * 2 * kv.v_offset) +
-              size_t(layer.place) * 2 * kv.v_scales();
+              size_t(place) * 2 * kv.v_scales();
+  return kv;
+}
+
+// Queries, keys and values, rotated; keys and values in their pages. Returns where those are.
+Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) {
+  const StepGroup& group = step.group[layer.kv_group];
+  const Paged kv = paged(step, group.latest >= 0 ? step.group[group.latest] : group, layer.place);
   int stage = index * kStages, q = d_.heads * d_.head_dim, k = d_.kv_heads * d_.head_dim;
   float* qkv = qkv_buffer_.data();
 
@@ -287,10 +304,15 @@ Paged Program::qkv(const Step& step, const Layer& layer, int index, int worker) 
 }
 
 void Program::layer(const Step& step, const Layer& layer, int index, int worker) {
-  const Paged kv = qkv(step, layer, index, worker);
+  Paged kv = qkv(step, layer, index, worker);
   const int stage = index * kStages;
   Ahead next = ahead(layer.o, worker);
   pool_.barrier(next);
+  if (step.group[layer.kv_group].latest >= 0) {
+    kv = paged(step, step.group[layer.kv_group], layer.place);
+    round(step, layer, stage + 8, worker);
+    pool_.barrier(next);
+  }
   attend(step, layer, kv, stage + 3, worker);
   pool_.barrier(next);
   const Piece o = whole(layer.o, {x_.data(), size_t(d_.hidden), layer.o_bias, true, 0, 0});
@@ -371,8 +393,23 @@ void Program::multiply(int stage, const Piece* whole, int count, Rows x, int row
   }
 }
 
+// Runs of kKeys tokens whose last this step has computed, from the pages of the latest tokens.
+void Program::round(const Step& step, const Layer& layer, int stage, int worker) {
+  const StepGroup &group = step.group[layer.kv_group], &from = step.group[group.latest];
+  const Paged kv = paged(step, group, layer.place), latest = paged(step, from, layer.place);
+  const int total = int(run_ends_.size());
+  for (int i; (i = pool_.take(stage, worker, total)) < total;) {
+    const auto [t, row] = run_ends_[i];
+    const int64_t page = group.kv_slots[t] / group.tokens_per_page;
+    k_.round_run(latest, from.page_table + row * from.table_stride, int(step.positions[t]) + 1 - kKeys, kv, page,
+                 int(group.kv_slots[t] % group.tokens_per_page) + 1 - kKeys,
+                 attend_scratch_.data() + worker * attend_stride_);
+  }
+}
+
 void Program::rotate(const Step& step, const Layer& layer, const Paged& kv, int stage, int worker) {
-  const StepGroup& group = step.group[layer.kv_group];
+  const StepGroup& whole = step.group[layer.kv_group];
+  const StepGroup& group = whole.latest >= 0 ? step.group[whole.latest] : whole;
   int dim = d_.head_dim, half = d_.rotary / 2;
   each_token(stage, worker, step.tokens, [&](int t) {
     float* heads = qkv_buffer_.data() + size_t(t) * qkv_;
@@ -404,7 +441,11 @@ void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int 
     int head = i % parts * heads;
     AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
                     head, head + heads, attended_,    nullptr,                          nullptr,    0};
-    if (i + parts < total && !layer.window) args.then = plan.queries.data() + plan.items[i / parts + 1].first;
+    if (const int latest = step.group[layer.kv_group].latest; latest >= 0) {
+      args.residual = step.residual;
+      args.latest = paged(step, step.group[latest], layer.place);
+    }
+    if (i + parts < total && !layer.window && !args.residual) args.then = plan.queries.data() + plan.items[i / parts + 1].first;
     if (item.asking >= 0) {
       args.mass_pages = step.mass_pages;
       args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "common.h"
@@ -38,7 +39,7 @@ struct AdapterLayer {
   LowRank q, k, v, o, gate, up, down;
 };
 
-constexpr int kLayerStages = 8;  // beside those of adapters
+constexpr int kLayerStages = 9;  // beside those of adapters
 
 struct StepGroup {
   const int32_t* page_table;  // [rows, table_stride]
@@ -46,6 +47,7 @@ struct StepGroup {
   const int64_t* kv_slots;  // [tokens]
   int32_t tokens_per_page, layers;  // layers that share its pages
   const uint16_t* bounds;           // fp16 [pages, layers, 2, KV heads, head_dim] or null: see `AttendArgs`
+  int32_t kind, latest;             // `KvKind` of its pages; the group of its layers' latest tokens, or -1
 };
 
 struct Step {
@@ -53,7 +55,7 @@ struct Step {
   const int64_t *ids, *positions;
   const int32_t* query_start;  // [rows + 1]
   const StepGroup* group;
-  int32_t groups, kind;  // of the pages: `KvKind`
+  int32_t groups, residual;  // tokens that queries read from `latest`, at least
   uint8_t* pool;
   int64_t pages, page_bytes;
   float* hidden;   // [tokens, hidden], out
@@ -113,6 +115,8 @@ class Program {
   void reserve(int tokens);
   void plan(const Step& step, const StepGroup& group, Plan& plan) const;
   void share(const Step& step, const StepGroup& group, const std::vector<int>& rows, Plan& plan) const;
+  Paged paged(const Step& step, const StepGroup& group, int place) const;
+  void round(const Step& step, const Layer& layer, int stage, int worker);
   void embed(const Step& step, int stage, int worker);
   Paged qkv(const Step& step, const Layer& layer, int index, int worker);
   void layer(const Step& step, const Layer& layer, int index, int worker);
@@ -165,6 +169,7 @@ class Program {
   std::vector<RowBuffers> own_store_;  // a few normed rows of each worker
   std::vector<Rows> own_;
   std::vector<Plan> plans_;
+  std::vector<std::pair<int, int>> run_ends_;  // (token, row) of tokens that end a run of kKeys
   size_t attend_stride_ = 0;
 
   std::vector<Run> runs_;              // by adapter

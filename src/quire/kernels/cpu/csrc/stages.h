@@ -108,8 +108,21 @@ inline void store_8_bits(const float* x, int dim, uint8_t* to, uint16_t* scale) 
   }
 }
 
-inline void store_4_bits(const float* x, int dim, uint8_t* to, uint16_t* scales) {
-  const int half = dim / 2, blocks = dim / kBlock;
+// Steps of Bits bits, [dim], of which steps(i) gives those from number i on.
+template <int Bits, typename Steps>
+inline void store_steps(int dim, uint8_t* to, Steps steps) {
+  const int run = dim * Bits / 8;
+  for (int i = 0; i < run; i += W) {
+    vu bytes = steps(i);
+    for (int part = 1; part < 8 / Bits; part++) bytes |= steps(part * run + i) << Bits * part;
+    store_low_bytes(to + i, bytes);
+  }
+}
+
+template <int Bits>
+inline void store_blocks(const float* x, int dim, uint8_t* to, uint16_t* scales) {
+  constexpr float most_steps = (1 << Bits) - 1;
+  const int blocks = dim / kBlock;
   float low[kMostScales / 2], inverse[kMostScales / 2];  // by block
   for (int b = 0; b < blocks; b++) {
     vf most = load(x + b * kBlock), least = -most;
@@ -119,13 +132,12 @@ inline void store_4_bits(const float* x, int dim, uint8_t* to, uint16_t* scales)
     }
     low[b] = -keep_scale(highest(least), scales + blocks + b);
     scales[blocks + b] ^= 0x8000;
-    inverse[b] = inverse_of(keep_scale((highest(most) - low[b]) / 15.0f, scales + b));
+    inverse[b] = inverse_of(keep_scale((highest(most) - low[b]) / most_steps, scales + b));
   }
-  auto steps = [&](int i) {
+  store_steps<Bits>(dim, to, [&](int i) {
     int b = i / kBlock;
-    return nearest(within((load(x + i) - low[b]) * inverse[b], 0.0f, 15.0f));
-  };
-  for (int i = 0; i < half; i += W) store_low_bytes(to + i, steps(i) | steps(half + i) << 4);
+    return nearest(within((load(x + i) - low[b]) * inverse[b], 0.0f, most_steps));
+  });
 }
 
 void store_kv(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales) {
@@ -135,7 +147,7 @@ void store_kv(const float* x, const Paged& kv, uint8_t* to, uint16_t* scales) {
   } else if (kv.kind == kFloat16) {
     for (int i = 0; i < count; i += W) store_half(reinterpret_cast<uint16_t*>(to) + i, load(x + i));
   } else {
-    const auto store_head = kv.kind == kInt8 ? store_8_bits<kInt8> : kv.kind == kFp8 ? store_8_bits<kFp8> : store_4_bits;
+    const auto store_head = kv.kind == kInt8 ? store_8_bits<kInt8> : kv.kind == kFp8 ? store_8_bits<kFp8> : store_blocks<4>;
     for (int h = 0; h < kv.kv_heads; h++)
       store_head(x + h * dim, dim, to + h * kv.head_bytes(), scales + h * kv.head_scales());
   }
