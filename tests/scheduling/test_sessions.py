@@ -41,7 +41,7 @@ def test_the_next_turn_finds_it_and_replaces_it():
     first = list(range(30))
     answer = ask(it, "a", first, session="agent")
     ask(it, "b", [*first, *answer, 9, 9], session="agent")
-    assert it.scheduler.stats.cached_tokens == 32
+    assert it.scheduler.stats.cached_tokens == 33
     assert len(it.scheduler.features.sessions.view(it.now)) == 1
 
 

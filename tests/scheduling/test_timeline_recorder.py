@@ -94,7 +94,7 @@ def test_why_prefixes_hit_or_missed() -> None:
 
     assert outcome("first", prompt) == (PrefixOutcome.NEW, 0)
     assert outcome("again", prompt) == (PrefixOutcome.FULL, 12)
-    assert outcome("forked", [*prompt[:6], *range(50, 60)]) == (PrefixOutcome.NEW, 4)
+    assert outcome("forked", [*prompt[:6], *range(50, 60)]) == (PrefixOutcome.NEW, 6)
     assert outcome("salted", prompt, salt="s") == (PrefixOutcome.SALT, 0)
     assert outcome("salted again", prompt, salt="s") == (PrefixOutcome.FULL, 12)
     assert outcome("short", [7, 8]) == (PrefixOutcome.SHORT, 0)

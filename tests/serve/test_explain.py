@@ -51,13 +51,13 @@ def test_where_the_time_went_and_why_the_prefix_hit(http: httpx.Client) -> None:
     assert branch["prefill_s"] > 0 and branch["decode_s"] > 0 and branch["preempted_s"] == 0
 
     warm = explained(http, complete(http, prompt=prompt)["id"])[0]
-    assert (warm["prefix"]["reason"], warm["prefix"]["cached_tokens"]) == ("full", 64)
+    assert (warm["prefix"]["reason"], warm["prefix"]["cached_tokens"]) == ("full", 69)
     assert (warm["prefix"]["cached_pages"], warm["prefix"]["first_missing_page"]) == (4, None)
-    assert [chunk["tokens"] for chunk in warm["branches"][0]["prefill_chunks"]] == [6]
+    assert [chunk["tokens"] for chunk in warm["branches"][0]["prefill_chunks"]] == []
 
     fork = explained(http, complete(http, prompt=[*prompt[:40], *range(3000, 3030)])["id"])[0]
-    assert (fork["prefix"]["reason"], fork["prefix"]["cached_tokens"]) == ("new", 32)
-    assert fork["prefix"]["first_missing_tokens"] == [32, 48]
+    assert (fork["prefix"]["reason"], fork["prefix"]["cached_tokens"]) == ("new", 40)
+    assert fork["prefix"]["first_missing_tokens"] == [40, 48]
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,8 @@ class CacheOrders:
         keys = None
         if order.tokens:
             self._memory.hash_pages(table, order.tokens, order.salt)
-            keys = [(group, name) for group, hashes in enumerate(table.hashes) for name in hashes]
+            roots = enumerate(table.roots)  # of pages that the prompt fills in part, if it is that short
+            keys = [*roots, *((group, name) for group, hashes in enumerate(table.hashes) for name in hashes)]
         count = self._directory.drop(names, keys)
         return count + self._memory.drop_cached(keys) if "device" in names else count
 
@@ -120,8 +121,9 @@ class CacheOrders:
         if bundle.version != VERSION or bundle.model != self._kind:
             raise InputError("the bundle is of another model, precision or page layout; export it from one like this")
         memory.hash_pages(table, bundle.tokens, order.salt)
+        sizes = [group.tokens_per_page for group in memory.layout.groups]
         keys = [
-            ((group, name), names[i - 1] if i else b"")
+            ((group, name), table.name_before(group, i), bundle.tokens[i * sizes[group] : (i + 1) * sizes[group]])
             for group, names in enumerate(table.hashes)
             for i, name in enumerate(names)
         ]

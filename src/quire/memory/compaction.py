@@ -23,7 +23,7 @@ def compact(memory: KVManager, table: PageTable, kept: Sequence[int]) -> tuple[C
     pool, index, pages = memory.pool, memory.index, table.pages[0]
     (size,) = (group.tokens_per_page for group in memory.layout.groups)
     moved = [(old, new) for new, old in enumerate(kept) if old != new]
-    seen = [old for old, _ in moved if pool.refs(pages[old]) > 1 or index.key_of(pages[old]) is not None]
+    seen = [old for old, _ in moved if pool.refs(pages[old]) > 1 or index.knows(pages[old])]
     fresh = pool.take(len(seen), table.owner) if seen else []
     if fresh is None:  # what others might have found again is worth less than going on
         shared = [old for old in seen if pool.refs(pages[old]) > 1]

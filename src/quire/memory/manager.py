@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from quire.memory.page_table import UNCHANGED, UNLIMITED, Change, Hit, PageTable
+from quire.memory.partial_pages import pack
 from quire.memory.pool import ContiguousPool, PagePool
 from quire.memory.prefix import Key, PrefixIndex
+from quire.memory.prefix_lookup import PrefixLookup, Run, must_copy
 from quire.memory.state_cells import StateCells
 from quire.types.clock import Clock
 from quire.types.hashing import PageHasher, new_key
-from quire.types.kv import NULL_PAGE, NULL_STATE, KVLayout
-
-Run = Callable[[int, Iterable[bytes]], list[int]]  # (group, names) → pages of the first of them, up to one not known
+from quire.types.kv import NULL_PAGE, KVLayout
 
 
 class KVManager:
@@ -44,6 +44,7 @@ class KVManager:
         self.contiguous = contiguous
         self.index = PrefixIndex(clock)
         self.pool = (ContiguousPool if contiguous else PagePool)(pages, self.index)
+        self._copied: list[list[int]] = [[]]  # pages that steps in flight, and the next one, copy
         self._loading: dict[Hashable, list[Key]] = {}  # promised by loads under way
         self.slots_allocated = 0  # token slots of pages given back, and how many of them were filled
         self.slots_filled = 0
@@ -62,6 +63,7 @@ class KVManager:
                 snapshots=prefix_cache,
                 clock=clock,
             )
+        self._prefixes = PrefixLookup(layout, self.pool, self.states)
         key = naming or new_key()
         self._hashers = [PageHasher(key, size) for size in self._sizes]
 
@@ -75,90 +77,20 @@ class KVManager:
         """Name all full pages of `tokens`, continuing from those already named."""
         if not self.prefix_cache:
             return
+        if not table.roots:
+            table.roots = [hasher.root(salt) for hasher in self._hashers]
         for group, hasher in enumerate(self._hashers):
             hashes = table.hashes[group]
-            parent = hashes[-1] if hashes else hasher.root(salt)
-            hashes.extend(hasher.chain(parent, tokens, first=len(hashes)))
+            hashes.extend(hasher.chain(table.name_before(group, len(hashes)), tokens, first=len(hashes)))
 
-    def lookup(self, table: PageTable, limit: int) -> Hit:
-        """The longest prefix of fewer than `limit` tokens that every group can serve.
-
-        A full group needs every page of it; a window group only those its window still reaches; recurrent layers a
-        snapshot behind it.
-        """
-        tokens, pages = self.longest(table, limit, self._run) if self.prefix_cache else (0, [])
-        shared, state = tokens, NULL_STATE
-        if self.states is not None and self.prefix_cache:
-            shared = self._reach(table, limit, self._run)[0]
-            if tokens:
-                (state,) = self._run(self.states.group, table.hashes[0][tokens // self._sizes[0] - 1 :][:1])
-        waits = self.prefix_cache and self._promised_after(table, tokens, shared, limit)
-        if not tokens:
-            return Hit(0, [[] for _ in self._sizes], 0, waits, shared)
-        return Hit(tokens, pages, sum(self.pool.idle(found) for found in pages), waits, shared, state)
-
-    def _run(self, group: int, names: Iterable[bytes]) -> list[int]:
-        """Pages, or cells, of consecutive names, up to the first that is not held."""
-        return (self.index if self.states is None or group != self.states.group else self.states.index).run(
-            group, names
-        )
+    def lookup(self, table: PageTable, limit: int, tokens: Sequence[int] = ()) -> Hit:
+        """The longest prefix of fewer than `limit` tokens that every group can serve: in full pages or, given the
+        `tokens`, to the token."""
+        return self._prefixes.lookup(table, limit, tokens) if self.prefix_cache else Hit.none(len(self._sizes))
 
     def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
         """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
-        tokens, runs = self._reach(table, limit, run)
-        while (tokens := self._deepest_state(table, tokens, run)) > 0:
-            pages = [
-                runs[group][: tokens // size] if group in runs else self._window_pages(group, table, tokens, run)
-                for group, size in enumerate(self._sizes)
-            ]
-            if all(found is not None for found in pages):
-                return tokens, [found for found in pages if found is not None]
-            tokens -= self._step
-        return 0, []
-
-    def _deepest_state(self, table: PageTable, tokens: int, run: Run) -> int:
-        """Of the first `tokens` tokens, those that a snapshot serves too, where recurrent layers need one."""
-        states, size = self.states, self._sizes[0]
-        if states is None:
-            return tokens
-        if run == self._run:
-            return states.deepest(table.hashes[0], tokens)
-        while tokens > 0 and not run(states.group, table.hashes[0][tokens // size - 1 : tokens // size]):
-            tokens -= self._step
-        return tokens
-
-    def _reach(self, table: PageTable, limit: int, run: Run) -> tuple[int, dict[int, list[int]]]:
-        """How many of fewer than `limit` tokens the pages of full groups serve, and those pages, from the start."""
-        step = self._step
-        tokens = (limit - 1) // step * step
-        runs: dict[int, list[int]] = {}
-        for group, spec in enumerate(self.layout.groups):
-            if spec.window is None:
-                size = self._sizes[group]
-                runs[group] = run(group, table.hashes[group][: tokens // size])
-                tokens = min(tokens, len(runs[group]) * size // step * step)
-        return tokens, runs
-
-    def _window_pages(self, group: int, table: PageTable, tokens: int, run: Run) -> list[int] | None:
-        """Pages of the prefix as the next token sees them, or None if one it needs is missing."""
-        size, window = self._sizes[group], self.layout.groups[group].window
-        assert window is not None
-        first = max(0, tokens - window + 1) // size
-        pages = run(group, table.hashes[group][first : tokens // size])
-        return [NULL_PAGE] * first + pages if first + len(pages) == tokens // size else None
-
-    def _promised_after(self, table: PageTable, tokens: int, shared: int, limit: int) -> bool:
-        """Whether another request is about to compute the page that follows the `shared` tokens that pages serve, or a
-        snapshot further on than a hit of `tokens`."""
-        if self.states is not None and self.states.promised(table.hashes[0], tokens, limit):
-            return True
-        for group, size in enumerate(self._sizes):
-            after = shared // size
-            if after < len(table.hashes[group]) and (after + 1) * size < limit:
-                key = (group, table.hashes[group][after])
-                if self.index.promiser(key) is not None:
-                    return True
-        return False
+        return self._prefixes.longest(table, limit, run)
 
     def promise(self, table: PageTable, upto: int) -> None:
         """Say that the holder of `table` will compute the full pages of its first `upto` tokens that it has not, the
@@ -189,17 +121,49 @@ class KVManager:
             for i in range(table.published[group], last):
                 page = table.pages[group][i]
                 if page != NULL_PAGE:
-                    before = table.hashes[group][i - 1] if i else b""
-                    self.index.publish((group, table.hashes[group][i]), page, before)
+                    content = pack(tokens[i * size : (i + 1) * size])
+                    self.index.publish((group, table.hashes[group][i]), page, table.name_before(group, i), content)
             table.published[group] = max(table.published[group], last)
         table.next_publish = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
 
+    def publish_tail(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
+        """As `publish`, with the page that the first `upto` of `tokens` fill in part."""
+        self.publish(table, upto, tokens, salt)
+        if not self.prefix_cache or self.states is not None or upto > table.named_until:
+            return
+        for group, size in enumerate(self._sizes):
+            at, pages = upto // size, table.pages[group]
+            if upto % size and at < len(pages) and table.published[group] == at and not self.index.key_of(pages[at]):
+                parent = (group, table.name_before(group, at))
+                self.index.publish_tail(parent, pages[at], pack(tokens[at * size : upto]))
+
     # ---- pages ----------------------------------------------------------------------------------------------
+
+    def plan_begins(self) -> None:
+        """What was published before may be copied from now on."""
+        self.index.partial.settle()
+
+    def launched(self) -> None:
+        """A plan with the copies and rows since the last one goes its way."""
+        self._copied.append([])
+        if self.states is not None:
+            self.states.launched()
+
+    def landed(self) -> None:
+        """The oldest of those steps is over: pages that it copied may go."""
+        self.pool.release(self._copied.pop(0))
+        if self.states is not None:
+            self.states.landed()
+
+    @property
+    def returning(self) -> bool:
+        """Whether pages come back when steps in flight end."""
+        return any(self._copied)
 
     def fits(self, tokens: int, hit: Hit, spare: int, without: Sequence[PageTable] = ()) -> bool:
         """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free, once the tables
         `without` are released."""
-        held = sum(page != NULL_PAGE for pages in hit.pages for page in pages)
+        held = sum(page != NULL_PAGE for pages in hit.pages for page in pages) - hit.copies
         freed = self._freed(without, hit) if without else 0
         return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available + freed
 
@@ -218,7 +182,7 @@ class KVManager:
         for group, pages in enumerate(hit.pages):
             self.pool.share(pages)
             table.pages[group] = list(pages)
-            table.published[group] = len(pages)
+            table.published[group] = hit.tokens // self._sizes[group]
             if pages:
                 change.deltas.append((group, 0, list(pages)))
         return change
@@ -234,7 +198,8 @@ class KVManager:
             self._slide(table, group, start)
             pages = table.pages[group]
             need += max(0, -(-end // size) - len(pages))
-            if start % size and start // size < len(pages) and self.pool.refs(pages[start // size]) > 1:
+            at, filled = divmod(start, size)
+            if filled and at < len(pages) and must_copy(self.pool, pages[at], filled, refs=1):
                 shared.append(group)
         fresh = self.pool.take(need + len(shared), table.owner) if need or shared else []
         if fresh is None:
@@ -244,7 +209,10 @@ class KVManager:
             at = start // self._sizes[group]
             old, new = table.pages[group][at], fresh.pop()
             table.pages[group][at] = new
-            self.pool.release([old])
+            if self.pool.refs(old) > 1:
+                self.pool.release([old])
+            else:
+                self._copied[-1].append(old)  # no load may write to it before it is read
             change.copies.append((old, new))
             change.deltas.append((group, at, [new]))
         for group, size in enumerate(self._sizes):
@@ -289,6 +257,7 @@ class KVManager:
             child.pages[group] = list(pages)
             child.hashes[group] = list(table.hashes[group])
             child.published[group] = table.published[group]
+        child.roots = table.roots
         if self.states is not None:
             child.state = self.states.fork(table.state)
         child.named_until = table.named_until
@@ -347,23 +316,23 @@ class KVManager:
             self._loading[owner] = self.index.promise(keys, owner)
         return fresh
 
-    def loaded(self, key: Key, page: int, parent: bytes) -> None:
+    def loaded(self, key: Key, page: int, parent: bytes, tokens: Sequence[int]) -> None:
         """Content has come, behind the page named `parent`."""
-        self.index.publish(key, page, parent)
+        self.index.publish(key, page, parent, pack(tokens))
 
     def end_load(self, owner: Hashable) -> None:
         """No more of what was promised comes."""
         self.index.withdraw(self._loading.pop(owner, ()), owner)
 
-    def import_pages(self, keys: Sequence[tuple[Key, bytes]], fill: Callable[[list[int]], None]) -> bool:
-        """Take a page for each (key, name of the page before it), have them filled, and leave them cached; False, and
-        no change, if there are not so many."""
+    def import_pages(self, keys: Sequence[tuple[Key, bytes, Sequence[int]]], fill: Callable[[list[int]], None]) -> bool:
+        """Take a page for each (key, name of the page before it, tokens), have them filled, and leave them cached;
+        False, and no change, if there are not so many."""
         pages = self.pool.take(len(keys))
         if pages is None:
             return False
         fill(pages)
-        for (key, parent), page in zip(keys, pages, strict=True):
-            self.index.publish(key, page, parent)
+        for (key, parent, tokens), page in zip(keys, pages, strict=True):
+            self.index.publish(key, page, parent, pack(tokens))
         self.pool.release(pages[::-1])
         return True
 
@@ -401,7 +370,7 @@ class KVManager:
         self.pool.check()
         if self.states is not None:
             self.states.check([table.state for table in tables])
-        held: dict[int, int] = {}
+        held = dict(Counter(page for pages in self._copied for page in pages))
         for table in tables:
             for pages in table.pages:
                 for page in pages:

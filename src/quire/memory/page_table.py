@@ -29,6 +29,7 @@ class PageTable:
         "pages",
         "promises",
         "published",
+        "roots",
         "shared",
         "state",
         "writable_until",
@@ -39,6 +40,7 @@ class PageTable:
         self.owner = owner  # the request it belongs to
         self.pages: list[list[int]] = [[] for _ in range(groups)]
         self.hashes: list[list[bytes]] = [[] for _ in range(groups)]
+        self.roots: list[bytes] = []  # what the first page of each group comes after, by salt
         self.published = [0] * groups  # pages of each group entered into the index by this sequence
         self.written_through = [0] * groups  # ... and computed, so that tiers have them
         self.promises: list[Key] = []
@@ -48,11 +50,16 @@ class PageTable:
         self.writable_until = 0
         self.next_publish = 0
 
+    def name_before(self, group: int, index: int) -> bytes:
+        """What the page at `index` comes after."""
+        return self.hashes[group][index - 1] if index else self.roots[group]
+
 
 class Hit:
-    """A prefix found in the index: `tokens` of it, in these pages; `waits` if more is being computed."""
+    """A prefix found in the index: `tokens` of it, in these pages; `waits` if more is being computed. Where it ends
+    within a page, whoever starts from it copies that page, unless nobody holds it and it ends there too."""
 
-    __slots__ = ("idle", "pages", "shared", "state", "tokens", "waits")
+    __slots__ = ("copies", "idle", "pages", "rounded", "shared", "soon", "state", "tokens", "waits")
 
     def __init__(
         self, tokens: int, pages: list[list[int]], idle: int, waits: bool, shared: int = 0, state: int = NULL_STATE
@@ -63,6 +70,13 @@ class Hit:
         self.waits = waits
         self.shared = shared  # tokens that pages alone would serve, without the states of recurrent layers
         self.state = state  # the cell of its snapshot
+        self.copies = 0  # pages to copy
+        self.rounded: Hit | None = None  # the same in full pages, if this ends within one
+        self.soon = 0  # tokens more that could be copied once the plan in the making has run
+
+    @classmethod
+    def none(cls, groups: int) -> Hit:
+        return cls(0, [[] for _ in range(groups)], 0, waits=False)
 
 
 class Change:

@@ -84,23 +84,23 @@ class PagePool:
                 assert count >= 0, f"page {page} released more often than taken"
                 if not count:
                     last.append(page)
-                    if self.index.key_of(page) is None:
-                        self._blank.append(page)
-                    else:
+                    if self.index.knows(page):
                         self._idle[page] = None
+                    else:
+                        self._blank.append(page)
         return last
 
     def drop_keys(self, keys: Iterable[Key]) -> int:
-        """Drop this content where it is not referenced; how many pages that frees."""
-        count = 0
-        for group, name in keys:
-            for page in self.index.run(group, [name]):
-                if page in self._idle:
-                    del self._idle[page]
-                    self.index.remove(page)
-                    self._blank.append(page)
-                    count += 1
-        return count
+        """Drop this content, and what pages behind it hold in part, where it is not referenced; how many pages that
+        frees."""
+        keys = list(keys)
+        found = [page for group, name in keys for page in self.index.run(group, [name])]
+        idle = [page for page in (*found, *self.index.partial.tails_after(keys)) if page in self._idle]
+        for page in idle:
+            del self._idle[page]
+            self.index.remove(page)
+            self._blank.append(page)
+        return len(idle)
 
     def drop_idle(self) -> int:
         """Drop all cached content, and say how many pages; those in use stay valid for their holders."""
@@ -125,8 +125,8 @@ class PagePool:
         assert NULL_PAGE not in free and self._refs[NULL_PAGE] == 0, "the null page was handed out"
         for page in range(1, self.total + 1):
             assert (page in free) == (self._refs[page] == 0), f"page {page}: {self._refs[page]} references"
-        assert all(self.index.key_of(p) is None for p in self._blank), "a blank page is in the index"
-        assert all(self.index.key_of(p) is not None for p in self._idle), "an idle page has no content"
+        assert not any(map(self.index.knows, self._blank)), "a blank page is in the index"
+        assert all(map(self.index.knows, self._idle)), "an idle page has no content"
 
 
 class ContiguousPool(PagePool):

@@ -4,7 +4,8 @@
 
 Pages are entered when their content is certain (prompt pages when planned, generated ones when committed) and
 leave when the pool takes them for something else. `promised` lists content that a running sequence is about to
-compute, so that others with the same prefix wait for it instead of computing it again.
+compute, so that others with the same prefix wait for it instead of computing it again. Pages are known by their tokens
+too (`partial_pages.py`), those that are filled in part by these alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from itertools import islice, repeat
+from math import inf
 from typing import Any, NamedTuple
 
+from quire.memory.partial_pages import TOKEN_BYTES, Parent, PartialPages
 from quire.types.clock import Clock
 from quire.types.transfer import Key
 
@@ -36,6 +39,7 @@ class PrefixIndex:
         self._parent: dict[Key, bytes] = {}
         self._evicted: OrderedDict[Key, Eviction] = OrderedDict()
         self._promised: dict[Key, Hashable] = {}
+        self.partial = PartialPages()
 
     def __len__(self) -> int:
         return len(self._page)
@@ -57,17 +61,37 @@ class PrefixIndex:
     def key_of(self, page: int) -> Key | None:
         return self._key.get(page)
 
-    def publish(self, key: Key, page: int, parent: bytes = b"") -> None:
-        """Enter a page, and the name of the one before it. If another page holds the content, that stays the entry."""
+    def knows(self, page: int) -> bool:
+        """Whether what the page holds may be found."""
+        return page in self._key or self.partial.is_tail(page)
+
+    def filled(self, page: int) -> float:
+        """How many tokens of a page may be found: they must stay as they are."""
+        return inf if page in self._key else self.partial.filled(page)
+
+    def publish(self, key: Key, page: int, parent: bytes = b"", tokens: bytes = b"") -> None:
+        """Enter a page, the name of the one before it and, to be found by them, its tokens. If another page holds the
+        content, that stays the entry."""
         self._promised.pop(key, None)
+        if self.partial.is_tail(page):
+            self.partial.remove(page)
         if key not in self._page and page not in self._key:
             self._page[key] = page
             self._key[page] = key
             self._parent[key] = parent
             self._evicted.pop(key, None)
+            if tokens:
+                self.partial.enter(page, (key[0], parent), tokens)
+
+    def publish_tail(self, parent: Parent, page: int, tokens: bytes) -> None:
+        """Enter a page that is filled in part, unless another begins with as much."""
+        count = len(tokens) // TOKEN_BYTES
+        if max(self.partial.match(parent, tokens)[0], self.partial.planned(parent, tokens)) < count:
+            self.partial.enter(page, parent, tokens, tail=True)
 
     def remove(self, page: int, taker: str = "") -> None:
         """The page is about to hold something else."""
+        self.partial.remove(page)
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key], self._parent[key]
@@ -107,8 +131,10 @@ class PrefixIndex:
         self._key.clear()
         self._parent.clear()
         self._evicted.clear()
+        self.partial.clear()
 
     def check(self) -> None:
         assert {p: k for k, p in self._page.items()} == self._key, "prefix index maps disagree"
         assert self._parent.keys() == self._page.keys(), "a page in the index has no parent, or the other way round"
+        self.partial.check()
         assert not self._promised.keys() & self._page.keys(), "content is both promised and present"

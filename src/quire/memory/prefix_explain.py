@@ -42,10 +42,10 @@ class PrefixExplainer:
         other = self._asked_under(tokens, salt)
         if scored:
             return PrefixOutcome.SCORED
+        if hit.tokens >= max(1, (len(tokens) - 1) // step * step):
+            return PrefixOutcome.FULL
         if len(tokens) <= step:
             return PrefixOutcome.SHORT
-        if hit.tokens == (len(tokens) - 1) // step * step:
-            return PrefixOutcome.FULL
         if hit.tokens + step >= reach:
             return PrefixOutcome.BUDGET
         if hit.shared > hit.tokens:
@@ -78,7 +78,7 @@ class PrefixExplainer:
 def page_map(memory: KVManager, owners: Iterable[PageTable]) -> TierPages:
     """What every page of the pool holds; large pools in cells of several pages, each showing its busiest."""
     pool = memory.pool
-    codes = [CACHED if memory.index.key_of(page) is not None else BLANK for page in range(pool.total + 1)]
+    codes = [CACHED if memory.index.knows(page) else BLANK for page in range(pool.total + 1)]
     for number, table in enumerate(owners):
         for pages in table.pages:
             for page in pages:

@@ -13,13 +13,13 @@ from quire.observe.ledger import Entry
 from quire.types.timeline import PrefixOutcome, Timeline
 
 SENTENCES = {
-    PrefixOutcome.FULL: "every page that can be shared was in the cache; the last token is always computed",
+    PrefixOutcome.FULL: "all that can be shared was in the cache; the last token is always computed",
     PrefixOutcome.NEW: "the tokens of the first missing page had not been computed here before",
     PrefixOutcome.EVICTED: "the first missing page had been computed, but made room for other requests",
     PrefixOutcome.SALT: "the same tokens are known, but under another cache salt or adapter, and these do not share",
     PrefixOutcome.WINDOW: "the page is cached, but pages of a sliding window before it are gone",
     PrefixOutcome.STATE: "the page is cached, but the states of recurrent layers are not, so far into the prompt",
-    PrefixOutcome.SHORT: "the prompt is too short to fill a page, and only full pages are shared",
+    PrefixOutcome.SHORT: "the prompt is too short to fill a page, and no cached page begins with it",
     PrefixOutcome.SCORED: "prompt logprobs, a mean over the prompt or accumulated attention need every position",
     PrefixOutcome.BUDGET: "what follows depends on what the request's KV budget evicts, so it is computed",
     PrefixOutcome.OFF: "the prefix cache is off",
@@ -165,7 +165,7 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         paged_tokens=timeline.paged,
         state_snapshot_tokens=timeline.snapshot if timeline.snapshot >= 0 else None,
         first_missing_page=page if missing else None,
-        first_missing_tokens=[page * size, min(timeline.prompt, (page + 1) * size)] if missing else None,
+        first_missing_tokens=[timeline.cached, min(timeline.prompt, (page + 1) * size)] if missing else None,
         reason=reason.value,
         explanation=SENTENCES[reason],
         evicted_before_s=timeline.arrival - timeline.gone_at if timeline.gone_at else None,

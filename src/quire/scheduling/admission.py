@@ -28,6 +28,7 @@ MAX_OVERTAKEN = 32  # admissions of others that a sequence which does not fit is
 OVERDUE_EVERY = 8  # admissions, of which one is for the sequence that has waited longest, where that is too long
 MIN_RUNNING = 4  # sequences that run at once, whatever that does to their time per token
 MAX_DISPLACED = 4  # running sequences preempted for better candidates in one plan
+STEP_TOKENS = 256  # prompt tokens that take about as long as a step does by itself
 IDLE_SEQUENCES, IDLE_TOKENS = 64, 4096  # admitted while the device is idle; others follow while it works
 
 
@@ -103,6 +104,7 @@ class Admission(SchedulingFeature):
         admitted = behind = 0
         blocked: Sequence | None = None  # the first that does not fit
         passed: list[Sequence] = []  # those whom one that is admitted now overtakes
+        copying: dict[bytes, bool] = {}  # whether those who part within the page behind this one wait to copy it
         for seq in candidates:
             if not slots or not (builder.budget.fit(0) or reserve):
                 break
@@ -123,7 +125,7 @@ class Admission(SchedulingFeature):
                     passed.append(seq)
                     continue
             hit = self._lookup(seq)
-            if self._held(builder, seq, hit):
+            if self._held(builder, seq, hit) or (not only and self._copies_soon(seq, hit, candidates, copying)):
                 seq.move(Status.PENDING)
                 self._timeline.waits(seq)
             elif self._start_or_reclaim(builder, seq, hit, reserve, forced=bool(only)):
@@ -183,33 +185,50 @@ class Admission(SchedulingFeature):
         """Whether there is a slot and pages for it, once the sequences `without` have given theirs up."""
         spare = self._preemption.spare if len(without) < len(self._table.running) else 0
         tables = [one.table for one in without]
-        return bool(self._table.slots or without) and self._memory.fits(min(seq.known, seq.peak), hit, spare, tables)
+        tokens = min(seq.known, seq.peak)
+        return bool(self._table.slots or without) and self._memory.fits(tokens, hit.rounded or hit, spare, tables)
 
     def _lookup(self, seq: Sequence) -> Hit:
-        """What is cached of a sequence."""
+        """What is cached of a sequence: to the token, unless it treats pages in its own way."""
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-        return self._memory.lookup(seq.table, seq.reusable)
+        return self._memory.lookup(seq.table, seq.reusable, seq.tokens if seq.plain else ())
 
     def _held(self, builder: PlanBuilder, seq: Sequence, hit: Hit) -> bool:
         """Whether more of a sequence than was found is on its way."""
         return hit.waits or any(holds(seq, builder) for holds in self._table.holds)
+
+    def _copies_soon(self, seq: Sequence, hit: Hit, candidates: list[Sequence], known: dict[bytes, bool]) -> bool:
+        """Whether a sequence waits one step for a page which this plan computes and it could copy then: if so many
+        others could too that computing all their parts of it takes longer than a step."""
+        if not hit.soon:
+            return False
+        shared = hit.tokens + hit.soon
+        page = seq.table.name_before(0, hit.tokens // self._memory.layout.groups[0].tokens_per_page)
+        if page not in known:
+            start, salt = seq.tokens[:shared], seq.request.salt
+            sharers = sum(one.request.salt == salt and one.tokens[:shared] == start for one in candidates)
+            known[page] = sharers * hit.soon >= STEP_TOKENS
+        return known[page]
 
     def _start_or_reclaim(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, *, forced: bool) -> bool:
         spare = self._preemption.spare if self._table.running and not forced else 0
         while not self._start(builder, seq, hit, reserve, spare):
             if not any(reclaim(running=False) for reclaim in self._table.reclaim):
                 return False
-            hit = self._memory.lookup(seq.table, seq.reusable)
+            hit = self._lookup(seq)
         return True
 
     def _start(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, spare: int) -> bool:
         """Give a waiting sequence pages, a slot and its first row; False if memory is short."""
+        need = min(max(seq.known, reserve), seq.peak)
+        if hit.rounded is not None and not self._memory.fits(need, hit, spare):
+            hit = hit.rounded  # a page less, which the copy and its source would take together
         count = min(seq.known - hit.tokens, self._chunk, builder.budget.fit(hit.tokens))
         if self._whole_rows and count < seq.known:
             return False
         if seq.hook is not None:
             count = min(count, seq.hook.row_limit(hit.tokens))
-        if not self._memory.fits(min(max(seq.known, reserve), seq.peak), hit, spare):
+        if not self._memory.fits(need, hit, spare):
             return False
         if seq.request.blend is not None:
             reserve = seq.known

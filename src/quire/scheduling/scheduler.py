@@ -175,6 +175,7 @@ class Scheduler:
         self.clock.now = now
         sequences, admission, idle = self.sequences, self._admission, not self._in_flight
         builder = PlanBuilder(self._step, now, idle=idle)
+        self.memory.plan_begins()
         admission.displace(builder)
         held_back = self._catch_up(builder)
         for contribute in sequences.contribute:
@@ -202,8 +203,7 @@ class Scheduler:
         for seq in builder.members():
             seq.inflight += 1
         self._in_flight.append(builder)
-        if self.memory.states is not None:
-            self.memory.states.launched()
+        self.memory.launched()
         self.sequences.tell(
             EventKind.COMPUTED, ((seq, row.count) for row, (seq, _) in zip(plan.rows, builder.rows, strict=True))
         )
@@ -351,7 +351,7 @@ class Scheduler:
     def _pages_returning(self) -> bool:
         """Whether pages come back by themselves when a step in flight commits."""
         landing = any(seq.status is not Status.RUNNING for step in self._in_flight for seq in step.members())
-        return landing or bool(self._in_flight and self.features.eviction.returning)
+        return landing or bool(self._in_flight and (self.features.eviction.returning or self.memory.returning))
 
     # ---- commit ---------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class Scheduler:
         if self.memory.states is not None:
             for row, (seq, _) in zip(plan.rows, step.rows, strict=True):  # before what ended gives up its state
                 self.memory.publish_states(seq.table, row.start + row.count, seq.tokens, seq.request.salt)
-            self.memory.states.landed()
+        self.memory.landed()
         self.sequences.land(step)
         for step_landed in self.sequences.step_landed:
             step_landed(step, result)
@@ -380,8 +380,7 @@ class Scheduler:
             events += self.sequences.end(request_id, FinishReason.ERROR, message)
         while self._in_flight:
             step = self._in_flight.popleft()
-            if self.memory.states is not None:
-                self.memory.states.landed()
+            self.memory.landed()
             self.sequences.freed += step.plan.frees  # the step may have failed before it did so
             self.sequences.land(step)
         self.features.eviction.release_until(self._step)

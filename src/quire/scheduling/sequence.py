@@ -91,6 +91,11 @@ class Sequence:
         return self.known if self.hook is None else min(self.known, self.hook.reach)
 
     @property
+    def plain(self) -> bool:
+        """Whether the KV of all its tokens is what these alone make of it, token by token."""
+        return self.hook is None and self.request.blend is None
+
+    @property
     def view(self) -> SequenceView:
         """What a policy may see of it."""
         return _View(self)

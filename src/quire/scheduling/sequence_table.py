@@ -156,7 +156,10 @@ class SequenceTable:
         if self._memory.states is not None:
             row, states = builder.plan.rows[-1], self._memory.states
             row.state, row.states = states.row(seq.table.state, start, count, drafts=drafts > 0, taker=seq.request.id)
-        self._memory.publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
+        publish = self._memory.publish
+        if count > 1 and seq.computed == seq.known and seq.plain:
+            publish = self._memory.publish_tail  # others may go on from within the page that the prompt ends in
+        publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
         if seq.computed == seq.known and seq.draws:
             if self.children and seq in self.children:
                 self._fork_children(builder, seq)
@@ -255,7 +258,10 @@ class SequenceTable:
             self.slots.append(seq.slot)
             self.freed.append(seq.slot)
             seq.slot = -1
-        self._memory.release(seq.table, min(seq.computed, len(seq.tokens)) - seq.evicted)
+        computed = min(seq.computed, len(seq.tokens))
+        if computed and seq.plain:
+            self._memory.publish_tail(seq.table, computed, seq.tokens, seq.request.salt)
+        self._memory.release(seq.table, computed - seq.evicted)
         for told in self._released:
             told(seq)
         seq.computed = 0

@@ -17,13 +17,13 @@ MAX_PREEMPTIONS = 16
 class PrefixOutcome(enum.StrEnum):
     """Why a prompt's prefix was found only so far."""
 
-    FULL = "full"  # every page that could be shared was found
+    FULL = "full"  # all that could be shared was found
     NEW = "new"  # the next page was never computed here (or too long ago to remember)
     EVICTED = "evicted"  # it was, but made room for others
     SALT = "salt"  # its tokens were, but for another salt
     WINDOW = "window"  # it is there, but pages of a sliding window behind it are gone
     STATE = "state"  # it is there, but no snapshot of the recurrent layers' states behind it
-    SHORT = "short"  # the prompt does not fill a page
+    SHORT = "short"  # the prompt does not fill a page, and no cached one begins with it
     SCORED = "scored"  # prompt logprobs, a mean over the prompt, or accumulated attention need every position computed
     BUDGET = "budget"  # beyond what a request with a KV budget holds before it first evicts
     OFF = "off"  # the prefix cache is off

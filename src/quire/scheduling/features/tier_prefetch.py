@@ -37,7 +37,7 @@ class Landing:
         self.owner: Sequence | None = owner
         self.table = table
         self.moving: set[int] = set()
-        self.places: dict[Key, tuple[int, bytes]] = {}  # key → (page, name of the page before it)
+        self.places: dict[Key, tuple[int, bytes, list[int]]] = {}  # key → page, name of the one before, tokens
         self.snapshot: Key | None = None  # that is being loaded into the table's cell
         self.parts = 0  # of it, not there yet
         self.tokens: dict[str, int] = {}  # delivered so far, by tier
@@ -197,10 +197,12 @@ class TierPrefetch(SchedulingFeature):
             return False
         for (group, i), page, key in zip(missing, fresh, keys, strict=True):
             pages[group][i] = page
-            landing.places[key] = page, names[group][i - 1] if i else b""
+            size = self._sizes[group]
+            content = seq.tokens[i * size : (i + 1) * size]
+            landing.places[key] = page, seq.table.name_before(group, i), content
         landing.table.pages = pages
         cells = self._memory.state_pages(landing.table.state.cell) if parts else []
-        landing.places |= {key: (page, b"") for key, page in zip(parts, cells, strict=True)}
+        landing.places |= {key: (page, b"", []) for key, page in zip(parts, cells, strict=True)}
         landing.moving = set(self.directory.load([*keys, *parts], [*fresh, *cells], sources))
         self._transfers.update(dict.fromkeys(landing.moving, landing))
         self._landings[landing] = None
@@ -233,11 +235,11 @@ class TierPrefetch(SchedulingFeature):
         if landing is None:
             return
         for key, ok in zip(way.keys, done.moved, strict=True):
-            page, parent = landing.places[key]
+            page, parent, tokens = landing.places[key]
             if ok and landing.snapshot is not None and key[0] >= landing.snapshot[0]:
                 self._snapshot_part(landing)
             elif ok:
-                self._memory.loaded(key, page, parent)
+                self._memory.loaded(key, page, parent, tokens)
                 if key[0] == 0:
                     landing.tokens[way.source] = landing.tokens.get(way.source, 0) + self._sizes[0]
         landing.seconds = max(landing.seconds, done.seconds)

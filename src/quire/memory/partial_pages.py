@@ -1,0 +1,115 @@
+"""Prefix matches to the token: cached pages by what stands before them and the tokens they hold.
+
+    (group, name of the page before) ──► [ (tokens, page), (tokens, page), ... ]      sorted by tokens
+
+Of a sorted list, the entry that shares the longest beginning with given tokens is beside the place where these would
+be put: one bisection finds it, however many prompts part at that page. Full pages have names in the index too; pages
+that are filled in part, at the end of a prompt or an answer, are here only. Who goes on from within a page copies it.
+Copies come before a step's rows, so that what the plan in the making computes is found from the next plan on.
+"""
+
+from __future__ import annotations
+
+import struct
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+
+TOKEN_BYTES = 8  # a simulator numbers tokens beyond 32 bits
+Parent = tuple[int, bytes]  # group, name of the page before (of the first one: the root of its salt)
+
+
+def pack(tokens: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(tokens)}q", *tokens)
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    """Tokens that both begin with."""
+    size = min(len(one), len(other))
+    different = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    return ((different & -different).bit_length() - 1) // (8 * TOKEN_BYTES) if different else size // TOKEN_BYTES
+
+
+class PartialPages:
+    def __init__(self) -> None:
+        self._after: dict[Parent, list[tuple[bytes, int]]] = {}
+        self._of: dict[int, tuple[Parent, bytes]] = {}
+        self._planned: dict[Parent, list[tuple[bytes, int]]] = {}  # entered since the last plan began
+        self._tails: set[int] = set()  # pages that the index has no name for
+
+    def enter(self, page: int, parent: Parent, tokens: bytes, *, tail: bool = False) -> None:
+        """The page holds, or will after the plan in the making, these tokens behind `parent`."""
+        self.remove(page)
+        self._of[page] = parent, tokens
+        self._planned.setdefault(parent, []).append((tokens, page))
+        if tail:
+            self._tails.add(page)
+
+    def settle(self) -> None:
+        """A new plan begins: what was entered before may be copied in it."""
+        for parent, entries in self._planned.items():
+            if not entries:
+                continue
+            known = self._after.setdefault(parent, [])
+            for entry in entries:
+                insort(known, entry)
+        self._planned.clear()
+
+    def match(self, parent: Parent, tokens: bytes) -> tuple[int, int]:
+        """(how many of the tokens, page) of the page behind `parent` that begins with most of them."""
+        known = self._after.get(parent)
+        if not known:
+            return 0, 0
+        at = bisect_left(known, (tokens,))
+        return max((_shared(tokens, held), page) for held, page in known[max(0, at - 1) : at + 1])
+
+    def planned(self, parent: Parent, tokens: bytes) -> int:
+        """How many of the tokens a page begins with that the plan in the making computes."""
+        return max((_shared(tokens, held) for held, _ in self._planned.get(parent, ())), default=0)
+
+    def is_planned(self, page: int) -> bool:
+        """Whether the plan in the making computes what the page holds."""
+        parent, tokens = self._of.get(page, ((0, b""), b""))
+        return (tokens, page) in self._planned.get(parent, ())
+
+    def is_tail(self, page: int) -> bool:
+        return page in self._tails
+
+    def filled(self, page: int) -> int:
+        """Of a page, how many tokens may be found in it."""
+        return len(self._of[page][1]) // TOKEN_BYTES if page in self._of else 0
+
+    def tails_after(self, parents: Iterable[Parent]) -> list[int]:
+        """Pages that are filled in part, behind these."""
+        return [page for parent in parents for _, page in self._after.get(parent, ()) if page in self._tails]
+
+    def remove(self, page: int) -> None:
+        """The page is about to hold something else, or more."""
+        if page not in self._of:
+            return
+        self._tails.discard(page)
+        parent, tokens = self._of.pop(page)
+        known, planned = self._after.get(parent, []), self._planned.get(parent, [])
+        at = bisect_left(known, (tokens, page))
+        if known[at : at + 1] == [(tokens, page)]:
+            del known[at]
+        else:
+            planned.remove((tokens, page))
+        if not known:
+            self._after.pop(parent, None)
+
+    def clear(self) -> None:
+        self._after.clear()
+        self._of.clear()
+        self._planned.clear()
+        self._tails.clear()
+
+    def check(self) -> None:
+        held = {
+            page: (parent, tokens)
+            for entries in (self._after, self._planned)
+            for parent, known in entries.items()
+            for tokens, page in known
+        }
+        assert held == self._of, "pages by their tokens disagree"
+        assert all(known == sorted(known) for known in self._after.values()), "pages by their tokens are out of order"
+        assert self._tails <= self._of.keys()
