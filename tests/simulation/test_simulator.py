@@ -258,13 +258,22 @@ CPU = CostModel(
 )
 
 
+def test_a_batch_takes_as_long_under_the_default_policy_as_under_fcfs():
+    """Longest first, as `LLM.generate` submits it: those with most to draw would else draw it alone at the end."""
+    rng = Random(3)
+    lengths = sorted(((rng.randrange(4, 400), rng.randrange(4, 200)) for _ in range(60)), key=lambda one: -one[1])
+    trace = [Arrival(0.0, prompt, outputs, background=True) for prompt, outputs in lengths]
+    ends = [served(trace, **options).result().end for options in ({}, {"scheduler": "fcfs"}, {"scheduler": "sjf"})]
+    assert ends[0] == ends[1] < ends[2]
+
+
 def test_short_prompts_do_not_wait_behind_long_ones():
     """Twelve clients with prompts of 5 to 6,000 tokens, one request at a time each."""
     rng = Random(7)
     trace = [Arrival(0.0, int(5 * 1200 ** rng.random()), rng.randrange(8, 40)) for _ in range(120)]
 
     def run(policy):
-        options = EngineOptions.of(**({} if policy == "fcfs" else {"scheduler": policy}))
+        options = EngineOptions.of(scheduler=policy)
         result = simulate(Fleet(options, CPU, clients=12), trace, workers=1)
         rows = result.rows
         short = [ttft for ttft, prompt in zip(rows["ttft"], rows["prompt"], strict=True) if prompt < 300]

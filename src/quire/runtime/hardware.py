@@ -15,7 +15,7 @@ from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KINDS
 
-STEP_TARGET_S = 0.3  # on a GPU: as long as a full prefill step takes an 8B model on one of today's, and a half
+STEP_TARGET_S = 0.3  # as long as a full prefill step takes an 8B model on one of today's GPUs, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -99,7 +99,7 @@ def resolve(options: EngineOptions, hardware: Hardware) -> Resolved:
     tokens = scheduler.max_batch_tokens or (8192 if gpu else 512)
     target = scheduler.step_target
     if target is None:
-        target = STEP_TARGET_S if gpu else 0.0
+        target = STEP_TARGET_S
     if target > 0:
         reasons.append(f"steps of about {target:g} s while answers are streamed: prompts are cut to fit")
     threads = options.device.threads or hardware.cores

@@ -22,6 +22,8 @@ QUANTILES = (0.5, 0.9)
 LEARNING_RATE = 0.02
 BATCH = 32  # of the latest answers, at each step of training
 REMEMBERED = 512  # answers
+EAGER = 64  # answers after each of which it is trained; later, after one in
+TRAIN_EVERY = 8
 HABIT_WEIGHT = 0.05  # of a tenant's latest answer
 FIRST_GUESS = math.log(200.0)
 Array = npt.NDArray[np.float32]
@@ -65,6 +67,8 @@ class LengthMLP:
         self._seen += 1
         self._spread[at] += HABIT_WEIGHT * (abs(value - self._habit[at]) - self._spread[at])
         self._habit[at] += HABIT_WEIGHT * (value - self._habit[at])
+        if self._seen > EAGER and self._seen % TRAIN_EVERY:
+            return
         held = min(self._seen, REMEMBERED)
         picked = [place, *(self._rng.randrange(held) for _ in range(BATCH - 1))]
         self._train(self._x[picked], self._y[picked])

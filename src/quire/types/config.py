@@ -115,7 +115,7 @@ class SchedulerOptions(Checked):
     """Who runs next."""
 
     scheduler: str = option(
-        "fcfs",
+        "auto",
         "fcfs, priority, sjf, srpt, mlfq, lpm, slo, fair, auto, static, or package.module:Class of your own "
         "(see docs/scheduling.md)",
         forms=("fcfs", "priority", "sjf", "srpt", "mlfq", "lpm", "slo", "fair", "auto", "static", "MODULE:CLASS"),
@@ -128,7 +128,7 @@ class SchedulerOptions(Checked):
     prefill_chunk: int | None = option(None, "most tokens of one request per step (default: the whole step)", low=1)
     step_target: float | None = option(
         None,
-        "seconds a step may last while answers stream: prompts are cut to fit (default: 0.3 on a GPU; 0: any)",
+        "seconds a step may last while answers stream: prompts are cut to fit (default: 0.3; 0: any)",
         low=0,
     )
     max_waiting: int = option(4096, "requests allowed to queue before new ones are refused", low=1)
@@ -220,8 +220,8 @@ PAIRS = (
     Pair("kv_fsync", "it is how the disk tier writes", needs=("kv_disk",)),
     Pair("kv_policy", "it says which page leaves a full tier", needs=("kv_host", "kv_disk")),
     Pair("preempt", "pages are moved to a tier below the device", value="swap", needs=_TIERS),
-    Pair("slo_give_up", "no other policy has targets to miss", needs=("scheduler",)),
-    Pair("length_predictor", "no other policy looks at lengths", needs=("scheduler",)),
+    Pair("slo_give_up", "it has no targets to miss", excludes="scheduler", excluded="fcfs"),
+    Pair("length_predictor", "it looks at no lengths", excludes="scheduler", excluded="fcfs"),
     Pair("ageing", "only the priority policy ages", needs=("scheduler",), excludes="scheduler", excluded="static"),
     *(Pair(tier, _SHARED, excludes="prefix_cache", excluded=False) for tier in _TIERS),
     *(Pair(n, _CONTIGUOUS, excludes="scheduler", excluded="static") for n in (*_TIERS, "session_quota")),

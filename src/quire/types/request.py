@@ -59,7 +59,7 @@ def longest_first(requests: list[Request]) -> list[Request]:
         limit = request.params.max_tokens
         return math.inf if limit is None else limit
 
-    return [replace(one, arrival=moment) for one in sorted(requests, key=most, reverse=True)]
+    return [replace(one, arrival=moment, background=True) for one in sorted(requests, key=most, reverse=True)]
 
 
 class FinishReason(enum.StrEnum):

@@ -6,7 +6,7 @@
 Work is what is left of the prompt behind the prefix cache, and the answer as far as it is expected; of two that look
 alike the surer goes first, because an uncertain answer counts as one that may be long. A running sequence is displaced
 only by one that can be in time, if it cannot itself and has much more left. `max_wait` bounds how long any of them
-waits.
+waits. Batch work, which others do not wait behind, goes as it came: it is done when its last answer is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Auto(Fair):
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         if seq.id in self._targets.lost:
             return (1, 0.0, seq.arrival)
-        return (0, self._steps.get(seq.tenant, 0.0), self._work.get(seq.id, inf))
+        work = seq.arrival if seq.background else self._work.get(seq.id, inf)
+        return (0, self._steps.get(seq.tenant, 0.0), work)
 
     def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
         return True
@@ -54,9 +55,11 @@ class Auto(Fair):
         return self._targets.latency()
 
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
-        super().observe(event)
         changed: list[SequenceId] = []
         targets = self._targets
+        if event.kind is EventKind.DREW:
+            return [seq.id for seq, _ in event.sequences if targets.drew(seq.id)]
+        self._account(event)
         for seq, _ in event.sequences:
             if event.kind is EventKind.ARRIVED:
                 targets.arrived(seq, self.services)
@@ -64,8 +67,6 @@ class Auto(Fair):
             elif event.kind is EventKind.FINISHED:
                 targets.finished(seq.id)
                 self._work.pop(seq.id, None)
-            elif event.kind is EventKind.DREW and targets.drew(seq.id):
-                changed.append(seq.id)
             elif event.kind is EventKind.ADMITTED:
                 targets.admitted(seq)
             elif event.kind is EventKind.PREEMPTED:

@@ -54,6 +54,12 @@ class Fair(Policy):
         return self._tenants[tenant].counter
 
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
+        if event.kind is EventKind.DREW:
+            return ()
+        return [id for name in self._account(event) for id in self._placed(self._tenants[name])]
+
+    def _account(self, event: PolicyEvent) -> Iterable[str]:
+        """Keep the tenants' counters; returns whose."""
         touched: dict[str, None] = {}
         for seq, tokens in event.sequences:
             tenant = self._tenants.setdefault(seq.tenant, Tenant())
@@ -68,9 +74,8 @@ class Fair(Policy):
                 tenant.waiting = {seq.id: 0, **tenant.waiting}
             elif event.kind is EventKind.FINISHED:
                 self._finished(tenant, seq)
-            if event.kind is not EventKind.DREW:
-                touched[seq.tenant] = None
-        return [id for name in touched for id in self._placed(self._tenants[name])]
+            touched[seq.tenant] = None
+        return touched
 
     def _arrived(self, tenant: Tenant, seq: SequenceView) -> None:
         if not tenant.live:
