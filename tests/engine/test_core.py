@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from quire.engine import cache_orders as cache
 from quire.engine.client import AsyncClient
@@ -432,3 +433,34 @@ def test_a_session_lets_go_of_its_pages_on_an_idle_engine():
     now = 5.1
     local.receive(0)
     assert engine.scheduler.memory.pool.used == 0
+
+
+def test_an_answer_that_goes_on_finds_what_is_cached_of_it():
+    """The cache may hold more than the prompt of it: what another request with the same beginning drew."""
+    engine = core(prefix_cache=True)
+    prompt = [1, 2, 3, 4, 5]
+    whole = expected(prompt, 12)
+    engine.submit(ask("first", prompt, max_tokens=12))
+    while engine.busy:
+        engine.step()
+    engine.submit(replace(ask("second", prompt, max_tokens=12), outputs=whole[:9]))
+    events = []
+    while engine.busy:
+        events += engine.step()
+    assert [token for event in events for token in event.tokens] == whole[9:]
+    assert events[0].counts.cached == 5 and events[0].index == 9
+    assert engine.timelines("second")[0].prefix == "full"
+    assert engine.stats().cached_tokens == 5
+
+
+def test_a_branch_goes_on_alone_by_its_number():
+    """Its noise is its own, wherever it is drawn."""
+    engine = core()
+    both = {0: expected([7, 8], 6), 2: expected([7, 8], 6, branch=2)}
+    engine.submit(replace(ask("alone", [7, 8]), branch=2, outputs=both[2][:3]))
+    drawn = []
+    while engine.busy:
+        drawn += [(event.branch, token) for event in engine.step() for token in event.tokens]
+    assert drawn == [(2, token) for token in both[2][3:]] and both[0] != both[2]
+    engine.submit(replace(ask("ended", [7, 8], n=2), branch=3))
+    assert [event.branch for event in engine.abort("ended")] == [3, 4]

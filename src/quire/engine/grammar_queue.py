@@ -71,6 +71,5 @@ def endings(request: Request, reason: FinishReason, error: QuireError | None = N
     """A request that never ran ends on every branch."""
     kind, message = (type(error).__name__, str(error)) if error else ("", "")
     return [
-        TokenEvent(request.id, branch, 0, [], finish=reason, error=kind, message=message)
-        for branch in range(request.params.n)
+        TokenEvent(request.id, branch, 0, [], finish=reason, error=kind, message=message) for branch in request.branches
     ]

@@ -48,7 +48,7 @@ class RequestText:
 
     def __init__(self, request: Request, text: TextModel):
         self.request = request
-        self._branches = [_Branch(request, text) for _ in range(request.params.n)]
+        self._branches = {number: _Branch(request, text) for number in request.branches}
         self.open = request.params.n  # branches that have not ended
 
     def take(self, event: TokenEvent) -> tuple[Delta | None, int | None]:

@@ -239,8 +239,8 @@ class Admission(SchedulingFeature):
             return False
         seq.computed = hit.tokens
         if seq.cached < 0:
-            seq.cached = hit.tokens
-            self._timeline.stats.cached_tokens += hit.tokens
+            seq.cached = min(hit.tokens, seq.prompt_len)
+            self._timeline.stats.cached_tokens += seq.cached
         self._table.waiting.remove(seq)
         self._table.start(builder, seq, hit)
         builder.change(seq, adopted)

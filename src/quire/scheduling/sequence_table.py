@@ -96,7 +96,8 @@ class SequenceTable:
 
     def enter(self, request: Request, limit: int) -> None:
         """Let a request wait, to become at most `limit` tokens long."""
-        branches = [self._sequence(request, branch, limit) for branch in range(1 if request.beam else request.params.n)]
+        numbers = request.branches[:1] if request.beam else request.branches
+        branches = [self._sequence(request, branch, limit) for branch in numbers]
         self.requests[request.id] = (
             SequenceGroup(request, branches) if request.beam is None else Search(branches[0], request.beam)
         )
@@ -227,7 +228,7 @@ class SequenceTable:
             return []
         if isinstance(group, Search):
             self.finish_search(group, reason)
-            branches = range(group.request.params.n)
+            branches = group.request.branches
             events = [TokenEvent(request_id, b, 0, [], finish=reason, message=message) for b in branches]
         else:
             events = [self.finish(seq, reason, message) for seq in group.live]

@@ -39,6 +39,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     eos_token_ids: list[int] = []
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
     outputs: list[int] = []  # tokens that another engine has drawn already: this one goes on behind them
+    branch: int = 0  # number of its first branch: noise depends on it, wherever that branch goes on
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     session: str = ""  # whose pages stay for a while after its end
@@ -48,6 +49,11 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     lora: str = ""  # name of the adapter it runs with; empty: the base model
     lora_slot: int = 0  # ... where the engine keeps that; set by the engine
     pooling: str = ""  # mean, cls, last or classify: no tokens are drawn, the answer is the pooled hidden state
+
+    @property
+    def branches(self) -> range:
+        """Numbers of its answers."""
+        return range(self.branch, self.branch + self.params.n)
 
 
 def longest_first(requests: list[Request]) -> list[Request]:

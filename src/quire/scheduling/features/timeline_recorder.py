@@ -87,7 +87,7 @@ class TimelineRecorder(SchedulingFeature):
         request, log = seq.request, seq.log
         reach = seq.limit if seq.hook is None else seq.hook.reach
         every = request.params.prompt_logprobs is not None or request.pooling == "mean" or reach == 1
-        log.prefix = self._explainer.outcome(seq.table, hit, request.prompt, request.salt, every, reach)
+        log.prefix = self._explainer.outcome(seq.table, hit, seq.tokens, request.salt, every, reach)
         log.paged = hit.shared
         if self._memory.states is not None:
             log.snapshot = hit.tokens
