@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observe": {"types"},
     "serve": {"types", "assets", "text", "observe", "engine.client", "engine.frontend", "engine.collector"},
     "lang": {"types", "text", "engine.client", "engine.frontend", "engine.consensus"},
-    "cluster": {"types"},
+    "cluster": {"types", "engine.client", "engine.event_queue"},
     "simulation": {"types", "memory", "scheduling", "engine.core", "cluster"},
     "bench": ALL - {"cli"},
     "cli": ALL,

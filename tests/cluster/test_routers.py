@@ -12,7 +12,7 @@ def route(router, requests, loads):
     chosen = []
     for request in requests:
         chosen.append(router.choose(request, loads))
-        loads[chosen[-1]].add(request)
+        loads[chosen[-1]].sent(request.tokens - router.saved)
     return chosen
 
 
@@ -28,7 +28,7 @@ def test_a_single_replica_gets_everything(name):
     assert make_router(name, 1).choose(RouteView(5), [ReplicaLoad()]) == 0
 
 
-def test_least_load_counts_tokens_before_requests():
+def test_least_load_counts_tokens_and_requests():
     assert make_router("least-load", 2).choose(RouteView(1), [ReplicaLoad(1, 5000), ReplicaLoad(3, 40)]) == 1
 
 
@@ -44,3 +44,10 @@ def test_a_prefix_goes_where_it_was_computed_unless_that_is_overloaded():
 def test_routers_that_are_not_there():
     with pytest.raises(ConfigError, match="round-robin"):
         make_router("random", 2)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_only_what_is_ready_gets_requests(name):
+    loads = [ReplicaLoad(ready=i == 2) for i in range(5)]
+    requests = [RouteView(100, ("s", i), session=str(i % 7)) for i in range(40)]
+    assert set(route(make_router(name, 5, seed=4), requests, loads)) == {2}

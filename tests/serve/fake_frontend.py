@@ -28,6 +28,7 @@ from quire.types.errors import (
 )
 from quire.types.events import EngineStats
 from quire.types.grammar import GrammarSpec
+from quire.types.membership import ReplicaView
 from quire.types.messages import AdapterInfo, EngineInfo
 from quire.types.outputs import Delta
 from quire.types.plan import TokenLogprobs
@@ -127,6 +128,13 @@ class FakeClient:
         self.adapters: list[AdapterInfo] = []
         self.closed = threading.Event()
         self.ended = asyncio.Event()
+
+    async def replicas(self) -> list[ReplicaView]:
+        return [
+            ReplicaView(
+                id="replica-0", pid=1, host="here", role="both", state="ready", running=0, waiting=0, restarts=0
+            )
+        ]
 
     async def stats(self) -> EngineStats:
         if not self.alive:

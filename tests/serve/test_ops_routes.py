@@ -47,3 +47,19 @@ def test_live_tokenizer_info(live_server: str) -> None:
     found = httpx.get(f"{live_server}/tokenizer_info").json()
     assert found["eos_token"] == "<|im_end|>" and "<|im_start|>" in found["chat_template"]
     assert found["added_tokens_decoder"][str(found["eos_token_id"])]["content"] == "<|im_end|>"
+
+
+def test_replicas_of_a_server_with_one_engine(fake_server: str) -> None:
+    admin = fake_server.admin  # type: ignore[attr-defined]
+    (one,) = httpx.get(f"{admin}/v1/replicas").json()["data"]
+    assert {"id", "pid", "role", "state", "running", "waiting", "restarts"} <= one.keys() and one["state"] == "ready"
+    for path in ("restart", f"{one['id']}/drain", f"{one['id']}/restart", f"{one['id']}/activate"):
+        refused = httpx.post(f"{admin}/v1/replicas/{path}")
+        assert refused.status_code == 400 and "one engine" in refused.json()["error"]["message"]
+    assert httpx.get(f"{fake_server}/v1/replicas").status_code == 404  # operators' alone
+    assert 'quire_replica_ready{replica="replica-0"} 1.0' in httpx.get(f"{admin}/metrics").text
+
+
+def test_live_replicas(live_server: str) -> None:
+    (one,) = httpx.get(f"{live_server.admin}/v1/replicas").json()["data"]  # type: ignore[attr-defined]
+    assert (one["state"], one["role"], one["restarts"]) == ("ready", "both", 0) and one["pid"] > 1

@@ -7,6 +7,7 @@ import typer
 from quire.cli.model_report import fetch
 from quire.cli.options import EngineCommand, with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
+from quire.types.seams import EngineClient
 from quire.types.serving import ServeOptions
 
 EXAMPLES = """
@@ -27,6 +28,7 @@ def register(app: typer.Typer) -> None:
 def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and Ollama's APIs."""
     from quire.assets import present
+    from quire.cluster.open_cluster import open_cluster
     from quire.engine.client import AsyncClient, RestartPolicy
     from quire.engine.frontend import Frontend
     from quire.serve import load_keys, run_server
@@ -40,7 +42,11 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     async def open_frontend() -> Frontend:
         local = present(engine.model.model) or fetch(engine)  # here, where there is a terminal to show progress
         policy = RestartPolicy(serving.heartbeat, serving.hang_timeout, serving.max_restarts)
-        client = await AsyncClient.open(engine, process=True, policy=policy)
+        client: EngineClient
+        if serving.replicas is None:
+            client = await AsyncClient.open(engine, process=True, policy=policy)
+        else:
+            client = await open_cluster(engine, serving, policy)
         text = TextModel.load(
             local, tool_call_parser=serving.tool_call_parser, reasoning_parser=serving.reasoning_parser
         )

@@ -32,7 +32,7 @@ def simulate(
     think: Annotated[float, typer.Option(min=0, help="closed loop: seconds between an answer and the next")] = 0.0,
     device: Annotated[str, typer.Option(help="h200, or a file that `quire bench calibrate` wrote")] = "h200",
     replicas: Annotated[int, typer.Option(min=1, help="engines behind the router")] = 1,
-    router: Annotated[str, typer.Option(help="round-robin, least-load, power-of-two or prefix")] = "round-robin",
+    router: Annotated[str, typer.Option(help="cache-aware, prefix, ...: see docs/cluster.md")] = "round-robin",
     rate_scale: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
     kv_scale: Annotated[float, typer.Option(help="KV memory of each replica, as a multiple of the device's")] = 1.0,
     page_size: Annotated[

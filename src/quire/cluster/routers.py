@@ -1,23 +1,29 @@
 """Router policies: which replica a request goes to, from what the router knows of them.
 
-A router knows its own decisions at once, and replicas' loads as of their last report. The same objects route in a
-cluster and in the simulator. Refuses to know: links, clocks.
+A router knows its own decisions at once, and replicas' loads as of their last report. Those that look at prefixes have
+a directory of them. The same objects route in a cluster and in the simulator. Refuses to know: links, clocks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
+from hashlib import blake2b
+from math import inf
 from random import Random
 from typing import NamedTuple
 
+from quire.cluster.prefix_directory import DEFAULT_CAPACITY, PrefixDirectory
 from quire.types.errors import ConfigError
 
-MAX_PREFIXES = 1 << 18  # blocks whose replica is remembered, least recently used forgotten first
 MIN_MATCH = 0.25  # share of a prompt's blocks that must be known for its replica to be preferred
 MAX_IMBALANCE = 1.5  # times the lightest load, and
 SPARE_REQUESTS = 4  # so many requests more, that a replica may have and still be preferred for its prefix
+# What one more request under way costs, in tokens of a prompt: while it draws its own (256 of them, say) it slows the
+# others, and they slow it, by about what computing as many tokens takes.
+REQUEST_TOKENS = 512
+RING_POINTS = 64  # of each replica on the ring of session affinity
 
 
 class RouteView(NamedTuple):
@@ -26,101 +32,209 @@ class RouteView(NamedTuple):
     tokens: int  # of its prompt
     blocks: Sequence[Hashable] = ()  # names of its prompt's blocks: equal names are equal prefixes
     tenant: str = ""
+    session: str = ""
 
 
 class ReplicaLoad:
-    """What a router knows of one replica."""
+    """What a router knows of one replica. `cost`: its queue and what it has under way, in tokens to be computed;
+    without bound while it takes no requests."""
 
-    __slots__ = ("requests", "tokens")
+    __slots__ = ("_ready", "cost", "requests", "tokens")
 
-    def __init__(self, requests: int = 0, tokens: int = 0):
+    def __init__(self, requests: int = 0, tokens: int = 0, *, ready: bool = True):
         self.requests = requests  # under way or waiting
         self.tokens = tokens  # of prompts that are not computed yet
+        self.ready = ready
 
-    def add(self, request: RouteView) -> None:
-        """It was sent this one since the last report."""
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self._ready
+
+    @ready.setter
+    def ready(self, ready: bool) -> None:
+        self._ready = ready
+        self._weigh()
+
+    def _weigh(self) -> None:
+        self.cost = self.tokens + REQUEST_TOKENS * self.requests if self._ready else inf
+
+    def sent(self, tokens: int) -> None:
+        """It was sent one more, with so many tokens to compute."""
         self.requests += 1
-        self.tokens += request.tokens
+        self.tokens += tokens
+        self._weigh()
+
+    def prefilled(self, tokens: int) -> None:
+        """It has computed the tokens of a prompt."""
+        self.tokens -= tokens
+        self._weigh()
+
+    def ended(self, tokens: int) -> None:
+        """A request is over; `tokens`: of its prompt, if that was not computed."""
+        self.requests -= 1
+        self.tokens -= tokens
+        self._weigh()
 
 
 class RouterPolicy(ABC):
     uses_loads = True  # whether decisions depend on what replicas report
+    directory: PrefixDirectory | None = None  # of those that look at prefixes
+    saved = 0  # tokens of the prompt routed last that its replica is known to hold
 
-    def __init__(self, replicas: int, seed: int = 0):
+    def __init__(self, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY):
+        """`capacity`: blocks that a replica can hold."""
         self.replicas = replicas
         self.rng = Random(seed)
 
     @abstractmethod
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        """The replica that this request goes to."""
+        """The replica that this request goes to: one that is ready, if any is."""
 
 
 class RoundRobin(RouterPolicy):
     uses_loads = False
 
-    def __init__(self, replicas: int, seed: int = 0):
+    def __init__(self, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY):
         super().__init__(replicas, seed)
         self._next = 0
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        chosen, self._next = self._next, (self._next + 1) % self.replicas
+        for _ in range(self.replicas):
+            chosen, self._next = self._next, (self._next + 1) % self.replicas
+            if loads[chosen].ready:
+                break
         return chosen
 
 
 class LeastLoad(RouterPolicy):
-    """Fewest tokens still to be computed of prompts, then fewest requests."""
+    """The least cost of what is queued and under way."""
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        return min(range(self.replicas), key=lambda i: (loads[i].tokens, loads[i].requests, i))
+        costs = [load.cost for load in loads]
+        return costs.index(min(costs))
 
 
 class PowerOfTwo(RouterPolicy):
     """The less loaded of two picked at random: nearly as good as asking all, and no herd runs to one."""
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        if self.replicas == 1:
-            return 0
-        one, two = self.rng.sample(range(self.replicas), 2)
-        return min(one, two, key=lambda i: (loads[i].tokens, loads[i].requests, i))
+        one, two = self._ready(loads), self._ready(loads)
+        return one if loads[one].cost <= loads[two].cost else two
+
+    def _ready(self, loads: Sequence[ReplicaLoad]) -> int:
+        """One at random; looks for it where many are not ready."""
+        for _ in range(8):
+            if loads[chosen := int(self.rng.random() * self.replicas)].ready:
+                return chosen
+        return self.rng.choice([i for i, load in enumerate(loads) if load.ready] or range(self.replicas))
 
 
 class PrefixAware(PowerOfTwo):
-    """The replica that computed the longest prefix of the prompt, unless it has too much to do; else the less loaded of
-    two."""
+    """The least loaded of the replicas that hold the longest prefix of the prompt, unless that has too much to do; else
+    the less loaded of two."""
 
-    def __init__(self, replicas: int, seed: int = 0):
+    def __init__(self, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY):
         super().__init__(replicas, seed)
-        self._where: OrderedDict[Hashable, int] = OrderedDict()
+        self.directory: PrefixDirectory = PrefixDirectory(replicas, capacity)
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
+        blocks = request.blocks
+        found = self.directory.match(blocks)
         matched, chosen = 0, -1
-        for block in request.blocks:
-            if (found := self._where.get(block)) is None:
-                break
-            matched, chosen = matched + 1, found
-        if chosen < 0 or matched < MIN_MATCH * len(request.blocks) or self._overloaded(chosen, loads):
-            chosen = super().choose(request, loads)
-        for block in request.blocks:
-            self._where[block] = chosen
-            self._where.move_to_end(block)
-        while len(self._where) > MAX_PREFIXES:
-            self._where.popitem(last=False)
+        if found and found[0].blocks >= MIN_MATCH * len(blocks):
+            chosen = min(members(found[0].replicas), key=lambda i: loads[i].cost)
+            matched = found[0].blocks
+        if chosen < 0 or self._overloaded(chosen, loads):
+            matched, chosen = 0, super().choose(request, loads)
+        self._note(chosen, request, matched)
         return chosen
 
+    def _note(self, chosen: int, request: RouteView, matched: int) -> None:
+        """The replica will have the rest of the prompt too."""
+        blocks, self.saved = request.blocks, 0
+        if matched:
+            self.saved = request.tokens * matched // len(blocks)
+            self.directory.touch(chosen, blocks[matched - 1])
+        if matched < len(blocks):
+            self.directory.add(chosen, blocks[matched:])
+
     def _overloaded(self, chosen: int, loads: Sequence[ReplicaLoad]) -> bool:
-        least = min(load.requests for load in loads)
-        return loads[chosen].requests > MAX_IMBALANCE * least + SPARE_REQUESTS
+        costs = [load.cost for load in loads]
+        least = loads[costs.index(min(costs))].requests
+        return not loads[chosen].ready or loads[chosen].requests > MAX_IMBALANCE * least + SPARE_REQUESTS
+
+
+class CacheAware(PrefixAware):
+    """The least cost: what of the prompt must be computed there, behind what is queued there and beside what is under
+    way. So a prefix is chased as far as that saves more than waiting for it takes; then it is computed on a second
+    replica, and a hot one is soon on many."""
+
+    def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
+        blocks = request.blocks
+        costs = [load.cost for load in loads]
+        chosen, matched = costs.index(min(costs)), 0
+        best = costs[chosen]
+        self.saved = 0
+        if blocks:
+            each = request.tokens / len(blocks)
+            for found in self.directory.match(blocks):
+                saved = found.blocks * each
+                if found.replicas >> chosen & 1 and not matched:  # the least loaded of all holds it
+                    matched, best = found.blocks, best - saved
+                    break
+                for replica in members(found.replicas):
+                    if costs[replica] - saved < best:
+                        chosen, matched, best = replica, found.blocks, costs[replica] - saved
+            self._note(chosen, request, matched)
+        return chosen
+
+
+class SessionAffinity(RouterPolicy):
+    """A session, or else a tenant, goes to one replica as long as that is there: consistent hashing. Others are spread
+    by load."""
+
+    def __init__(self, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY):
+        super().__init__(replicas, seed)
+        points = [(_point(f"{seed}/{i}/{k}"), i) for i in range(replicas) for k in range(RING_POINTS)]
+        self._ring = sorted(points)
+        self._spread = LeastLoad(replicas, seed)
+
+    def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
+        who = request.session or request.tenant
+        if not who:
+            return self._spread.choose(request, loads)
+        start = bisect_left(self._ring, (_point(who), 0))
+        for step in range(len(self._ring)):
+            _, replica = self._ring[(start + step) % len(self._ring)]
+            if loads[replica].ready:
+                break
+        return replica
+
+
+def _point(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+
+
+def members(replicas: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    while replicas:
+        low = replicas & -replicas
+        yield low.bit_length() - 1
+        replicas ^= low
 
 
 ROUTERS: dict[str, type[RouterPolicy]] = {
-    "round-robin": RoundRobin,
-    "least-load": LeastLoad,
-    "power-of-two": PowerOfTwo,
+    "cache-aware": CacheAware,
     "prefix": PrefixAware,
+    "session": SessionAffinity,
+    "power-of-two": PowerOfTwo,
+    "least-load": LeastLoad,
+    "round-robin": RoundRobin,
 }
 
 
-def make_router(name: str, replicas: int, seed: int = 0) -> RouterPolicy:
+def make_router(name: str, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY) -> RouterPolicy:
     if name not in ROUTERS:
         raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {name!r}")
-    return ROUTERS[name](replicas, seed)
+    return ROUTERS[name](replicas, seed, capacity)

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from quire.engine.event_queue import EventQueue
 from quire.engine.link import Link, open_link
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
-from quire.types.events import EngineStats, TokenEvent
+from quire.types.events import EngineStats
+from quire.types.membership import ReplicaView
 from quire.types.messages import (
     Abort,
     Adapted,
@@ -75,83 +79,6 @@ class RestartPolicy:
     heartbeat: float = 5.0
     hang_timeout: float = 0.0  # 0: silence is never death
     max_restarts: int = 0
-
-
-Sink = Callable[[TokenEvent], bool]  # whether it took the event
-
-
-class EventQueue:
-    """Events of one request on their way to its one reader, who gets all that have come since it last looked. A reader
-    that waits may have left a `sink` that is offered events first, where waking it would be most of the work. The
-    first look submits the request; `aclose` before its end, or cancelling the reader, aborts it."""
-
-    def __init__(self, client: AsyncClient, request: Request):
-        self._client = client
-        self._request: Request | None = request
-        self.id = request.id
-        self.open = request.params.n  # branches whose end was not yet read
-        self.events: list[TokenEvent] = []
-        self.error: Exception | None = None
-        self.waiter: asyncio.Future[None] | None = None  # there while the reader waits
-        self.sink: Sink | None = None
-
-    def __aiter__(self) -> EventQueue:
-        return self
-
-    async def __anext__(self) -> list[TokenEvent]:
-        if self._request is not None:
-            request, self._request, branches, self.open = self._request, None, self.open, 0
-            self._client.follow(self, request)
-            self.open = branches
-        if not self.open:
-            raise StopAsyncIteration
-        if not self.events and self.error is None:
-            self.waiter = self._client.loop.create_future()
-            try:
-                await self.waiter
-            except asyncio.CancelledError:
-                await self.aclose()
-                raise
-            finally:
-                self.waiter = None
-        if self.error is not None:
-            self._client.unfollow(self)
-            self.open = 0
-            raise self.error
-        events, self.events = self.events, []
-        for event in events:
-            if event.finish is not None:
-                self.open -= 1
-        if not self.open:
-            self._client.unfollow(self)
-        return events
-
-    async def aclose(self) -> None:
-        self._request = None
-        if self._client.unfollow(self) and self.open and self.error is None:
-            self._client.abort(self.id)
-        self.open = 0
-
-    def put(self, event: TokenEvent) -> None:
-        """To the sink, if the reader has read all there was and the sink takes it; else the reader is woken."""
-        if (waiter := self.waiter) is not None:
-            try:
-                if self.sink is not None and self.sink(event):
-                    return
-            except Exception as error:  # the reader's affair, not that of others whose events came with this one
-                self.sink = None
-                self.fail(error)
-                self._client.abort(self.id)
-                return
-            self.waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-        self.events.append(event)
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
 
 
 class AsyncClient:
@@ -243,6 +170,17 @@ class AsyncClient:
 
     async def stats(self) -> EngineStats:
         return (await self._ask(GetStats(), Stats)).stats
+
+    async def replicas(self) -> list[ReplicaView]:
+        """This one engine."""
+        stats = await self.stats() if self.alive else EngineStats()
+        state = "ready" if self.alive else "starting"
+        return [
+            ReplicaView(
+                id="replica-0", pid=self.pid or os.getpid(), host=socket.gethostname(), role="both", state=state,
+                running=stats.running, waiting=stats.waiting, restarts=self.restarts,
+            )
+        ]  # fmt: skip
 
     async def view(self) -> EngineView:
         return (await self._ask(GetView(), View)).view

@@ -1,7 +1,8 @@
 """The engine process: `python -m quire.engine.engine_process ADDRESS PARENT-PID OPTIONS-JSON`, started by ProcessLink.
+Or, where ADDRESS is tcp://..., a replica; its ReplicaMembership comes on standard input from the actor that hosts it.
 
 One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
-ends when told to, or when its parent is gone.
+ends when told to, when its parent is gone, or, a replica, when its client has not been heard of for long.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -27,6 +30,7 @@ from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
 from quire.types.logs import configure_child
+from quire.types.membership import ReplicaMembership
 from quire.types.messages import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
 
 log = logging.getLogger(__name__)
@@ -34,12 +38,18 @@ log = logging.getLogger(__name__)
 IDLE_POLL_MS = 250
 BEAT = 0.5  # seconds of silence before a heartbeat
 CHECK = 1.0  # seconds of idleness between looks whether all is in order
+ORPHAN = 60.0  # seconds without a word from its client after which a replica ends
+LINK_HEARTBEAT_MS = 1000  # between pings of the socket itself, which answers them whatever the engine does
+LINK_TIMEOUT_MS = 5000
 
 
 class EngineProcess:
-    def __init__(self, address: str):
+    def __init__(self, address: str, member: ReplicaMembership | None = None):
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
+        self._socket = self._context.socket(zmq.PAIR if member is None else zmq.DEALER)
+        self._beats = -1 if member is None else member.beats
+        if member is not None:
+            self._join(member)
         self._socket.setsockopt(zmq.LINGER, 2000)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
@@ -47,7 +57,26 @@ class EngineProcess:
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._sent = time.monotonic()
+        self._sent = self._beat = time.monotonic()
+        self._heard = time.monotonic() if member is not None else float("inf")
+
+    def _join(self, member: ReplicaMembership) -> None:
+        """One of several on a socket of their client's, over a network."""
+        self._socket.setsockopt_string(zmq.IDENTITY, member.identity)
+        self._socket.curve_serverkey = member.keys.server.encode()
+        self._socket.curve_publickey = member.keys.public.encode()
+        self._socket.curve_secretkey = member.keys.secret.encode()
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS)
+        if member.beats >= 0:
+            os.set_blocking(member.beats, False)
+
+    def beat(self) -> None:
+        """Tell the actor that hosts this process that it goes on."""
+        if self._beats >= 0:
+            with suppress(BlockingIOError):
+                os.write(self._beats, b".")
+        self._beat = time.monotonic()
 
     def send(self, message: ToClient) -> None:
         self._socket.send(self._encoder.encode(message))
@@ -63,11 +92,18 @@ class EngineProcess:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
-            if time.monotonic() - self._sent > BEAT:
+            now = time.monotonic()
+            if now - self._sent > BEAT:
                 self.send(Heartbeat())
+            if now - self._beat > BEAT:
+                self.beat()
+            if now - self._heard > ORPHAN:
+                log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)
+                return
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                self._heard = max(self._heard, now)
                 if isinstance(message, Shutdown):
                     return
                 for reply in handle(core, message):
@@ -85,14 +121,15 @@ class EngineProcess:
         self._context.term()
 
 
-def end_with_parent(parent: int, directory: Path) -> None:
+def end_with_parent(parent: int, directory: Path | None) -> None:
     """A thread that ends this process, and what it would leave behind, as soon as its parent is gone: however the
     parent ended, and whatever this process is busy with."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(BEAT)
-        shutil.rmtree(directory, ignore_errors=True)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="quire-parent", daemon=True).start()
@@ -102,8 +139,10 @@ def main(address: str, parent: str, options: str) -> int:
     configure_child("engine")
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent(int(parent), Path(address.removeprefix("ipc://")).parent)
-    process = EngineProcess(address)
+    replica = not address.startswith("ipc://")
+    member = msgspec.json.decode(sys.stdin.buffer.read(), type=ReplicaMembership) if replica else None
+    end_with_parent(int(parent), None if replica else Path(address.removeprefix("ipc://")).parent)
+    process = EngineProcess(address, member)
     began = time.perf_counter()
     try:
         from quire.engine.build import build_engine
@@ -114,7 +153,8 @@ def main(address: str, parent: str, options: str) -> int:
         for reason in info.reasons:
             log.info(reason)
         shed()  # the engine lives as long as the process
-        process.send(Ready(info))
+        process.send(Ready(info, os.getpid(), socket.gethostname()))
+        process.beat()
         core.executor.prepare(GrammarSpec("json_object"))  # the first grammar of a client finds the vocabulary made
         process.serve(core)
         core.close()

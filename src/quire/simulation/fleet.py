@@ -25,7 +25,7 @@ import msgspec
 from quire.cluster.routers import ReplicaLoad, RouteView, make_router
 from quire.simulation.records import Result
 from quire.simulation.replica import Replica
-from quire.simulation.traces import Arrival
+from quire.simulation.traces import TRACE_BLOCK, Arrival
 from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
 from quire.types.errors import EngineDeadError
@@ -157,7 +157,9 @@ Routed = tuple[float | None, range, list[int]]  # until when, which requests, th
 
 def _routed(fleet: Fleet, trace: Sequence[Arrival], team: list[Worker], shares: list[range]) -> Iterator[Routed]:
     """Requests in portions, each routed when all before it have run as far."""
-    router = make_router(fleet.router, fleet.replicas, fleet.seed)
+    machine, block = fleet.model.machine, max((one.block for one in trace[:1]), default=TRACE_BLOCK)
+    held = machine.pages * machine.page_size // block
+    router = make_router(fleet.router, fleet.replicas, fleet.seed, max(1, held))
     loads = [ReplicaLoad() for _ in range(fleet.replicas)]
     waits = router.uses_loads and fleet.replicas > 1
     first = len(trace) if fleet.clients else 0
@@ -170,7 +172,7 @@ def _routed(fleet: Fleet, trace: Sequence[Arrival], team: list[Worker], shares: 
         for one in trace[first:last]:
             view = RouteView(one.prompt, one.blocks, one.tenant)
             chosen.append(router.choose(view, loads))
-            loads[chosen[-1]].add(view)
+            loads[chosen[-1]].sent(one.prompt - router.saved)
         yield until if waits else trace[last - 1].at, range(first, last), chosen
         for worker, share in zip(team, shares, strict=True):
             for number, load in zip(share, worker.loads(), strict=True):

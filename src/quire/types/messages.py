@@ -1,6 +1,6 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
-Client → engine: Submit, Abort, FinishAt, Query, Reset, Shutdown.
+Client → engine: Submit, Abort, FinishAt, Query, Reset, Heartbeat (to a replica on another machine), Shutdown.
 Engine → client: Ready (once, or Failed), Events (one frame a step), Reply (to the Query of the same id), Failed (the
 engine died), Heartbeat (when there was nothing else to say for a while).
 
@@ -100,6 +100,8 @@ class Shutdown(msgspec.Struct, tag=True):
 
 class Ready(msgspec.Struct, tag=True):
     info: EngineInfo
+    pid: int = 0
+    host: str = ""
 
 
 class Events(msgspec.Struct, tag=True):
@@ -158,7 +160,8 @@ class Reply(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """Sent by the loop that steps, so that it proves progress and not mere existence."""
+    """Sent by the loop that steps, so that it proves progress and not mere existence. To a replica: its client is still
+    there."""
 
 
 class Failed(msgspec.Struct, tag=True):
@@ -211,7 +214,7 @@ class EngineInfo(msgspec.Struct):
         return self.max_model_len if self.pooling.encoder else self.max_model_len - 1
 
 
-ToEngine = Submit | Abort | FinishAt | Query | Reset | Shutdown
+ToEngine = Submit | Abort | FinishAt | Query | Reset | Heartbeat | Shutdown
 ToClient = Ready | Events | Reply | Heartbeat | Failed
 
 

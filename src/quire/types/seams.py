@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
+from quire.types.membership import ReplicaView
 from quire.types.messages import AdapterInfo, EngineInfo
 from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
@@ -185,7 +186,8 @@ class EventStream(Protocol):
 class EngineClient(Protocol):
     """One engine or a thousand: what the servers and the language see."""
 
-    info: EngineInfo
+    @property
+    def info(self) -> EngineInfo: ...
 
     def submit(self, request: Request) -> EventStream:
         """Events of the request until every branch finished; closing it before aborts the request."""
@@ -196,6 +198,8 @@ class EngineClient(Protocol):
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None: ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def replicas(self) -> list[ReplicaView]: ...
 
     async def power(self, *, asleep: bool) -> None: ...
 
@@ -227,6 +231,22 @@ class EngineClient(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ReplicaOperator(Protocol):
+    """A client whose engines can be replaced one by one. `timeout`: seconds that an engine's requests have to finish
+    before they go on elsewhere."""
+
+    async def drain(self, id: str, timeout: float) -> ReplicaView:
+        """Send it nothing new; returns when it has nothing to do."""
+        ...
+
+    def activate(self, id: str) -> ReplicaView: ...
+
+    async def restart(self, id: str, timeout: float) -> ReplicaView: ...
+
+    async def rolling_restart(self, timeout: float) -> list[ReplicaView]: ...
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

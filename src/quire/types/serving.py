@@ -92,8 +92,29 @@ class ServeOptions(Checked):
     hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never", low=0)
     max_restarts: int = option(3, "engine restarts within ten minutes before the server gives up", low=0)
 
+    replicas: int | None = option(
+        None, "engines of the model behind this server, started and watched by Ray; needs quire[ray]", low=1, high=1024
+    )
+    router: str = option(
+        "cache-aware",
+        "which replica a request goes to: cache-aware, prefix, session, power-of-two, least-load or round-robin",
+        forms=("cache-aware", "prefix", "session", "power-of-two", "least-load", "round-robin"),
+    )
+    ray_address: str | None = option(
+        None, "Ray cluster to run replicas on, HOST:PORT or auto (default: a Ray of the server's own, on this machine)"
+    )
+    replica_cpus: float = option(1.0, "CPUs that Ray sets aside for a replica on a cluster", low=0)
+    replica_gpus: float | None = option(
+        None, "GPUs that Ray sets aside for a replica (default: one, or an equal part where there are fewer)", low=0
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("router", "ray_address", "replica_cpus", "replica_gpus"):
+            if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"{name} has no effect without replicas")
+        if self.ray_address is None and self.replica_cpus != 1.0:
+            raise ConfigError("replica_cpus has no effect without ray_address: this machine's cores are shared evenly")
         if (self.grpc_cert is None) != (self.grpc_key is None):
             raise ConfigError("grpc_cert and grpc_key need each other")
         if self.grpc_cert is not None and self.grpc_port is None:

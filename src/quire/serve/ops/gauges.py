@@ -5,20 +5,23 @@ Refuses to know: engines, requests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.types.membership import ReplicaView
+
 if TYPE_CHECKING:
     from quire.serve.core.generation import Serving
 
 
 class _Gauges(Collector):
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: Serving, replicas: Sequence[ReplicaView]):
         self.serving = serving
+        self.replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
         admission, lag = self.serving.admission, self.serving.lag
@@ -37,12 +40,28 @@ class _Gauges(Collector):
         yield refused
         restarts = getattr(self.serving.frontend.client, "restarts", 0)
         yield CounterMetricFamily("quire_engine_restarts", "Times the engine was replaced.", restarts)
+        yield from self._of_replicas()
         delays = HistogramMetricFamily("quire_event_loop_lag_seconds", "Lateness of a sleeping task.")
         delays.add_metric((), lag.cumulative(), lag.total)
         yield delays
 
+    def _of_replicas(self) -> Iterator[Metric]:
+        labels = ("replica",)
+        up = GaugeMetricFamily("quire_replica_ready", "Whether a replica takes requests.", labels=labels)
+        running = GaugeMetricFamily("quire_replica_requests_running", "Requests a replica works on.", labels=labels)
+        waiting = GaugeMetricFamily("quire_replica_requests_waiting", "... without a first token.", labels=labels)
+        restarts = CounterMetricFamily("quire_replica_restarts", "Times a replica was replaced.", labels=labels)
+        for one in self.replicas:
+            up.add_metric((one.id,), one.state == "ready")
+            running.add_metric((one.id,), one.running)
+            waiting.add_metric((one.id,), one.waiting)
+            restarts.add_metric((one.id,), one.restarts)
+        yield from (up, running, waiting, restarts)
+        failovers = getattr(self.serving.frontend.client, "failovers", 0)
+        yield CounterMetricFamily("quire_failovers", "Requests that went on on another replica.", failovers)
 
-def render(serving: Serving) -> bytes:
+
+def render(serving: Serving, replicas: Sequence[ReplicaView]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Gauges(serving))
+    registry.register(_Gauges(serving, replicas))
     return generate_latest(registry)

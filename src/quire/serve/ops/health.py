@@ -18,6 +18,7 @@ from quire.serve.core.rate_limits import DRAIN_RETRY
 from quire.serve.ops import gauges
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats
+from quire.types.membership import ReplicaView
 
 ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
 
@@ -69,10 +70,12 @@ def metrics_router(serving: Serving) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
+        replicas: list[ReplicaView] = []
         try:
             serving.metrics.engine(await engine_stats(serving))
+            replicas = await serving.frontend.client.replicas()
         except EngineDeadError:
             serving.metrics.engine(None)
-        return Response(exposition.render(serving.metrics) + gauges.render(serving), media_type=CONTENT_TYPE)
+        return Response(exposition.render(serving.metrics) + gauges.render(serving, replicas), media_type=CONTENT_TYPE)
 
     return routes

@@ -1,0 +1,112 @@
+"""A request under way in a cluster: what its reader was given so far, and how it goes on on another replica.
+
+    request (n branches) ──► part on a replica ──(the replica is gone)──► one part a branch that is open, elsewhere,
+                                                                         with the tokens its reader has as known ones
+
+Noise is a function of (seed, branch, position, token id), history and grammars are read from tokens: so the answer is
+the one it would have been. Refuses to know: replicas, links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from quire.engine.client import EventQueue
+from quire.types.counts import Counts
+from quire.types.events import TokenEvent
+from quire.types.request import FinishReason, Request
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Branches of a request that one replica works on."""
+
+    active: ActiveRequest
+    request: Request  # as that replica has it
+    branches: set[int]  # whose end has not come
+    prefill: int  # tokens that must be computed before it draws
+    started: bool = False  # they are
+
+
+@dataclass(eq=False, slots=True)
+class ActiveRequest:
+    request: Request
+    events: EventQueue
+    outputs: list[list[int]] = field(default_factory=list)  # by branch: tokens that its reader has
+    open: set[int] = field(default_factory=set)  # branches whose end its reader has not
+    stopped: set[int] = field(default_factory=set)  # ... of them, ended by their reader at a stop string
+    counted: set[int] = field(default_factory=set)  # branches that said what of the prompt was cached
+    scored: bool = False  # log-probabilities of the prompt were given
+    parts: dict[str, Part] = field(default_factory=dict)  # by the id of the part's request
+    failovers: int = 0  # replicas that were lost under it
+    _resumed: int = 0
+
+    @classmethod
+    def begun(cls, request: Request, events: EventQueue) -> ActiveRequest:
+        active = cls(request, events)
+        active.outputs = [[] for _ in range(request.params.n)]
+        active.open = set(request.branches)
+        return active
+
+    def part(self, request: Request, prefill: int) -> Part:
+        made = Part(self, request, set(request.branches), prefill)
+        self.parts[request.id] = made
+        return made
+
+    def take(self, part: Part, event: TokenEvent) -> TokenEvent | None:
+        """An event as the reader of the whole request sees it; None if there is nothing new in it."""
+        branch = event.branch
+        if branch not in self.open:
+            return None
+        known = self.outputs[branch]
+        if event.index < len(known):  # tokens the reader has
+            again = len(known) - event.index
+            event.tokens = event.tokens[again:]
+            event.logprobs = event.logprobs[again:] if event.logprobs else None
+            event.index = len(known)
+        if event.tokens:
+            known += event.tokens
+        if (counts := event.counts) is not None:
+            if branch in self.counted and part.request.id != self.request.id:  # said by the replica it began on
+                event.counts = Counts(0, 0, counts.evicted, counts.forced, counts.drafted, counts.accepted)
+            self.counted.add(branch)
+        if event.prompt_logprobs is not None:
+            event.prompt_logprobs = None if self.scored else event.prompt_logprobs
+            self.scored = True
+        if event.finish is not None:
+            self.open.discard(branch)
+            part.branches.discard(branch)
+            if not part.branches:
+                del self.parts[part.request.id]
+        event.request = self.request.id
+        return event
+
+    def ended(self) -> list[TokenEvent]:
+        """Ends of branches that their reader stopped and whose replica cannot say so any more."""
+        found = [
+            TokenEvent(self.request.id, branch, len(self.outputs[branch]), [], finish=FinishReason.STOP)
+            for branch in sorted(self.open & self.stopped)
+        ]
+        self.open -= self.stopped
+        return found
+
+    def resumed(self, part: Part) -> list[Request]:
+        """What another replica must be asked so that the branches of a part go on behind what their reader has."""
+        del self.parts[part.request.id]
+        left = sorted(part.branches & self.open)
+        whole = part.request.beam is not None or bool(part.request.pooling)
+        if left and (whole or (len(left) == part.request.params.n and not any(self.outputs[b] for b in left))):
+            return [self._again(part.request)]
+        return [self._branch(branch) for branch in left]
+
+    def _again(self, request: Request) -> Request:
+        self._resumed += 1
+        return replace(request, id=f"{self.request.id}~{self._resumed}")
+
+    def _branch(self, branch: int) -> Request:
+        outputs, params = list(self.outputs[branch]), self.request.params
+        scores = None if outputs or self.scored else params.prompt_logprobs
+        alone = replace(params, n=1, best_of=None, prompt_logprobs=scores)
+        return self._again(replace(self.request, branch=branch, outputs=outputs, params=alone))

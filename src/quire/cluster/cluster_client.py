@@ -1,0 +1,395 @@
+"""The engine client of a cluster: many replicas of one model behind one EngineClient.
+
+    submit ──► router ──► a replica ──► events ──► the request's queue
+                            └──(gone)──► another replica goes on behind the tokens that the queue was given
+
+Everything here runs on one event loop; frames come from the hub's thread, once for all that came together. Replicas are
+started, watched and started again by whoever hosts them (`cluster/ray_host.py`). Refuses to know: Ray, text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from quire.cluster.active_request import ActiveRequest, Part
+from quire.cluster.replica_handle import Replica, ReplicaState
+from quire.cluster.replica_hub import Received, ReplicaHub
+from quire.cluster.replica_queries import NO_REPLICA, ReplicaQueries
+from quire.cluster.routers import RouterPolicy, RouteView
+from quire.engine.client import CLOSED, RESTART_WINDOW_S, RestartPolicy
+from quire.engine.event_queue import EventQueue
+from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, RequestNotFoundError, from_wire
+from quire.types.events import TokenEvent
+from quire.types.hashing import PageHasher, new_key
+from quire.types.membership import ReplicaView
+from quire.types.messages import (
+    Abort,
+    AdapterInfo,
+    EngineInfo,
+    Events,
+    Failed,
+    FinishAt,
+    LoadAdapter,
+    Query,
+    Ready,
+    Refused,
+    Reply,
+    Shutdown,
+    Submit,
+    ToClient,
+    UnloadAdapter,
+)
+from quire.types.request import Request
+
+log = logging.getLogger(__name__)
+
+MAX_FAILOVERS = 3  # replicas that may be lost under one request, which may be why, before it ends with an error
+MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none
+RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
+WATCH_INTERVAL_S = 1.0
+START_TIMEOUT_S = 600.0
+BLOCK_TOKENS = 64  # that the router names together
+CLOSE_TIMEOUT_S = 5.0
+
+REPLICA_LOST = "the replica was lost"
+
+
+class ReplicaHost(Protocol):
+    """Whoever starts replicas, watches them and starts them again."""
+
+    def stop(self) -> None: ...
+
+
+class ClusterClient(ReplicaQueries):
+    """Implements types.seams.EngineClient for `replicas` engines that join the hub."""
+
+    def __init__(self, replicas: int, router: RouterPolicy, policy: RestartPolicy, host: str = "127.0.0.1"):
+        super().__init__(ReplicaHub(host, self._on_loop))
+        self.policy = policy
+        self.failovers = 0  # requests that went on on another replica because theirs was lost
+        self._replicas = [Replica(number) for number in range(replicas)]
+        self._loads = [replica.load for replica in self._replicas]
+        self._where: dict[str, Replica] = {}  # parts under way, by id
+        self._router = router
+        self._hasher = PageHasher(new_key(), BLOCK_TOKENS)
+        self._active: dict[str, ActiveRequest] = {}
+        self._spares: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
+        self._parked: deque[tuple[float, ActiveRequest, Request]] = deque()
+        self._losses: list[float] = []
+        self._lost: asyncio.Future[QuireError] = self.loop.create_future()
+        self._failed: asyncio.Future[QuireError] = self.loop.create_future()  # a replica that could not start
+        self._closing = False
+        self._host: ReplicaHost | None = None
+        self._info: EngineInfo | None = None
+        self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
+
+    async def ready(self, host: ReplicaHost) -> None:
+        """Wait for all replicas; raises what kept one from starting."""
+        self._host = host
+        joined = asyncio.gather(*(replica.joined.wait() for replica in self._replicas))
+        try:
+            done, _ = await asyncio.wait(
+                (joined, self._failed), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            joined.cancel()
+        if self._failed in done:
+            raise self._failed.result()
+        if not done:
+            here = sum(replica.joined.is_set() for replica in self._replicas)
+            problem = f"{here} of {len(self._replicas)} replicas were ready within {START_TIMEOUT_S:.0f} s"
+            raise EngineDeadError(f"{problem}; does the cluster have room for all of them?")
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of any replica, and what all can run together."""
+        assert self._info is not None
+        return self._info
+
+    @property
+    def restarts(self) -> int:
+        return sum(max(0, replica.restarts) for replica in self._replicas)
+
+    def trouble(self) -> str | None:
+        now, silent = time.monotonic(), None
+        for replica in self._replicas:
+            if replica.load.ready:
+                if now - replica.heard <= self.policy.heartbeat:
+                    return None
+                silent = f"no replica gave a sign of life for {self.policy.heartbeat:g} s"
+        return CLOSED if self._closing else silent or NO_REPLICA
+
+    async def lost(self) -> QuireError:
+        return await asyncio.shield(self._lost)
+
+    # ---- requests -------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> EventQueue:
+        return EventQueue(self, request)
+
+    def follow(self, events: EventQueue, request: Request) -> None:
+        if self._closing or not any(load.ready for load in self._loads):
+            raise EngineDeadError(CLOSED if self._closing else NO_REPLICA)
+        if request.id in self._active:
+            raise InputError(f"request id {request.id!r} is already in use", param="request_id")
+        active = self._active[request.id] = ActiveRequest.begun(request, events)
+        self._place(active, request)
+
+    def unfollow(self, events: EventQueue) -> bool:
+        active = self._active.get(events.id)
+        if active is None or active.events is not events:
+            return False
+        del self._active[events.id]
+        self.abort_parts(active)
+        for replica, part in self._parts(active):
+            self._drop(replica, part)
+        active.parts.clear()
+        return True
+
+    def abort(self, request_id: str) -> None:
+        if (active := self._active.get(request_id)) is not None:
+            self.abort_parts(active)
+
+    def abort_parts(self, active: ActiveRequest) -> None:
+        for replica, part in self._parts(active):
+            self.hub.send(replica.identity, Abort(part.request.id))
+
+    def finish_at(self, request_id: str, branch: int, tokens: int) -> None:
+        if (active := self._active.get(request_id)) is not None:
+            active.stopped.add(branch)
+            for replica, part in self._parts(active):
+                if branch in part.branches:
+                    self.hub.send(replica.identity, FinishAt(part.request.id, branch, tokens))
+
+    def _parts(self, active: ActiveRequest) -> list[tuple[Replica, Part]]:
+        """Those that a replica has now."""
+        return [(self._where[id], part) for id, part in active.parts.items()]
+
+    def _drop(self, replica: Replica, part: Part) -> None:
+        self._where.pop(part.request.id, None)
+        replica.drop(part)
+
+    def _place(self, active: ActiveRequest, request: Request) -> None:
+        """Send a request, or a part of one, to the replica that the router chooses; without any, let it wait."""
+        if self._active.get(active.request.id) is not active:
+            return  # its reader left
+        if not any(load.ready for load in self._loads):
+            self._parked.append((time.monotonic(), active, request))
+            return
+        tokens = len(request.prompt) + len(request.outputs)
+        view = RouteView(tokens, self._blocks(request), request.tenant, request.session)
+        replica = self._replicas[self._router.choose(view, self._loads)]
+        part = active.part(request, tokens - self._router.saved)
+        replica.take(part)
+        self._where[request.id] = replica
+        self.hub.send(replica.identity, Submit(request))
+
+    def _blocks(self, request: Request) -> list[bytes]:
+        """Names of the blocks of what is known of a request, where the router looks at prefixes."""
+        if self._router.directory is None:
+            return []
+        root = self._hasher.root(f"{request.salt}\0{request.lora}")
+        return self._hasher.chain(root, request.prompt + request.outputs)
+
+    def _move(self, parts: list[Part], *, lost: bool) -> None:
+        """Have parts go on elsewhere; `lost`: because their replica was."""
+        touched = {part.active: None for part in parts}
+        for active in touched:
+            active.failovers += lost
+            self.failovers += lost
+            for event in active.ended():
+                active.events.put(event)
+            if active.failovers > MAX_FAILOVERS:
+                problem = f"{active.failovers} replicas were lost while they worked on this request; it is given up"
+                active.events.fail(EngineDeadError(problem))
+        for part in parts:
+            self._where.pop(part.request.id, None)
+            for request in part.active.resumed(part):
+                if part.active.failovers <= MAX_FAILOVERS:
+                    self._remember(part.active.request.id, request.id)
+                    self._place(part.active, request)
+
+    # ---- what replicas say ----------------------------------------------------------------------------------
+
+    def _on_loop(self, news: Received) -> None:
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._received, news)
+
+    def _received(self, news: Received) -> None:
+        for identity, message in news:
+            replica = self._by_identity.get(identity)
+            if isinstance(message, Ready):
+                self._joined(identity, message)
+            elif message is None or isinstance(message, Failed):
+                self._gone(identity, message)
+            elif replica is None and identity not in self._spares:  # given up: what it worked on is others'
+                self.hub.send(identity, Shutdown())
+            elif replica is not None:
+                replica.heard = time.monotonic()
+                self._said(replica, message)
+
+    def _said(self, replica: Replica, message: ToClient) -> None:
+        if isinstance(message, Events):
+            for event in message.events:
+                if (part := replica.parts.get(event.request)) is not None:
+                    self._deliver(replica, part, event)
+        elif isinstance(message, Reply):
+            future = replica.asked.pop(message.id, None)
+            if future is not None and not future.done():
+                future.set_result(message.answer)
+            elif isinstance(message.answer, Refused):  # of what a new replica was told to have
+                log.warning("%s refused: %s", replica.id, message.answer.message)
+
+    def _deliver(self, replica: Replica, part: Part, event: TokenEvent) -> None:
+        active = part.active
+        if event.error == OverloadedError.__name__ and part.request.id != active.request.id:
+            self._drop(replica, part)  # it was accepted once: it waits until there is room
+            for request in active.resumed(part):
+                self.loop.call_later(RETRY_S, self._place, active, request)
+            return
+        if not part.started:
+            replica.begun(part)
+        fresh = active.take(part, event)
+        if not part.branches:
+            self._drop(replica, part)
+        if fresh is not None:
+            active.events.put(fresh)
+
+    def _joined(self, identity: str, ready: Ready) -> None:
+        vacant = next((replica for replica in self._replicas if not replica.identity), None)
+        if vacant is None:  # that of one whose end is not known here yet
+            self._spares[identity] = ready
+            return
+        self._by_identity[identity] = vacant
+        vacant.join(identity, ready)
+        if self._router.directory is not None:
+            held = ready.info.pages * ready.info.page_size // BLOCK_TOKENS
+            self._router.directory.resize(self._replicas.index(vacant), max(1, held))
+        if self._info is None:
+            self.adapters = list(ready.info.adapters)
+        infos = [replica.info for replica in self._replicas if replica.info is not None]
+        self._info = replace(ready.info, slots=sum(one.slots for one in infos), pages=sum(one.pages for one in infos))
+        log.info("%s is ready: process %d on %s", vacant.id, vacant.pid, vacant.host)
+        self._adapt(vacant, ready.info.adapters)
+        parked, self._parked = self._parked, deque()
+        for _, active, request in parked:
+            self._place(active, request)
+
+    def _adapt(self, replica: Replica, there: list[AdapterInfo]) -> None:
+        """A new process has the adapters named at start: bring it to what the others have, before any request."""
+        for one in (one for one in there if one not in self.adapters):
+            self.hub.send(replica.identity, Query(UnloadAdapter(one.name)))
+        for one in (one for one in self.adapters if one not in there):
+            self.hub.send(replica.identity, Query(LoadAdapter(one.name, one.path)))
+
+    def _gone(self, identity: str, failed: Failed | None) -> None:
+        """A process has ended, or its connection has."""
+        if failed is not None and not self._failed.done():
+            self._failed.set_result(from_wire(failed.kind, failed.message))
+        self._spares.pop(identity, None)
+        replica = self._by_identity.pop(identity, None)
+        if self._closing or (replica is None and failed is None):
+            return
+        if replica is not None:
+            drained = replica.state is ReplicaState.DRAINED
+            parts = replica.leave(REPLICA_LOST)
+            if self._router.directory is not None:
+                self._router.directory.forget(self._replicas.index(replica))
+            if self._spares:
+                self._joined(*self._spares.popitem())
+            if drained:
+                return
+            requests = len({part.active for part in parts})
+            why = failed.message if failed is not None else "its connection closed"
+            log.warning("%s was lost: %s; %d requests go on elsewhere", replica.id, why, requests)
+            self._move(parts, lost=True)
+        now = time.monotonic()
+        self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S] + [now]
+        if len(self._losses) > (self.policy.max_restarts + 1) * len(self._replicas) and not self._lost.done():
+            self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
+
+    def _watch(self) -> None:
+        """Replicas that hang, and requests that wait for one in vain."""
+        now = time.monotonic()
+        self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
+        for replica in [one for one in self._replicas if one.identity]:
+            if 0 < self.policy.hang_timeout < now - replica.heard:  # its host ends it
+                silence = f"no sign of life for {now - replica.heard:.0f} s"
+                self._gone(replica.identity, Failed(EngineDeadError.__name__, silence))
+        while self._parked and now - self._parked[0][0] > MAX_PARKED_S:
+            self._parked.popleft()[1].events.fail(EngineDeadError(NO_REPLICA))
+
+    # ---- replicas one by one --------------------------------------------------------------------------------
+
+    async def replicas(self) -> list[ReplicaView]:
+        return [replica.view() for replica in self._replicas]
+
+    async def drain(self, id: str, timeout: float) -> ReplicaView:
+        """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
+        replica = self._replica(id)
+        identity = replica.identity
+        if not any(load.ready for load in self._loads if load is not replica.load):
+            raise InputError(f"no other replica is ready to take over from {id}", param="id")
+        if replica.state is ReplicaState.STARTING:
+            raise InputError(f"{id} is starting: there is nothing to drain", param="id")
+        replica.state = ReplicaState.DRAINING
+        try:
+            await asyncio.wait_for(replica.idle.wait(), timeout)
+        except TimeoutError:
+            for request in replica.parts:
+                self.hub.send(identity, Abort(request))
+            self._move(replica.give_up(), lost=False)
+        if replica.identity == identity:
+            replica.state = ReplicaState.DRAINED
+        return replica.view()
+
+    def activate(self, id: str) -> ReplicaView:
+        """Route to a drained replica again."""
+        replica = self._replica(id)
+        if replica.identity:
+            replica.state = ReplicaState.READY
+        return replica.view()
+
+    async def restart(self, id: str, timeout: float) -> ReplicaView:
+        """Drain a replica and have its host start it anew; one that starts does so anyway."""
+        replica = self._replica(id)
+        if replica.state is not ReplicaState.STARTING:
+            await self.drain(id, timeout)
+        if replica.state is ReplicaState.DRAINED:
+            replica.joined.clear()
+            self.hub.send(replica.identity, Shutdown())
+        await asyncio.wait_for(replica.joined.wait(), START_TIMEOUT_S)
+        return replica.view()
+
+    async def rolling_restart(self, timeout: float) -> list[ReplicaView]:
+        """Replace all replicas, one after the other."""
+        return [await self.restart(replica.id, timeout) for replica in list(self._replicas)]
+
+    def _replica(self, id: str) -> Replica:
+        for replica in self._replicas:
+            if replica.id == id:
+                return replica
+        raise RequestNotFoundError(f"there is no replica {id!r}")
+
+    async def close(self) -> None:
+        """End all replicas; what is still open ends with an error first."""
+        if self._closing:
+            return
+        self._closing = True
+        self._watcher.cancel()
+        for active in self._active.values():
+            active.events.fail(EngineDeadError(CLOSED))
+        for identity in self._by_identity:
+            self.hub.send(identity, Shutdown())
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._by_identity and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+        await asyncio.to_thread(self.hub.close)

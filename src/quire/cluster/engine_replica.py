@@ -1,0 +1,61 @@
+"""The actor that hosts one engine process: what Ray sees of a replica.
+
+It starts the process, passes on whether it is well, and ends when the process does, so that Ray starts another. It is
+handed to Ray as a deployment's class (`cluster/ray_host.py`). Refuses to know: requests, Ray's API.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from quire.types.membership import CurveKeys, ReplicaMembership
+
+log = logging.getLogger(__name__)
+
+BEATS_READ = 4096  # bytes of beats read at a time
+
+
+class EngineReplica:
+    def __init__(self, hub: str, keys: list[str], options: dict[str, Any], hang_timeout: float):
+        """Returns when the engine is ready; `keys` as CurveKeys has them."""
+        self._hang_timeout = hang_timeout
+        self._beats, theirs = os.pipe()
+        member = ReplicaMembership(identity=secrets.token_hex(8), keys=CurveKeys(*keys), beats=theirs)
+        # Ray tells its own workers to compute with as many threads as they have CPUs of its book-keeping.
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "quire.engine.engine_process", hub, str(os.getpid()), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            pass_fds=[theirs],
+            env=environment,
+        )
+        os.close(theirs)
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(member))
+        self._process.stdin.close()
+        if not os.read(self._beats, BEATS_READ):
+            raise RuntimeError(f"the engine process ended with exit code {self._process.wait()} before it was ready")
+        self._heard = time.monotonic()
+        threading.Thread(target=self._listen, name="quire-beats", daemon=True).start()
+
+    def _listen(self) -> None:
+        while os.read(self._beats, BEATS_READ):
+            self._heard = time.monotonic()
+        log.warning("the engine process ended with exit code %d", self._process.wait())
+        os._exit(1)  # Ray starts another replica
+
+    def check_health(self) -> None:
+        """Called by Ray; raises where the engine hangs."""
+        silent = time.monotonic() - self._heard
+        if 0 < self._hang_timeout < silent:
+            raise RuntimeError(f"the engine gave no sign of life for {silent:.0f} s")

@@ -1,0 +1,49 @@
+"""From options to a cluster that serves: Ray, the hub, replicas, their client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+
+from quire.cluster.cluster_client import ClusterClient
+from quire.cluster.ray_host import RayHost
+from quire.cluster.routers import make_router
+from quire.engine.client import RestartPolicy
+from quire.types.config import EngineOptions
+from quire.types.serving import ServeOptions
+
+
+async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ClusterClient:
+    """A client of `serving.replicas` engines; returns when all of them are ready."""
+    assert serving.replicas is not None
+    name = f"{socket.gethostname()}-{serving.port or os.getpid()}"
+    host = await asyncio.to_thread(RayHost, serving.ray_address, name)
+    client = ClusterClient(serving.replicas, make_router(serving.router, serving.replicas), policy, host.node_address)
+    try:
+        await asyncio.to_thread(
+            host.start,
+            serving.replicas,
+            client.hub.address,
+            client.hub.keys,
+            replica_options(engine, serving),
+            cpus=serving.replica_cpus,
+            gpus=serving.replica_gpus,
+            hang_timeout=serving.hang_timeout,
+        )
+        await client.ready(host)
+    except BaseException:
+        await client.close()
+        raise
+    return client
+
+
+def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptions:
+    """Of each replica: on this machine they share the cores; a model's path means the same wherever they start."""
+    path = Path(engine.model.model)
+    said = {"model": str(path.resolve())} if path.exists() else {}
+    if serving.ray_address is None and engine.device.threads is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return engine.but(threads=max(1, cores // (serving.replicas or 1)), **said)
+    return engine.but(**said)

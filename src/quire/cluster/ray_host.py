@@ -1,0 +1,120 @@
+"""Replicas as a Ray Serve deployment: Ray places them, looks whether they are well, and starts them again.
+
+    Serve controller ──health──► EngineReplica (actor) ──beats── engine process ──► the client's hub
+
+Requests and tokens never pass through Ray: the engine process joins the client's hub itself. Without an address a Ray
+of this server's own is started on this machine, with a token that nobody else has and no dashboard for others. Refuses
+to know: requests, routing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import secrets
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from quire.cluster.engine_replica import EngineReplica
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
+from quire.types.membership import CurveKeys
+
+log = logging.getLogger(__name__)
+
+INSTALL = "replicas run on Ray, which is not installed; install it with: pip install 'quire[ray]'"
+HEALTH_PERIOD_S = 1.0
+HEALTH_TIMEOUT_S = 10.0
+SHUTDOWN_TIMEOUT_S = 5.0
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
+
+
+class RayHost:
+    """A connection to Ray and the one application that is this server's."""
+
+    def __init__(self, address: str | None, name: str):
+        """`name`: of the server among others on the same cluster; a deployment left behind by it is replaced."""
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError(INSTALL)
+        self._local = address is None
+        self._name = "quire-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
+        self._token = tempfile.TemporaryDirectory(prefix="quire-ray-") if self._local else None
+        self._ray = _connect(address, Path(self._token.name) if self._token else None)
+        self.node_address = "127.0.0.1" if self._local else self._ray.util.get_node_ip_address()
+
+    def start(
+        self,
+        replicas: int,
+        hub: str,
+        keys: CurveKeys,
+        options: EngineOptions,
+        *,
+        cpus: float,
+        gpus: float | None,
+        hang_timeout: float,
+    ) -> None:
+        """Deploy; replicas join the hub when they are ready, which is not waited for here."""
+        from ray import serve
+
+        there = self._ray.cluster_resources()
+        if gpus is None:
+            gpus = 0.0 if options.device.device == "cpu" else min(1.0, there.get("GPU", 0.0) / replicas)
+        for name, each in (("GPU", gpus), ("CPU", 0.0 if self._local else cpus)):
+            if each * replicas > there.get(name, 0.0):
+                have = f"the Ray cluster has {there.get(name, 0.0):g}"
+                raise ConfigError(f"{replicas} replicas with {each:g} {name} each need more than {have}")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        plain: Any = serve.deployment(EngineReplica)
+        deployment = plain.options(
+            name="replica",
+            num_replicas=replicas,
+            health_check_period_s=HEALTH_PERIOD_S,
+            health_check_timeout_s=HEALTH_TIMEOUT_S,
+            graceful_shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
+            ray_actor_options={"num_cpus": 0.0 if self._local else cpus, "num_gpus": gpus},
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        bound = deployment.bind(hub, [keys.server, keys.public, keys.secret], options.flat(), hang_timeout)
+        target = serve.RunTarget(target=bound, name=self._name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def stop(self) -> None:
+        if not self._local:
+            from ray import serve
+
+            serve.delete(self._name)
+        self._ray.shutdown()
+        if self._token is not None:
+            self._token.cleanup()
+
+
+def _connect(address: str | None, secret: Path | None) -> Any:
+    """Ray itself, connected. Its settings are read from the environment when it is first imported."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if secret is not None:
+        token = secret / "token"
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN_PATH"] = "token", str(token)
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+    import ray
+
+    quiet: dict[str, Any] = {"logging_level": "error", "configure_logging": False, "namespace": "quire"}
+    try:
+        if secret is None:
+            ray.init(address=address, **quiet)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                **quiet,
+            )
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        raise ConfigError(f"cannot use Ray at {address or 'this machine'}: {error}") from error
+    return ray

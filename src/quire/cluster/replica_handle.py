@@ -1,0 +1,102 @@
+"""One replica as its client sees it: which process it is now, what it works on, what it was asked.
+
+starting ──(joined)──► ready ──► draining ──► drained ──(ended by its client)──┐
+    ▲                    │ lost       │ lost                                   │
+    └────────────────────┴────────────┴────────────────────────────────────────┘   Ray starts its next process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+
+from quire.cluster.active_request import Part
+from quire.cluster.routers import ReplicaLoad
+from quire.types.errors import EngineDeadError
+from quire.types.membership import ReplicaView
+from quire.types.messages import Answer, EngineInfo, Ready
+
+
+class ReplicaState(enum.StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    DRAINED = "drained"
+
+
+class Replica:
+    def __init__(self, number: int):
+        self.id = f"replica-{number}"
+        self.load = ReplicaLoad(ready=False)
+        self.identity = ""  # of its process on the hub; none: there is no process
+        self.pid = 0
+        self.host = ""
+        self.info: EngineInfo | None = None
+        self.restarts = -1
+        self.heard = 0.0
+        self.parts: dict[str, Part] = {}  # what it works on, by the ids it knows them by
+        self.asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
+        self.joined = asyncio.Event()
+        self.idle = asyncio.Event()
+        self._state = ReplicaState.STARTING
+        self.idle.set()
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    @state.setter
+    def state(self, state: ReplicaState) -> None:
+        self._state = state
+        self.load.ready = state is ReplicaState.READY
+
+    def join(self, identity: str, ready: Ready) -> None:
+        """A process is ready to work as this replica."""
+        self.identity, self.pid, self.host, self.info = identity, ready.pid, ready.host, ready.info
+        self.restarts += 1
+        self.heard = time.monotonic()
+        self.state = ReplicaState.READY
+        self.joined.set()
+
+    def leave(self, why: str) -> list[Part]:
+        """Its process is gone; what it was working on."""
+        self.identity, self.pid = "", 0
+        self.state = ReplicaState.STARTING
+        self.joined.clear()
+        for future in self.asked.values():
+            if not future.done():
+                future.set_exception(EngineDeadError(why))
+        self.asked.clear()
+        return self.give_up()
+
+    def give_up(self) -> list[Part]:
+        """All it works on, which is others' from now on."""
+        left = list(self.parts.values())
+        for part in left:
+            self.drop(part)
+        return left
+
+    def take(self, part: Part) -> None:
+        self.parts[part.request.id] = part
+        self.load.sent(part.prefill)
+        self.idle.clear()
+
+    def begun(self, part: Part) -> None:
+        """It has computed the part's prompt."""
+        part.started = True
+        self.load.prefilled(part.prefill)
+
+    def drop(self, part: Part) -> None:
+        """It has nothing to do with the part any more."""
+        if self.parts.pop(part.request.id, None) is not None:
+            self.load.ended(0 if part.started else part.prefill)
+            if not self.parts:
+                self.idle.set()
+
+    def view(self) -> ReplicaView:
+        running = sum(part.started for part in self.parts.values())
+        return ReplicaView(
+            id=self.id, pid=self.pid, host=self.host, role="both", state=self.state.value, running=running,
+            waiting=len(self.parts) - running, restarts=max(0, self.restarts),
+        )  # fmt: skip

@@ -1,0 +1,132 @@
+"""Questions that a cluster's client asks all replicas at once, and their answers as one.
+
+Refuses to know: requests, routing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from msgspec.structs import replace
+
+from quire.cluster.aggregation import one_report, one_view, summed
+from quire.cluster.replica_handle import Replica
+from quire.cluster.replica_hub import ReplicaHub
+from quire.types.cache_control import CacheOrder, CacheReport
+from quire.types.errors import EngineDeadError, from_wire
+from quire.types.events import EngineStats
+from quire.types.messages import (
+    Adapted,
+    AdapterInfo,
+    Answer,
+    Cache,
+    Cached,
+    GetStats,
+    GetTimelines,
+    GetView,
+    LoadAdapter,
+    Power,
+    Powered,
+    Query,
+    Question,
+    Refused,
+    Reset,
+    Stats,
+    Timelines,
+    UnloadAdapter,
+    View,
+)
+from quire.types.timeline import Timeline
+from quire.types.view import EngineView
+
+Kind = TypeVar("Kind", bound=Answer)
+
+MAX_RESUMED = 4096  # requests whose further ids are remembered
+
+NO_REPLICA = "no replica is ready; try again later"
+
+
+class ReplicaQueries:
+    """The part of an engine client that asks."""
+
+    def __init__(self, hub: ReplicaHub) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.hub = hub
+        self.adapters: list[AdapterInfo] = []
+        self._by_identity: dict[str, Replica] = {}
+        self._resumed: dict[str, list[str]] = {}  # ids that requests went on under, the latest last
+
+    async def stats(self) -> EngineStats:
+        return summed([answer.stats for _, answer in await self._ask_all(GetStats(), Stats)])
+
+    async def view(self) -> EngineView:
+        answers = await self._ask_all(GetView(), View)
+        return one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
+
+    async def timelines(self, request_id: str) -> list[Timeline]:
+        """Of all parts that replicas remember, where a request went on on others."""
+        found: list[Timeline] = []
+        for part in (request_id, *self._resumed.get(request_id, ())):
+            for _, answer in await self._ask_all(GetTimelines(part), Timelines):
+                found += [replace(timeline, request=request_id) for timeline in answer.timelines]
+        return found
+
+    def _remember(self, request_id: str, part: str) -> None:
+        """A request goes on under another id."""
+        self._resumed.setdefault(request_id, []).append(part)
+        if len(self._resumed) > MAX_RESUMED:
+            del self._resumed[next(iter(self._resumed))]
+
+    async def power(self, *, asleep: bool) -> None:
+        await self._ask_all(Power(asleep), Powered)
+
+    async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
+        """Of an export, the bundle of the replica that holds most of the prompt."""
+        export = order.action == "export"
+        answers = [answer for _, answer in await self._ask_all(Cache(order), Cached, one=export)]
+        if export:
+            best = max(answers, key=lambda answer: answer.report.pages)
+            return best.report, best.data
+        return one_report([answer.report for answer in answers]), b""
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self.adapters = (await self._ask_all(LoadAdapter(name, path), Adapted))[0][1].adapters
+
+    async def unload_adapter(self, name: str) -> None:
+        self.adapters = (await self._ask_all(UnloadAdapter(name), Adapted))[0][1].adapters
+
+    def reset(self) -> None:
+        for identity in self._by_identity:
+            self.hub.send(identity, Reset())
+
+    async def _ask_all(self, question: Question, kind: type[Kind], *, one: bool = False) -> list[tuple[Replica, Kind]]:
+        """What all replicas that are there answer; those that are lost meanwhile are left out. A refusal is raised,
+        with `one` only if all refuse."""
+        asked = list(self._by_identity.values())
+        answers = await asyncio.gather(*(self._ask(each, question, kind) for each in asked), return_exceptions=True)
+        found: list[tuple[Replica, Kind]] = []
+        refused: BaseException | None = None
+        for replica, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, kind):
+                found.append((replica, answer))
+            elif isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                refused = refused or answer
+        if refused is not None and not (one and found):
+            raise refused
+        if not found:
+            raise EngineDeadError(NO_REPLICA)
+        return found
+
+    async def _ask(self, replica: Replica, question: Question, kind: type[Kind]) -> Kind:
+        query = Query(question)
+        future = replica.asked[query.id] = self.loop.create_future()
+        self.hub.send(replica.identity, query)
+        try:
+            answer = await future
+        finally:
+            replica.asked.pop(query.id, None)
+        if isinstance(answer, Refused):
+            raise from_wire(answer.error, answer.message)
+        assert isinstance(answer, kind)
+        return answer

@@ -1,0 +1,34 @@
+"""What a replica's engine process must know to join its client: where, as whom, and with which keys."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CurveKeys(msgspec.Struct, frozen=True):
+    """Of a CURVE link, in Z85: the client's public key, and the pair that its replicas prove themselves with."""
+
+    server: str
+    public: str
+    secret: str
+
+
+class ReplicaMembership(msgspec.Struct, frozen=True):
+    """Handed to an engine process on its standard input: it is nobody else's to read."""
+
+    identity: str  # of this process among all that ever joined
+    keys: CurveKeys
+    beats: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
+
+
+class ReplicaView(msgspec.Struct, kw_only=True):
+    """One replica, as the admin API lists it."""
+
+    id: str
+    pid: int
+    host: str
+    role: str  # both: it prefills and decodes
+    state: str  # starting, ready, draining or drained
+    running: int
+    waiting: int  # for their first token
+    restarts: int

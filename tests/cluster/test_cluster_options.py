@@ -1,0 +1,44 @@
+"""What is said of a cluster, before there is one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from quire.cluster import ray_host
+from quire.cluster.open_cluster import replica_options
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
+from quire.types.serving import ServeOptions
+
+
+def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_host.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
+        ray_host.RayHost(None, "here")
+
+
+@pytest.mark.parametrize("option", [{"router": "prefix"}, {"ray_address": "auto"}, {"replica_gpus": 1.0}])
+def test_options_of_a_cluster_need_one(option: dict) -> None:
+    with pytest.raises(ConfigError, match="has no effect without replicas"):
+        ServeOptions(**option)
+    assert ServeOptions(replicas=2, **option).replicas == 2
+
+
+def test_cpus_are_set_aside_on_a_cluster_only() -> None:
+    with pytest.raises(ConfigError, match="replica_cpus has no effect without ray_address"):
+        ServeOptions(replicas=2, replica_cpus=4.0)
+    assert ServeOptions(replicas=2, replica_cpus=4.0, ray_address="auto").replica_cpus == 4.0
+
+
+def test_replicas_on_one_machine_share_its_cores(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    here, there = ServeOptions(replicas=3), ServeOptions(replicas=3, ray_address="auto")
+    assert replica_options(EngineOptions.of(), here).device.threads == 2
+    assert replica_options(EngineOptions.of(threads=5), here).device.threads == 5
+    assert replica_options(EngineOptions.of(), there).device.threads is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert replica_options(EngineOptions.of(model="model"), there).model.model == str(tmp_path / "model")
+    assert replica_options(EngineOptions.of(model="smollm2-135m"), there).model.model == "smollm2-135m"

@@ -1,0 +1,301 @@
+"""Replicas that are lost, drained and replaced under requests: what readers get is what they would have got."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+import zmq
+from fake_replicas import FakeReplica, ask, expected
+
+from quire.cluster import cluster_client
+from quire.cluster.cluster_client import MAX_FAILOVERS, ClusterClient
+from quire.cluster.routers import make_router
+from quire.engine.client import RestartPolicy
+from quire.types.counts import added
+from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
+from quire.types.events import TokenEvent
+from quire.types.grammar import GrammarSpec
+from quire.types.membership import CurveKeys
+from quire.types.messages import AdapterInfo, Heartbeat
+from quire.types.request import FinishReason, Request
+
+
+class Host:
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@asynccontextmanager
+async def cluster(count: int, router: str = "round-robin", **options) -> AsyncIterator[tuple[ClusterClient, list]]:
+    client = ClusterClient(count, make_router(router, count), RestartPolicy(max_restarts=20))
+    made = [FakeReplica(client.hub, **options) for _ in range(count)]
+    try:
+        await client.ready(Host())
+        yield client, made
+    finally:
+        for replica in made:
+            replica.free()
+        await client.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class Reader:
+    """One request's events as they come, checked for tokens twice and tokens missing."""
+
+    def __init__(self, client: ClusterClient, request: Request):
+        self.request = request
+        self.tokens: dict[int, list[int]] = {branch: [] for branch in range(request.params.n)}
+        self.finish: dict[int, FinishReason] = {}
+        self.counts = None
+        self.stream = client.submit(request)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> Reader:
+        async for batch in self.stream:
+            for event in batch:
+                self._take(event)
+        return self
+
+    def _take(self, event: TokenEvent) -> None:
+        assert event.request == self.request.id
+        assert event.index == len(self.tokens[event.branch]), "a token twice, or one missing"
+        assert event.branch not in self.finish
+        self.tokens[event.branch] += event.tokens
+        self.counts = added(self.counts, event.counts)
+        if event.finish is not None:
+            self.finish[event.branch] = event.finish
+
+    @property
+    def drawn(self) -> int:
+        return sum(map(len, self.tokens.values()))
+
+    def check(self) -> None:
+        for branch, tokens in self.tokens.items():
+            assert tokens == expected(self.request, branch)
+        assert set(self.finish.values()) == {FinishReason.LENGTH} and len(self.finish) == self.request.params.n
+
+
+def process_of(client: ClusterClient, made: list[FakeReplica], name: str) -> FakeReplica:
+    """Whoever works on a request now."""
+    holder = client._where[name].identity
+    return next(replica for replica in made if replica.identity == holder)
+
+
+async def test_a_killed_replicas_requests_go_on_elsewhere_as_if_nothing_was() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        requests = [
+            ask("greedy", [1, 2, 3], temperature=0.0),
+            ask("other", [9, 9], seed=8),
+            ask("branches", [4, 5], n=3, seed=7, frequency_penalty=0.5),
+            ask("waits", [6] * 5, seed=3),
+        ]
+        readers = [Reader(client, request) for request in requests]
+        await until(lambda: len(client._where) == 4)
+        for replica in made:
+            replica.steps(6)
+        await until(lambda: all(reader.drawn >= 4 for reader in readers))
+        dying = process_of(client, made, "greedy")
+        assert process_of(client, made, "branches") is dying  # of four, every other
+        dying.kill()
+        for replica in made:
+            replica.free()
+        async with asyncio.timeout(30):
+            for reader in readers:
+                (await reader.task).check()
+        assert client.failovers == 2
+        assert {one.request for one in await client.timelines("branches")} == {"branches"}
+        states = [(one.state, one.restarts, one.running + one.waiting) for one in await client.replicas()]
+        assert sorted(states) == [("ready", 0, 0), ("starting", 0, 0)]
+
+
+async def test_grammars_go_on_from_their_tokens() -> None:
+    async with cluster(1, gated=True) as (client, made):
+        request = ask("g", [1, 2], grammar=GrammarSpec("json_object"))
+        reader = Reader(client, request)
+        await until(lambda: bool(client._where))
+        made[0].steps(4)
+        await until(lambda: reader.drawn >= 3)
+        made[0].kill()
+        FakeReplica(client.hub)  # the request waited for it
+        async with asyncio.timeout(30):
+            (await reader.task).check()
+
+
+async def test_usage_is_that_of_the_first_replica() -> None:
+    """What the one that goes on finds in its cache says nothing of the prompt."""
+    async with cluster(1, gated=True) as (client, made):
+        prompt = list(range(1, 13))
+        first = Reader(client, ask("first", prompt, max_tokens=4))
+        made[0].steps(10)
+        await first.task
+        second = Reader(client, ask("second", prompt))
+        await until(lambda: second.drawn >= 1)
+        made[0].kill()
+        FakeReplica(client.hub)
+        (await second.task).check()
+        assert second.counts is not None and second.counts.cached == 8  # all full pages but that of the last token
+
+
+async def test_a_branch_that_its_reader_ended_does_not_go_on() -> None:
+    async with cluster(1, gated=True) as (client, made):
+        request = ask("r", [1, 2, 3], n=2)
+        reader = Reader(client, request)
+        await until(lambda: bool(client._where))
+        made[0].steps(4)
+        await until(lambda: min(map(len, reader.tokens.values())) >= 3)
+        client.finish_at("r", 0, 3)
+        await asyncio.sleep(0)
+        made[0].kill()
+        FakeReplica(client.hub)
+        async with asyncio.timeout(30):
+            await reader.task
+        assert reader.finish == {0: FinishReason.STOP, 1: FinishReason.LENGTH}
+        assert reader.tokens[1] == expected(request, 1) and len(reader.tokens[0]) < 24
+
+
+async def test_a_request_that_every_replica_dies_of_is_given_up() -> None:
+    async with cluster(1, gated=True) as (client, made):
+        reader = Reader(client, ask("poison", [1, 2]))
+        for _ in range(MAX_FAILOVERS + 1):
+            await until(lambda: bool(client._where))
+            made[-1].kill()
+            await until(lambda: not client._by_identity)
+            if not reader.task.done():
+                made.append(FakeReplica(client.hub, gated=True))
+        with pytest.raises(EngineDeadError, match="given up"):
+            await asyncio.wait_for(reader.task, 10)
+
+
+async def test_requests_wait_for_a_replica_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_client, "MAX_PARKED_S", -1.0)
+    async with cluster(1, gated=True) as (client, made):
+        reader = Reader(client, ask("r", [1]))
+        await until(lambda: bool(client._where))
+        made[0].kill()
+        with pytest.raises(EngineDeadError, match="no replica"):
+            await asyncio.wait_for(reader.task, 20)
+        assert client.trouble() is not None
+        with pytest.raises(EngineDeadError, match="no replica"):
+            await client.submit(ask("new", [1])).__anext__()
+
+
+async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        readers = [Reader(client, ask(f"r{i}", [i, i + 1], seed=i)) for i in range(1, 5)]
+        await until(lambda: len(client._where) == 4)
+        for replica in made:
+            replica.steps(5)
+        await until(lambda: all(reader.drawn >= 4 for reader in readers))
+        assert (await client.drain("replica-0", 0.0)).state == "drained"
+        made[1].free()
+        async with asyncio.timeout(30):
+            for reader in readers:
+                (await reader.task).check()
+            later = Reader(client, ask("later", [5]))
+            await later.task
+        assert client.failovers == 0 and client._replicas[0].load.requests == 0
+        with pytest.raises(InputError, match="no other replica"):
+            await client.drain("replica-1", 0.0)
+        assert client.activate("replica-0").state == "ready"
+        with pytest.raises(RequestNotFoundError):
+            await client.drain("replica-7", 0.0)
+
+
+async def test_a_drain_lets_requests_finish_in_time() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        reader = Reader(client, ask("r", [1, 2]))
+        await until(lambda: bool(client._where))
+        mine = client._where["r"]
+        drained = asyncio.create_task(client.drain(mine.id, 20.0))
+        await until(lambda: mine.state == "draining")
+        process_of(client, made, "r").free()
+        (await reader.task).check()
+        assert (await drained).state == "drained"
+
+
+async def test_a_rolling_restart_replaces_all_and_loses_nothing() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        readers = [Reader(client, ask(f"r{i}", [i, 3], seed=i, n=2)) for i in range(1, 5)]
+        await until(lambda: len(client._where) == 4)
+
+        async def again() -> None:
+            """As Ray does: whoever ends comes back."""
+            for replica in (made[0], made[1]):
+                await until(replica.ended.is_set)
+                made.append(FakeReplica(client.hub))
+
+        for replica in made:
+            replica.steps(5)
+        await until(lambda: all(reader.drawn >= 4 for reader in readers))
+        back = asyncio.create_task(again())
+        for replica in made:
+            replica.free()
+        after = await asyncio.wait_for(client.rolling_restart(0.0), 30)
+        await back
+        for reader in readers:
+            (await asyncio.wait_for(reader.task, 30)).check()
+        assert [(one.state, one.restarts) for one in after] == [("ready", 1), ("ready", 1)]
+        assert client.trouble() is None and not client._lost.done()
+
+
+async def test_who_has_no_key_is_refused_and_what_was_given_up_is_ended() -> None:
+    async with cluster(1) as (client, made):
+        public, secret = zmq.curve_keypair()
+        forged = CurveKeys(client.hub.keys.server, public.decode(), secret.decode())
+        FakeReplica(client.hub, keys=forged)
+        await until(lambda: client.hub.refused > 0)
+        assert len(client._by_identity) == 1
+        client._gone(made[0].identity, None)  # as after a break of the network: it is still there
+        client._received([(made[0].identity, Heartbeat())])
+        await until(made[0].ended.is_set)
+
+
+async def test_a_reader_that_leaves_aborts_all_parts() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        reader = Reader(client, ask("r", [1, 2], n=2))
+        await until(lambda: bool(client._where))
+        for replica in made:
+            replica.steps(2)
+        await until(lambda: reader.drawn >= 2)
+        process_of(client, made, "r").kill()
+        await until(lambda: len(client._where) == 2 and "r" not in client._where)
+        reader.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader.task
+        assert not client._where and not client._active and all(not load.requests for load in client._loads)
+        for replica in made:
+            replica.free()
+        await until(lambda: all(not one.core.busy for one in made if not one.executor.killed))
+
+
+async def test_numbers_add_up_and_a_new_replica_has_the_adapters_that_others_have() -> None:
+    async with cluster(2, adapters=("a",)) as (client, made):
+        assert (client.info.slots, client.info.pages) == (32, 510)
+        readers = [Reader(client, ask(f"r{i}", [i, 2], max_tokens=5)) for i in range(1, 5)]
+        for reader in readers:
+            await reader.task
+        stats = await client.stats()
+        assert (stats.output_tokens, stats.prompt_tokens, stats.pages_total) == (20, 8, 510)
+        assert sum(stats.prefill_time.counts) == 4
+        view = await client.view()
+        assert (view.slots, [tier.name for tier in view.tiers]) == (32, ["replica-0 device", "replica-1 device"])
+        assert len(await client.timelines("r1")) == 1
+        await client.load_adapter("b", "/b")
+        await client.unload_adapter("a")
+        made[0].kill()
+        await until(lambda: len(client._by_identity) == 1)
+        fresh = FakeReplica(client.hub, adapters=("a",))
+        await until(lambda: len(client._by_identity) == 2)
+        await client.stats()  # after what it was told when it joined
+        assert fresh.core.adapters.list() == client.adapters == [AdapterInfo("b", "/b")]

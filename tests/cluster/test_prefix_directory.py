@@ -1,0 +1,97 @@
+"""Which replicas hold which prefixes, against a plain model of it; and what the least-cost router makes of that."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from quire.cluster.prefix_directory import PrefixDirectory
+from quire.cluster.routers import REQUEST_TOKENS, ReplicaLoad, RouteView, make_router, members
+
+
+def chain(name: str, count: int) -> list[str]:
+    return [f"{name}{i}" for i in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_longest_match_is_exact_and_no_match_is_invented(seed: int) -> None:
+    rng = Random(seed)
+    directory, held = PrefixDirectory(5, capacity=10_000), [dict.fromkeys(()) for _ in range(5)]
+    prompts = [chain(rng.choice("ab"), rng.randrange(1, 40)) + chain(f"own{i}", rng.randrange(20)) for i in range(60)]
+    for prompt in prompts:
+        replica, upto = rng.randrange(5), rng.randrange(len(prompt) + 1)
+        directory.add(replica, prompt[:upto])
+        held[replica] |= dict.fromkeys(prompt[:upto])
+        if rng.random() < 0.2:
+            gone = rng.randrange(5)
+            directory.forget(gone)
+            held[gone] = {}
+        directory.check()
+        asked = rng.choice(prompts)
+        have = [next((i for i, block in enumerate(asked) if block not in mine), len(asked)) for mine in held]
+        found = directory.match(asked)
+        assert (found[0].blocks if found else 0) == max(have)
+        for blocks, replicas in found:
+            assert all(have[replica] >= blocks for replica in members(replicas))
+
+
+def test_what_a_replica_holds_is_bounded_and_the_latest_stays() -> None:
+    directory = PrefixDirectory(2, capacity=8)
+    directory.add(0, chain("a", 6))
+    directory.add(1, chain("a", 6))
+    directory.touch(0, "a5")
+    directory.add(0, chain("b", 6))
+    assert directory.holds(0) == 8 and [found.replicas for found in directory.match(chain("a", 3))] == [0b10]
+    assert directory.match(chain("b", 6)) == [(6, 0b01)]
+    directory.resize(1, 2)
+    directory.add(1, ["c"])
+    assert directory.holds(1) == 2
+    directory.remove(0, ["b5", "never"])
+    assert directory.match(chain("b", 6)) == [(5, 0b01)]
+    directory.check()
+
+
+def test_a_prefix_is_chased_as_far_as_it_saves_more_than_waiting_takes() -> None:
+    router = make_router("cache-aware", 3)
+    loads = [ReplicaLoad() for _ in range(3)]
+    prompt = RouteView(20 * 64, chain("s", 20))
+    first = router.choose(prompt, loads)
+    assert router.saved == 0
+    assert router.choose(prompt, loads) == first and router.saved == prompt.tokens
+    loads[first] = ReplicaLoad(tokens=prompt.tokens - 1)
+    assert router.choose(prompt, loads) == first
+    loads[first] = ReplicaLoad(tokens=prompt.tokens + 1)
+    second = router.choose(prompt, loads)
+    assert second != first
+    assert router.choose(prompt, [ReplicaLoad(9) if i == first else ReplicaLoad() for i in range(3)]) == second
+    for load in loads:
+        load.ready = False
+    loads[3 - first - second].ready = True
+    assert router.choose(prompt, loads) == 3 - first - second
+
+
+def test_a_hot_prefix_spreads_and_loads_stay_even() -> None:
+    router = make_router("cache-aware", 8)
+    loads = [ReplicaLoad() for _ in range(8)]
+    counts: Counter[int] = Counter()
+    for number in range(8 * 64):
+        request = RouteView(40 * 64, chain("hot", 32) + chain(f"own{number}", 8))
+        chosen = router.choose(request, loads)
+        counts[chosen] += 1
+        loads[chosen].sent(request.tokens - router.saved)
+        loads[chosen].prefilled(request.tokens - router.saved)
+    assert len(counts) == 8 and max(counts.values()) / 64 < 1.3
+    assert max(counts.values()) - min(counts.values()) <= 1 + 32 * 64 // REQUEST_TOKENS
+
+
+def test_sessions_stay_where_they_are_and_few_move_when_a_replica_goes() -> None:
+    router, loads = make_router("session", 8, seed=3), [ReplicaLoad() for _ in range(8)]
+    views = [RouteView(10, session=f"s{i}") for i in range(800)]
+    before = [router.choose(view, loads) for view in views]
+    assert before == [router.choose(view, loads) for view in views] and len(set(before)) == 8
+    loads[2].ready = False
+    after = [router.choose(view, loads) for view in views]
+    assert all(old == new for old, new in zip(before, after, strict=True) if old != 2) and 2 not in after
+    assert router.choose(RouteView(10, tenant="t"), loads) == router.choose(RouteView(10, tenant="t"), loads)
