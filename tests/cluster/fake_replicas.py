@@ -7,14 +7,16 @@ import secrets
 import threading
 from typing import Any
 
-from quire.cluster.replica_hub import ReplicaHub
+from msgspec.structs import replace
+
+from quire.cluster.cluster_client import ClusterClient
 from quire.engine.core import EngineCore
 from quire.engine.engine_process import EngineProcess
 from quire.types.config import EngineOptions
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.kv import KVGroup, KVLayout
-from quire.types.membership import CurveKeys, ReplicaMembership
-from quire.types.messages import AdapterInfo, EngineInfo, Ready, ToClient
+from quire.types.membership import CurveKeys
+from quire.types.messages import AdapterInfo, EngineInfo, ToClient
 from quire.types.plan import Capacity, StepPlan
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
@@ -49,7 +51,8 @@ class FakeReplica:
     """`kill` ends it as `kill -9` would: in the middle of whatever it does, without a word."""
 
     def __init__(
-        self, hub: ReplicaHub, *, gated: bool = False, keys: CurveKeys | None = None, adapters: tuple[str, ...] = (),
+        self, client: ClusterClient, *, gated: bool = False, keys: CurveKeys | None = None,
+        adapters: tuple[str, ...] = (),
         **options: Any,
     ):  # fmt: skip
         self.identity = secrets.token_hex(4)
@@ -57,8 +60,9 @@ class FakeReplica:
         lora = {"max_loras": 4, "lora": tuple(f"{name}=/{name}" for name in adapters)}
         self.core = EngineCore(EngineOptions.of(**lora, **options), self.executor)
         self.ended = threading.Event()
-        self._member = ReplicaMembership(identity=self.identity, keys=keys or hub.keys)
-        self._address = hub.address
+        common = client.membership
+        self._member = replace(common, identity=self.identity, keys=keys or common.keys)
+        self._address = client.hub.address
         self._adapters = [AdapterInfo(name, f"/{name}") for name in adapters]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -89,9 +93,12 @@ class FakeReplica:
             send(message)
 
         process.send = mortal  # type: ignore[method-assign]
-        info = EngineInfo("fake", CONTEXT, VOCAB, 255, 4, 64, 1, "none", "none", [], slots=16, adapters=self._adapters)
+        info = EngineInfo(
+            "fake", CONTEXT, VOCAB, 255, 4, 64, 1, "none", "none", [], slots=16, adapters=self._adapters,
+            prefix_cache=self.core.scheduler.memory.prefix_cache,
+        )  # fmt: skip
         try:
-            process.send(Ready(info, pid=threading.get_native_id(), host="here"))
+            process.announce(self.core, info)
             process.serve(self.core)
         except Killed:
             process._socket.setsockopt(17, 0)  # LINGER: what is not sent yet is lost

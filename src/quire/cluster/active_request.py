@@ -26,8 +26,13 @@ class Part:
     active: ActiveRequest
     request: Request  # as that replica has it
     branches: set[int]  # whose end has not come
-    prefill: int  # tokens that must be computed before it draws
-    started: bool = False  # they are
+    cached: int  # tokens that the replica is expected to hold
+    started: bool = False  # something was drawn
+
+    @property
+    def prefill(self) -> int:
+        """Tokens that must be computed before it draws."""
+        return len(self.request.prompt) + len(self.request.outputs) - self.cached
 
 
 @dataclass(eq=False, slots=True)
@@ -50,8 +55,8 @@ class ActiveRequest:
         active.open = set(request.branches)
         return active
 
-    def part(self, request: Request, prefill: int) -> Part:
-        made = Part(self, request, set(request.branches), prefill)
+    def part(self, request: Request, cached: int) -> Part:
+        made = Part(self, request, set(request.branches), cached)
         self.parts[request.id] = made
         return made
 

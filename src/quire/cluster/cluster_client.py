@@ -21,16 +21,17 @@ from quire.cluster.active_request import ActiveRequest, Part
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
 from quire.cluster.replica_queries import NO_REPLICA, ReplicaQueries
-from quire.cluster.routers import RouterPolicy, RouteView
+from quire.cluster.request_router import RequestRouter
+from quire.cluster.routers import RouterPolicy
 from quire.engine.client import CLOSED, RESTART_WINDOW_S, RestartPolicy
 from quire.engine.event_queue import EventQueue
 from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, RequestNotFoundError, from_wire
 from quire.types.events import TokenEvent
-from quire.types.hashing import PageHasher, new_key
-from quire.types.membership import ReplicaView
+from quire.types.membership import ReplicaMembership, ReplicaView
 from quire.types.messages import (
     Abort,
     AdapterInfo,
+    CacheEvents,
     EngineInfo,
     Events,
     Failed,
@@ -54,7 +55,6 @@ MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none
 RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
 WATCH_INTERVAL_S = 1.0
 START_TIMEOUT_S = 600.0
-BLOCK_TOKENS = 64  # that the router names together
 CLOSE_TIMEOUT_S = 5.0
 
 REPLICA_LOST = "the replica was lost"
@@ -69,15 +69,20 @@ class ReplicaHost(Protocol):
 class ClusterClient(ReplicaQueries):
     """Implements types.seams.EngineClient for `replicas` engines that join the hub."""
 
-    def __init__(self, replicas: int, router: RouterPolicy, policy: RestartPolicy, host: str = "127.0.0.1"):
+    def __init__(self, replicas: int, policy: RouterPolicy, restarts: RestartPolicy, host: str = "127.0.0.1"):
         super().__init__(ReplicaHub(host, self._on_loop))
-        self.policy = policy
+        self.policy = restarts
         self.failovers = 0  # requests that went on on another replica because theirs was lost
         self._replicas = [Replica(number) for number in range(replicas)]
         self._loads = [replica.load for replica in self._replicas]
         self._where: dict[str, Replica] = {}  # parts under way, by id
-        self._router = router
-        self._hasher = PageHasher(new_key(), BLOCK_TOKENS)
+        self._router = RequestRouter(policy)
+        self.membership = ReplicaMembership(
+            identity="",
+            keys=self.hub.keys,
+            page_key=self._router.page_key.hex(),
+            block_tokens=self._router.block_tokens,
+        )
         self._active: dict[str, ActiveRequest] = {}
         self._spares: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
         self._parked: deque[tuple[float, ActiveRequest, Request]] = deque()
@@ -182,20 +187,12 @@ class ClusterClient(ReplicaQueries):
         if not any(load.ready for load in self._loads):
             self._parked.append((time.monotonic(), active, request))
             return
-        tokens = len(request.prompt) + len(request.outputs)
-        view = RouteView(tokens, self._blocks(request), request.tenant, request.session)
-        replica = self._replicas[self._router.choose(view, self._loads)]
-        part = active.part(request, tokens - self._router.saved)
+        number, cached = self._router.choose(request, self._loads)
+        replica = self._replicas[number]
+        part = active.part(request, cached)
         replica.take(part)
         self._where[request.id] = replica
         self.hub.send(replica.identity, Submit(request))
-
-    def _blocks(self, request: Request) -> list[bytes]:
-        """Names of the blocks of what is known of a request, where the router looks at prefixes."""
-        if self._router.directory is None:
-            return []
-        root = self._hasher.root(f"{request.salt}\0{request.lora}")
-        return self._hasher.chain(root, request.prompt + request.outputs)
 
     def _move(self, parts: list[Part], *, lost: bool) -> None:
         """Have parts go on elsewhere; `lost`: because their replica was."""
@@ -239,6 +236,8 @@ class ClusterClient(ReplicaQueries):
             for event in message.events:
                 if (part := replica.parts.get(event.request)) is not None:
                     self._deliver(replica, part, event)
+        elif isinstance(message, CacheEvents):
+            self._router.learn(replica.number, message)
         elif isinstance(message, Reply):
             future = replica.asked.pop(message.id, None)
             if future is not None and not future.done():
@@ -255,6 +254,8 @@ class ClusterClient(ReplicaQueries):
             return
         if not part.started:
             replica.begun(part)
+            if part.cached and event.counts is not None:
+                self._router.found(replica.number, min(part.cached, len(part.request.prompt)), event.counts.cached)
         fresh = active.take(part, event)
         if not part.branches:
             self._drop(replica, part)
@@ -268,9 +269,7 @@ class ClusterClient(ReplicaQueries):
             return
         self._by_identity[identity] = vacant
         vacant.join(identity, ready)
-        if self._router.directory is not None:
-            held = ready.info.pages * ready.info.page_size // BLOCK_TOKENS
-            self._router.directory.resize(self._replicas.index(vacant), max(1, held))
+        self._router.joined(vacant.number, ready)
         if self._info is None:
             self.adapters = list(ready.info.adapters)
         infos = [replica.info for replica in self._replicas if replica.info is not None]
@@ -299,8 +298,7 @@ class ClusterClient(ReplicaQueries):
         if replica is not None:
             drained = replica.state is ReplicaState.DRAINED
             parts = replica.leave(REPLICA_LOST)
-            if self._router.directory is not None:
-                self._router.directory.forget(self._replicas.index(replica))
+            self._router.left(replica.number)
             if self._spares:
                 self._joined(*self._spares.popitem())
             if drained:

@@ -17,8 +17,9 @@ import time
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from quire.types.membership import CurveKeys, ReplicaMembership
+from quire.types.membership import ReplicaMembership
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +27,12 @@ BEATS_READ = 4096  # bytes of beats read at a time
 
 
 class EngineReplica:
-    def __init__(self, hub: str, keys: list[str], options: dict[str, Any], hang_timeout: float):
-        """Returns when the engine is ready; `keys` as CurveKeys has them."""
+    def __init__(self, hub: str, member: bytes, options: dict[str, Any], hang_timeout: float):
+        """Returns when the engine is ready; `member`: a ReplicaMembership in JSON, the same for all replicas."""
         self._hang_timeout = hang_timeout
         self._beats, theirs = os.pipe()
-        member = ReplicaMembership(identity=secrets.token_hex(8), keys=CurveKeys(*keys), beats=theirs)
+        common = msgspec.json.decode(member, type=ReplicaMembership)
+        own = replace(common, identity=secrets.token_hex(8), beats=theirs)
         # Ray tells its own workers to compute with as many threads as they have CPUs of its book-keeping.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(
@@ -41,7 +43,7 @@ class EngineReplica:
         )
         os.close(theirs)
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(member))
+        self._process.stdin.write(msgspec.json.encode(own))
         self._process.stdin.close()
         if not os.read(self._beats, BEATS_READ):
             raise RuntimeError(f"the engine process ended with exit code {self._process.wait()} before it was ready")

@@ -26,7 +26,7 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
             host.start,
             serving.replicas,
             client.hub.address,
-            client.hub.keys,
+            client.membership,
             replica_options(engine, serving),
             cpus=serving.replica_cpus,
             gpus=serving.replica_gpus,

@@ -18,10 +18,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from quire.cluster.engine_replica import EngineReplica
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
-from quire.types.membership import CurveKeys
+from quire.types.membership import ReplicaMembership
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class RayHost:
         self,
         replicas: int,
         hub: str,
-        keys: CurveKeys,
+        member: ReplicaMembership,
         options: EngineOptions,
         *,
         cpus: float,
@@ -78,7 +80,7 @@ class RayHost:
             ray_actor_options={"num_cpus": 0.0 if self._local else cpus, "num_gpus": gpus},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        bound = deployment.bind(hub, [keys.server, keys.public, keys.secret], options.flat(), hang_timeout)
+        bound = deployment.bind(hub, msgspec.json.encode(member), options.flat(), hang_timeout)
         target = serve.RunTarget(target=bound, name=self._name, route_prefix=None)
         serve.run_many([target], wait_for_applications_running=False)
 

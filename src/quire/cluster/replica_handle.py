@@ -27,6 +27,7 @@ class ReplicaState(enum.StrEnum):
 
 class Replica:
     def __init__(self, number: int):
+        self.number = number
         self.id = f"replica-{number}"
         self.load = ReplicaLoad(ready=False)
         self.identity = ""  # of its process on the hub; none: there is no process

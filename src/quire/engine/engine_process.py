@@ -25,13 +25,26 @@ import zmq
 from quire.engine.core import EngineCore
 from quire.engine.gc_control import shed, tidy
 from quire.engine.link import handle
+from quire.memory.cache_events import CacheEventRecorder
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
+from quire.types.hashing import PageHasher
 from quire.types.logs import configure_child
 from quire.types.membership import ReplicaMembership
-from quire.types.messages import MAX_FRAME, Events, Failed, Heartbeat, Ready, Shutdown, ToClient, ToEngine
+from quire.types.messages import (
+    MAX_FRAME,
+    CacheEvents,
+    EngineInfo,
+    Events,
+    Failed,
+    Heartbeat,
+    Ready,
+    Shutdown,
+    ToClient,
+    ToEngine,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +61,8 @@ class EngineProcess:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR if member is None else zmq.DEALER)
         self._beats = -1 if member is None else member.beats
+        self._member = member
+        self._recorder: CacheEventRecorder | None = None
         if member is not None:
             self._join(member)
         self._socket.setsockopt(zmq.LINGER, 2000)
@@ -70,6 +85,18 @@ class EngineProcess:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS)
         if member.beats >= 0:
             os.set_blocking(member.beats, False)
+
+    def announce(self, core: EngineCore, info: EngineInfo) -> None:
+        """The engine is ready. A replica names its pages as its router does, unless a tier names them, and tells of
+        them."""
+        memory, page_tokens = core.scheduler.memory, 0
+        if (member := self._member) is not None and memory.prefix_cache and not core.capacity.naming:
+            key = bytes.fromhex(member.page_key)
+            memory.name_pages_by(lambda size: PageHasher(key, size))
+            self._recorder = memory.record_events(member.block_tokens)
+            page_tokens = memory.layout.groups[0].tokens_per_page
+        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens))
+        self.beat()
 
     def beat(self) -> None:
         """Tell the actor that hosts this process that it goes on."""
@@ -115,6 +142,8 @@ class EngineProcess:
                 events += core.step()
             if events:
                 self.send(Events(events))
+            if self._recorder is not None and (changes := self._recorder.take()):
+                self.send(CacheEvents(*changes))
 
     def close(self) -> None:
         self._socket.close()
@@ -153,8 +182,7 @@ def main(address: str, parent: str, options: str) -> int:
         for reason in info.reasons:
             log.info(reason)
         shed()  # the engine lives as long as the process
-        process.send(Ready(info, os.getpid(), socket.gethostname()))
-        process.beat()
+        process.announce(core, info)
         core.executor.prepare(GrammarSpec("json_object"))  # the first grammar of a client finds the vocabulary made
         process.serve(core)
         core.close()

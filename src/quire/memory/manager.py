@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from quire.memory.cache_events import CacheEventRecorder
 from quire.memory.page_table import UNCHANGED, UNLIMITED, Change, Hit, PageTable
 from quire.memory.partial_pages import pack
 from quire.memory.pool import ContiguousPool, PagePool
@@ -72,6 +73,11 @@ class KVManager:
     def name_pages_by(self, namer: Callable[[int], PageHasher]) -> None:
         """Have pages named otherwise, given their size; before there are any."""
         self._hashers = [namer(size) for size in self._sizes]
+
+    def record_events(self, block_tokens: int) -> CacheEventRecorder:
+        """Have changes of the prefix index recorded, by blocks of so many tokens (at least a page)."""
+        self.index.recorder = CacheEventRecorder(max(1, block_tokens // self._sizes[0]))
+        return self.index.recorder
 
     def hash_pages(self, table: PageTable, tokens: Sequence[int], salt: str) -> None:
         """Name all full pages of `tokens`, continuing from those already named."""

@@ -18,6 +18,8 @@ class ReplicaMembership(msgspec.Struct, frozen=True):
 
     identity: str  # of this process among all that ever joined
     keys: CurveKeys
+    page_key: str  # in hex: replicas and their router name equal pages equally, and nobody else can
+    block_tokens: int  # that the router names together
     beats: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
 
 

@@ -1,8 +1,8 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
 Client → engine: Submit, Abort, FinishAt, Query, Reset, Heartbeat (to a replica on another machine), Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), Reply (to the Query of the same id), Failed (the
-engine died), Heartbeat (when there was nothing else to say for a while).
+Engine → client: Ready (once, or Failed), Events (one frame a step), CacheEvents (of a replica, to its router), Reply
+(to the Query of the same id), Failed (the engine died), Heartbeat (when there was nothing else to say for a while).
 
 A Query carries an id that its Reply repeats: replies are matched by it and may come in any order.
 
@@ -102,10 +102,19 @@ class Ready(msgspec.Struct, tag=True):
     info: EngineInfo
     pid: int = 0
     host: str = ""
+    page_tokens: int = 0  # of the pages that its CacheEvents tell of; 0: it tells of none
 
 
 class Events(msgspec.Struct, tag=True):
     events: list[TokenEvent]
+
+
+class CacheEvents(msgspec.Struct, tag=True):
+    """Pages that entered and left a replica's prefix cache, by name; `cleared`: all that were there before left."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+    cleared: bool = False
 
 
 class Stats(msgspec.Struct, tag=True):
@@ -215,7 +224,7 @@ class EngineInfo(msgspec.Struct):
 
 
 ToEngine = Submit | Abort | FinishAt | Query | Reset | Heartbeat | Shutdown
-ToClient = Ready | Events | Reply | Heartbeat | Failed
+ToClient = Ready | Events | CacheEvents | Reply | Heartbeat | Failed
 
 
 def received(request: Request) -> Request:

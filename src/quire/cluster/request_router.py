@@ -1,0 +1,84 @@
+"""Requests to a router policy: names of their blocks, and what replicas tell of theirs.
+
+Blocks are named by the hashes that replicas name pages by, every so many of a prompt's chain, so that cache events
+speak of the same names. Refuses to know: links, which policy decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from quire.cluster.routers import ReplicaLoad, RouterPolicy, RouteView
+from quire.types.hashing import PageHasher, new_key
+from quire.types.messages import CacheEvents, Ready
+from quire.types.request import Request
+
+log = logging.getLogger(__name__)
+
+BLOCK_TOKENS = 64  # that are named together, or a page where that has more
+TRIAL_TOKENS = 1 << 16  # that a replica must have been expected to hold before it is judged by what it held
+MIN_FOUND = 0.5  # share of them that must have been there
+
+
+class RequestRouter:
+    def __init__(self, policy: RouterPolicy):
+        self._policy = policy
+        self._directory = policy.directory
+        self.page_key = new_key()  # of the names of pages
+        self.block_tokens = BLOCK_TOKENS
+        self._block_pages = 1
+        self._hasher: PageHasher | None = None
+        self._expected = [0] * policy.replicas  # tokens that requests were sent for, and
+        self._found = [0] * policy.replicas  # ... those that were there
+
+    def choose(self, request: Request, loads: Sequence[ReplicaLoad]) -> tuple[int, int]:
+        """The replica's number, and how many tokens of the request it is expected to hold."""
+        tokens = len(request.prompt) + len(request.outputs)
+        view = RouteView(tokens, self._blocks(request), request.tenant, request.session)
+        return self._policy.choose(view, loads), self._policy.saved
+
+    def _blocks(self, request: Request) -> list[bytes]:
+        if self._hasher is None:
+            return []
+        salt = request.salt.replace("\0", "\0\0")  # as an engine does before it adds an adapter's digest
+        root = self._hasher.root(f"{salt}\0{request.lora}" if request.lora else salt)
+        names = self._hasher.chain(root, request.prompt + request.outputs)
+        return names[self._block_pages - 1 :: self._block_pages]
+
+    def joined(self, number: int, ready: Ready) -> None:
+        """A replica is there: how its pages are named, and how many blocks it holds at most."""
+        if self._directory is None or not ready.info.prefix_cache:
+            return
+        if self._hasher is None:
+            size = ready.page_tokens or ready.info.page_size
+            self._block_pages = max(1, self.block_tokens // size)
+            self._hasher = PageHasher(self.page_key, size)
+        held = max(1, ready.info.pages // self._block_pages)
+        self._directory.resize(
+            number, 2 * held if ready.page_tokens else held
+        )  # events come a bit later
+
+    def left(self, number: int) -> None:
+        if self._directory is not None:
+            self._directory.forget(number)
+        self._expected[number] = self._found[number] = 0
+
+    def learn(self, number: int, news: CacheEvents) -> None:
+        """What entered and left a replica's cache."""
+        if self._directory is not None:
+            if news.cleared:
+                self._directory.forget(number)
+            self._directory.remove(number, news.removed)
+            self._directory.add(number, news.stored)
+
+    def found(self, number: int, expected: int, cached: int) -> None:
+        """A request was expected to find so many tokens cached, and found so many. A replica that keeps holding much
+        less than is known of it drops out of the directory."""
+        self._expected[number] += expected
+        self._found[number] += min(expected, cached)
+        if self._expected[number] >= TRIAL_TOKENS:
+            if self._found[number] < MIN_FOUND * self._expected[number]:
+                log.warning("replica %d holds little of what is known of it: its prefixes are forgotten", number)
+                self.left(number)
+            self._expected[number] = self._found[number] = 0

@@ -1,0 +1,42 @@
+"""What changed in the prefix index since last asked, for a router that keeps its own picture of it.
+
+Of the chain of a prompt's pages only every so many are told: a router's blocks are longer than pages. Refuses to know:
+who asks, how pages are named.
+"""
+
+from __future__ import annotations
+
+
+class CacheEventRecorder:
+    def __init__(self, every: int):
+        """Tells of each page whose place in its chain is a multiple of `every`."""
+        self._every = every
+        self._place: dict[bytes, int] = {}  # of the pages held: 1 is the first of a prompt, 0 not known
+        self._changes: dict[bytes, bool] = {}  # whether it is held now, in the order of the changes
+        self._cleared = False
+
+    def published(self, name: bytes, parent: bytes) -> None:
+        """`parent`: the page before it; none: it is a prompt's first."""
+        before = self._place.get(parent, -1) if parent else 0
+        place = self._place[name] = before + 1 if before >= 0 else 0
+        if place and place % self._every == 0:
+            self._changes[name] = True
+
+    def removed(self, name: bytes) -> None:
+        place = self._place.pop(name, 0)
+        if place and place % self._every == 0:
+            self._changes[name] = False
+
+    def cleared(self) -> None:
+        self._place.clear()
+        self._changes.clear()
+        self._cleared = True
+
+    def take(self) -> tuple[list[bytes], list[bytes], bool] | None:
+        """(stored, removed, whether all was dropped before), if anything changed."""
+        if not self._changes and not self._cleared:
+            return None
+        changes, cleared = self._changes, self._cleared
+        self._changes, self._cleared = {}, False
+        stored = [name for name, held in changes.items() if held]
+        return stored, [name for name, held in changes.items() if not held], cleared
