@@ -10,6 +10,7 @@ from quire.cluster import request_router
 from quire.cluster.cluster_client import ClusterClient
 from quire.memory.cache_events import CacheEventRecorder
 from quire.types.cache_control import CacheOrder
+from quire.types.hashing import Root
 
 SYSTEM = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26]  # four pages, two blocks
 
@@ -32,14 +33,14 @@ def held(replica: FakeReplica) -> set[bytes]:
     parents = {name: parent for name, parent, _ in index.entries(0)}
 
     def place(name: bytes) -> int:
-        return 1 + (place(parents[name]) if parents[name] else 0)
+        return 1 + (0 if isinstance(parents[name], Root) else place(parents[name]))
 
     return {name for name in parents if place(name) % 2 == 0}
 
 
 def test_changes_are_told_once_and_the_last_counts() -> None:
     recorder = CacheEventRecorder(2)
-    for name, parent in ((b"a", b""), (b"b", b"a"), (b"c", b"b"), (b"d", b"c"), (b"lost", b"never")):
+    for name, parent in ((b"a", Root()), (b"b", b"a"), (b"c", b"b"), (b"d", b"c"), (b"lost", b"never")):
         recorder.published(name, parent)
     recorder.removed(b"d")
     assert recorder.take() == ([b"b"], [b"d"], False) and recorder.take() is None

@@ -144,7 +144,7 @@ async def test_usage_is_that_of_the_first_replica() -> None:
         made[0].kill()
         FakeReplica(client)
         (await second.task).check()
-        assert second.counts is not None and second.counts.cached == 8  # all full pages but that of the last token
+        assert second.counts is not None and second.counts.cached == 11  # all tokens but the last
 
 
 async def test_a_branch_that_its_reader_ended_does_not_go_on() -> None:

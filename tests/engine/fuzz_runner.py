@@ -227,7 +227,8 @@ class Fuzzer:
 
     def _drawn(self, case: Case) -> dict[str, list[int]]:
         """What other engines are to have drawn of answers: their beginnings, but for the last token."""
-        answers = {one.id: self.alone(case, one).output.outputs[0] for one in case.asked if one.resume}
+        alone = {one.id: self._alone(case, one) for one in case.asked if one.resume}
+        answers = {name: answer.output.outputs[0] for name, answer in alone.items() if answer is not None}
         resume = {one.id: one.resume for one in case.asked}
         return {name: answer.token_ids[:-1][: resume[name]] for name, answer in answers.items()}
 
@@ -242,11 +243,16 @@ class Fuzzer:
         self.seen["tier_tokens"] += sum(tier.hit_tokens for tier in stats.tiers)
 
     def alone(self, case: Case, asked: Asked) -> Answer:
+        answer = self._alone(case, asked)
+        assert answer is not None, f"alone, {asked.id} is refused"
+        return answer
+
+    def _alone(self, case: Case, asked: Asked) -> Answer | None:
+        """None if it is refused."""
         engine = self.plain(case)
         engine.answers.clear()
         refused = engine.run([dataclasses.replace(asked, at=0, abort=None, session="", salt="")])
-        assert not refused, f"alone, {asked.id} is refused: {refused}"
-        return engine.answers.pop(asked.id)
+        return None if refused else engine.answers.pop(asked.id)
 
     def _compare(self, case: Case, asked: Asked, found: Answer) -> None:
         expected = self.alone(case, asked)

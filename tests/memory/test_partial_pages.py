@@ -112,7 +112,7 @@ def test_64_requests_that_share_505_tokens_hit_505(suffix, together):
     for i in range(1, 65):
         engine.submit(str(i), prompts[i])
     engine.drain()
-    assert [engine.cached[str(i)] for i in range(65)] == [0] + [505] * 64
+    assert sorted(engine.cached[str(i)] for i in range(65)) == [0] + [505] * 64
     assert engine.scheduler.stats.cached_tokens == 64 * 505 and engine.copies == 64
     assert all(engine.out[str(i), 0] == alone(prompts[i], 4 if i else 30) for i in range(65))
     log = engine.scheduler.timelines("5")[0]

@@ -6,6 +6,8 @@ who asks, how pages are named.
 
 from __future__ import annotations
 
+from quire.types.hashing import Root
+
 
 class CacheEventRecorder:
     def __init__(self, every: int):
@@ -16,8 +18,8 @@ class CacheEventRecorder:
         self._cleared = False
 
     def published(self, name: bytes, parent: bytes) -> None:
-        """`parent`: the page before it; none: it is a prompt's first."""
-        before = self._place.get(parent, -1) if parent else 0
+        """`parent`: the page before it, or the root that a prompt's first page comes after."""
+        before = 0 if isinstance(parent, Root) else self._place.get(parent, -1)
         place = self._place[name] = before + 1 if before >= 0 else 0
         if place and place % self._every == 0:
             self._changes[name] = True

@@ -16,6 +16,10 @@ RUN_PAGES = 16  # pages named at a time where they were named before
 MAX_RUNS = 2048  # such runs remembered, about 4 KiB each
 
 
+class Root(bytes):
+    """What the first page of a prompt comes after: no page's name."""
+
+
 def new_key() -> bytes:
     return secrets.token_bytes(32)
 
@@ -31,9 +35,9 @@ class PageHasher:
         self._size = tokens_per_page
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}  # (hash before, tokens) → hashes; oldest first
 
-    def root(self, salt: str) -> bytes:
+    def root(self, salt: str) -> Root:
         seed = f"{self._size}:{salt}".encode()
-        return hashlib.blake2b(seed, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-root").digest()
+        return Root(hashlib.blake2b(seed, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-root").digest())
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""
