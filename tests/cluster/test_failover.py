@@ -11,10 +11,11 @@ import zmq
 from fake_replicas import FakeReplica, ask, expected
 
 from quire.cluster import cluster_client
+from quire.cluster.active_request import ActiveRequest
 from quire.cluster.cluster_client import MAX_FAILOVERS, ClusterClient
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
-from quire.types.counts import added
+from quire.types.counts import Counts, added
 from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
@@ -300,3 +301,14 @@ async def test_numbers_add_up_and_a_new_replica_has_the_adapters_that_others_hav
         await until(lambda: len(client._by_identity) == 2)
         await client.stats()  # after what it was told when it joined
         assert fresh.core.adapters.list() == client.adapters == [AdapterInfo("b", "/b")]
+
+
+async def test_tokens_that_a_reader_has_are_not_counted_again() -> None:
+    async with cluster(1) as (client, _):
+        request = ask("r", [1])
+        active = ActiveRequest.begun(request, client.submit(request))
+        part = active.part(request, 0)
+        active.outputs[0] += [5, 6]
+        event = TokenEvent("r", 0, 1, [6, 7, 8], counts=Counts(forced=3), forced=[0, 1, 2])
+        fresh = active.take(part, event)
+        assert fresh is not None and (fresh.tokens, fresh.forced, fresh.counts) == ([7, 8], [0, 1], Counts(forced=2))

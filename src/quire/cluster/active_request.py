@@ -71,6 +71,9 @@ class ActiveRequest:
             event.tokens = event.tokens[again:]
             event.logprobs = event.logprobs[again:] if event.logprobs else None
             event.index = len(known)
+            if event.forced and event.counts is not None:
+                event.forced = [index - again for index in event.forced if index >= again]
+                event.counts = replace(event.counts, forced=len(event.forced))
         if event.tokens:
             known += event.tokens
         if (counts := event.counts) is not None:
