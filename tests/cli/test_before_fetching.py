@@ -10,12 +10,16 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from loopback_hub import Hub
 from typer.testing import CliRunner
 
 import quire.runtime.model_fit as model_fit
 from quire import LLM, assets
+from quire.assets.hub_headers import HeaderSource
 from quire.cli.main import app
+from quire.model import resident_bytes
+from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.hardware import Hardware
 from quire.types.errors import ConfigError, ModelFileError, ModelNotFoundError, QuireError
 
@@ -187,10 +191,12 @@ def test_quantised_in_a_way_that_is_not_read(hub: Hub) -> None:
     assert hub.sent < 100_000
 
 
-def test_quantised_in_a_way_that_is(hub: Hub) -> None:
-    quantised = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+
+
+def awq_tensors(config: dict) -> dict[str, tuple[str, tuple[int, ...]]]:
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, shape in tensors(LLAMA).items():
+    for name, shape in tensors(config).items():
         if "proj" not in name:
             stored[name] = ("F16", shape)
             continue
@@ -199,10 +205,19 @@ def test_quantised_in_a_way_that_is(hub: Hub) -> None:
         stored[base + "qweight"] = ("I32", (columns, rows // 8))
         stored[base + "qzeros"] = ("I32", (columns // 128, rows // 8))
         stored[base + "scales"] = ("F16", (columns // 128, rows))
-    size = put(hub, "org/llama-8b-awq", LLAMA | {"quantization_config": quantised}, stored)
+    return stored
+
+
+def test_quantised_in_a_way_that_stays_so(hub: Hub) -> None:
+    size = put(hub, "org/llama-8b-awq", LLAMA | {"quantization_config": AWQ}, awq_tensors(LLAMA))
     text = said("show", "org/llama-8b-awq")
     assert f"{size / 1e9:.2f} GB" in text and "fits" in text and "GiB of weights as stored" in text
     assert hub.sent < 200_000
+
+
+def test_quantised_for_what_the_compiled_decoder_does_not_run(hub: Hub) -> None:
+    put(hub, "org/gemma-9b-awq", GEMMA | {"quantization_config": AWQ}, awq_tensors(GEMMA))
+    assert "it does not fit: 34.4 GiB of weights in float32" in said("run", "org/gemma-9b-awq", "hello")
 
 
 def test_a_gated_model(hub: Hub) -> None:
@@ -263,3 +278,12 @@ def test_names_of_the_catalogue_are_kept_under_them(hub: Hub, tiny_gguf: bytes) 
     assert assets.list_models() == [] and not model.path.exists()
     with pytest.raises(ModelNotFoundError):
         assets.remove("qwen3:8b")
+
+
+def test_layers_in_fp8_take_half() -> None:
+    source = HeaderSource(LLAMA, {}, 0)
+    plain, halved = (
+        resident_bytes(source, torch.device("cpu"), torch.bfloat16, "none", scheme) for scheme in (None, Fp8Scheme())
+    )
+    outside = 2 * 2 * LLAMA["vocab_size"] * LLAMA["hidden_size"]  # embedding and head stay as they are
+    assert (halved - outside) / (plain - outside) == pytest.approx(0.5, abs=0.01)

@@ -1,8 +1,8 @@
 """Short names of models on the hub: `qwen3:8b`, `llama3.1:8b-q4`. A size alone takes the quantisation that most people
 run; `-q4` to `-q8` or a quantisation's whole name another one of the same repository, `-bf16` the checkpoint itself.
 
-Sizes are what the hub said when this was written, for choosing; what is fetched is asked for anew. Refuses to know: how
-anything is fetched.
+Sizes are about what the repositories publish, for choosing; before anything is fetched the hub is asked. Refuses to
+know: how anything is fetched.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CatalogModel:
     name: str
     repository: str  # of GGUF files
     tag: str
-    gigabytes: float  # of that file
+    gigabytes: float  # of that file, about
     checkpoint: str  # the repository they were made from
 
 

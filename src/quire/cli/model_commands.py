@@ -105,7 +105,7 @@ def catalog(
     if json:
         show_json([dataclasses.asdict(model) for model in known])
         return
-    table = Table("name", "size", "quantised", "from", box=None)
+    table = Table("name", "about", "quantised", "from", box=None)
     for model in known:
         table.add_row(model.name, f"{model.gigabytes:.2f} GB", model.tag, model.repository)
     Console().print(table if table.rows else f"no name has {words!r} in it; any model on the hub is org/name")

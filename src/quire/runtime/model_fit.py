@@ -22,10 +22,13 @@ from quire.model import (
     parameter_count,
     read_spec,
     resident_bytes,
+    weight_bytes,
 )
 from quire.model.blocks.fused import choose_stages
+from quire.model.compiled import refusal
 from quire.model.decoder_spec import Experts
 from quire.model.families.registry import read_family
+from quire.model.loading.keep_quantised import can_keep
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
@@ -35,9 +38,10 @@ from quire.types.errors import ConfigError, ModelFileError
 from quire.types.kv import KVLayout
 from quire.types.seams import WeightSource
 
-# Of the bandwidth that reading memory in order has, what the decode steps of one sequence reach: the rest goes into
-# attention, norms, sampling and the host.
+# Of the bandwidth that reading memory in order has, about what the decode steps of one sequence reach; the rest goes
+# into attention, norms, sampling and the host.
 DECODE_EFFICIENCY = {"cpu": 0.6, "cuda": 0.8}
+FOUR_BIT_SHARE = 0.4  # of the bytes that bf16 takes: checkpoints below it are in 4 bits, those above in 8
 PROBE_BYTES = 256 << 20
 SMALLER = (("dtype", "bfloat16"), ("quantize", "int8"), ("quantize", "fp8"), ("quantize", "int4"))
 
@@ -107,12 +111,14 @@ def _weights(
         if refused is None:
             weights = packed_bytes(source, decisions.quantize)
         else:
-            weights = resident_bytes(source, device, dtype, decisions.quantize)
-            if decisions.fp8:
-                weights = weights // 2 + spec.vocab_size * spec.hidden  # the layers' matrices, not the embedding
+            scheme = Fp8Scheme() if decisions.fp8 else None
+            weights = resident_bytes(source, device, dtype, decisions.quantize, scheme)
     except HeadersOnlyError:  # a published format, some of whose small tensors say what the others are
-        refused, weights = ("" if device.type == "cpu" else "it runs on a CPU"), stored
-    if not refused:
+        refused = refusal(spec, {}, source, device, floats=True)
+        four_bits = stored < FOUR_BIT_SHARE * weight_bytes(spec, torch.bfloat16)
+        stays = refused is None or (four_bits and can_keep(device, dtype))
+        weights = stored if stays else weight_bytes(spec, dtype)
+    if refused is None:
         kernels = [f"decoder: compiled ({', '.join(cpu.features())}), weights in 8 bits or as they are quantised"]
         form: str = decisions.quantize if decisions.quantize in ("int4", "int8") else "as stored"
         if form == "as stored" and weights < 0.8 * stored:
@@ -121,8 +127,8 @@ def _weights(
     if decisions.quantize == "int8" or (decisions.quantize == "int4" and device.type == "cpu"):
         raise ConfigError(f"quantize {decisions.quantize} is for the compiled CPU decoder: {refused}")
     stages = choose_stages(spec, device)
-    scheme = Fp8Scheme() if decisions.fp8 else DenseScheme()
-    kernels = [f"decoder: not the compiled one, {refused}", *stages.describe(scheme)]
+    described = stages.describe(Fp8Scheme() if decisions.fp8 else DenseScheme())
+    kernels = [f"decoder: not the compiled one, {refused}", *described]
     form = "fp8" if decisions.fp8 else "int4" if decisions.quantize == "int4" else decisions.dtype
     return weights, form, kernels, decisions.dtype, (decisions.dtype, *stages.kv_kinds)
 

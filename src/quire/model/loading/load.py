@@ -96,11 +96,17 @@ def load_model(
     return model
 
 
-def resident_bytes(source: WeightSource, device: torch.device, dtype: torch.dtype, quantize: Quantize = "auto") -> int:
+def resident_bytes(
+    source: WeightSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Quantize = "auto",
+    scheme: QuantScheme | None = None,
+) -> int:
     """What the weights take where torch runs them, by the shapes that they will have."""
     family, spec = read_family(source)
-    model = Model(spec, device=torch.device("meta"), dtype=dtype)
-    if can_keep(device, dtype):
+    model = Model(spec, device=torch.device("meta"), dtype=dtype, scheme=scheme)
+    if can_keep(device, dtype) and scheme is None:
         source = _split_up(unquantised(source, blocks=True))
         targets = targets_of(family, spec, source)
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
