@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quire.cli.model_report import fit_figures, fit_rows, show_json, show_rows, size
+from quire.cli.model_report import fit_figures, fit_rows, reading_headers, show_json, show_rows, size
 from quire.cli.options import AsJson, with_engine_options
 from quire.types.config import EngineOptions
 
@@ -32,7 +32,10 @@ def doctor(
     from quire.runtime.model_fit import model_fit
 
     name = engine.model.model
-    if (local := assets.present(name)) is not None or (found := assets.preview(name)) is None or found.source is None:
+    local = assets.present(name)
+    with reading_headers(name):
+        found = assets.preview(name) if local is None else None
+    if found is None or found.source is None:
         source: Any = (local or assets.resolve(name)).open()
         fit: Any = model_fit(source, engine)
     else:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quire import assets
-from quire.cli.model_report import fetch_rows, fit_figures, fit_rows, show_json, show_rows
+from quire.cli.model_report import fetch_rows, fit_figures, fit_rows, reading_headers, show_json, show_rows
 from quire.cli.options import AsJson
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
@@ -28,11 +28,11 @@ def register(app: typer.Typer) -> None:
 
 def pull(model: Name) -> None:
     """Fetch a model into the local cache; says before what it is and whether it would run here."""
-    if assets.present(model) is None and (found := assets.preview(model)) is not None:
-        from quire.engine.build import check_preview
-
+    with reading_headers(model):
+        found = assets.preview(model) if assets.present(model) is None else None
         engine = EngineOptions.of(model=model)
-        fit = check_preview(found, engine)
+        fit = _fit(found, None, engine) if found is not None else None
+    if found is not None:
         about = fit_rows(fit, engine, found.source) if fit is not None else []
         show_rows(found.name, [*fetch_rows(found), *about], err=True)
     local = assets.pull(model, progress=True)
@@ -54,7 +54,8 @@ def list_(json: AsJson = False) -> None:
 def show(model: Name, json: AsJson = False) -> None:
     """Show what a model is, whether it runs on this machine and about how fast, without loading or fetching it."""
     local = assets.present(model)
-    found = assets.preview(model) if local is None else None
+    with reading_headers(model):
+        found = assets.preview(model) if local is None else None
     if local is None and found is None:
         assets.resolve(model)  # says what there is instead
     engine = EngineOptions.of(model=model)

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.status import Status
 from rich.table import Table
 
 from quire import assets
@@ -84,12 +85,19 @@ def fit_figures(fit: Any) -> dict[str, Any]:
     }
 
 
+def reading_headers(name: str) -> Status:
+    """A sign on the terminal that a hub is being asked."""
+    return Console(stderr=True).status(f"reading the headers of {name}")
+
+
 def fetch(engine: EngineOptions) -> assets.LocalModel:
     """Fetch a model that is not here; says before what it is and how it fits."""
     from quire.engine.build import fetch_model
 
     def told(found: assets.Preview, fit: Any) -> None:
+        reading.stop()
         about = fit_rows(fit, engine, found.source) if fit is not None and fit.fits else []
         show_rows(found.name, [*fetch_rows(found), *about], err=True)
 
-    return fetch_model(engine, progress=True, tell=told)
+    with reading_headers(engine.model.model) as reading:
+        return fetch_model(engine, progress=True, tell=told)

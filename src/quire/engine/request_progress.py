@@ -10,9 +10,10 @@ INTERVAL_S = 0.5  # between one line and the next; nothing that is over sooner s
 
 
 class RequestProgress:
-    """Call `tokens` and `ended` as they come. `on`: None is where standard error is a terminal."""
+    """Call `tokens` and `ended` as they come. `total` may not be known. `on`: None is where standard error is a
+    terminal."""
 
-    def __init__(self, total: int, *, on: bool | None = None):
+    def __init__(self, total: int | None, *, on: bool | None = None):
         self._on = sys.stderr.isatty() if on is None else on
         self._total = total
         self._done = self._tokens = 0
@@ -21,18 +22,21 @@ class RequestProgress:
 
     def tokens(self, count: int) -> None:
         self._tokens += count
-        if self._on and (now := time.monotonic()) - self._shown > INTERVAL_S:
-            self._shown = now
-            self._show(now)
+        self._refresh()
 
     def ended(self) -> None:
         self._done += 1
+        self._refresh()
 
-    def _show(self, now: float) -> None:
-        rate = self._tokens / (now - self._began)
-        left = (now - self._began) / self._done * (self._total - self._done) if self._done else None
-        expected = f", about {left:.0f} s left" if left is not None else ""
-        line = f"{self._done}/{self._total} requests, {rate:,.0f} output tok/s{expected}"
+    def _refresh(self) -> None:
+        if not self._on or (now := time.monotonic()) - self._shown <= INTERVAL_S:
+            return
+        self._shown, spent = now, now - self._began
+        line = f"{self._done}/{self._total} requests" if self._total else f"{self._done} requests"
+        if self._tokens:
+            line += f", {self._tokens / spent:,.0f} output tok/s"
+        if self._done and self._total:
+            line += f", about {spent / self._done * (self._total - self._done):.0f} s left"
         sys.stderr.write(f"\r{line:<72}")
         sys.stderr.flush()
         self._any = True

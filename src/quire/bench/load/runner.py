@@ -10,7 +10,7 @@ import asyncio
 import json
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,6 +19,7 @@ from quire.bench.load.arrivals import Call
 from quire.bench.load.http import Answer, Pool
 from quire.bench.load.scrape import Scrape, scrape
 from quire.bench.workloads import Job
+from quire.engine.request_progress import RequestProgress
 from quire.types.errors import ConfigError
 
 WORDS = ("time", "year", "people", "way", "day", "thing", "life", "child", "world", "school", "state", "family")
@@ -102,13 +103,15 @@ class Load:
     async def open_loop(self, name: str, calls: list[Call], offered: float | None) -> Phase:
         began, before = await self._begin()
         tasks = []
-        for call in calls:
-            while (wait := began + call.due - time.perf_counter()) > 0:
-                await asyncio.sleep(wait)
-            tasks.append(asyncio.create_task(self._one(call.job, call.due, began)))
-            if len(tasks) % 16 == 0:
-                await asyncio.sleep(0)  # let answers in while many are due at once
-        records = await asyncio.gather(*tasks)
+        with RequestProgress(len(calls)) as progress:
+            for call in calls:
+                while (wait := began + call.due - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                tasks.append(asyncio.create_task(self._one(call.job, call.due, began)))
+                tasks[-1].add_done_callback(lambda _: progress.ended())
+                if len(tasks) % 16 == 0:
+                    await asyncio.sleep(0)  # let answers in while many are due at once
+            records = await asyncio.gather(*tasks)
         return await self._end(name, offered, began, before, list(records))
 
     async def closed_loop(self, name: str, jobs: Iterable[Job], concurrency: int) -> Phase:
@@ -116,11 +119,13 @@ class Load:
         source = iter(jobs)
         records: list[Record] = []
 
-        async def user() -> None:
+        async def user(progress: RequestProgress) -> None:
             for job in source:
                 records.append(await self._one(job, time.perf_counter() - began, began))
+                progress.ended()
 
-        await asyncio.gather(*(user() for _ in range(concurrency)))
+        with RequestProgress(len(jobs) if isinstance(jobs, Sized) else None) as progress:
+            await asyncio.gather(*(user(progress) for _ in range(concurrency)))
         return await self._end(name, None, began, before, records)
 
     async def warm_up(self, jobs: Iterable[Job]) -> None:
