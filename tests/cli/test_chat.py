@@ -81,6 +81,13 @@ def test_switches_and_the_system_message(say, session: ChatSession) -> None:
     assert session.system == "You are brief." and not session.verbose and session.thoughts and not session.markdown
 
 
+def test_cached_tokens_are_those_of_the_prompt(say, session: ChatSession) -> None:
+    session.verbose = True
+    question = "What is gravity, and why does an apple fall to the ground rather than to the sky?"
+    told = re.findall(r"prompt (\d+) tokens \((\d+) cached\)", say(question, "/regenerate", "/regenerate"))
+    assert told and all(0 < int(cached) < int(prompt) for prompt, cached in told)
+
+
 def test_again_over_and_what_is_no_command(say, session: ChatSession) -> None:
     text = say("/regenerate", "What is gravity?", "/regenerate", "/nonsense", "/clear", "/?")
     assert "no question to answer again" in text and text.count("Gravity is") == 2

@@ -20,7 +20,7 @@ from quire.types.errors import QuireError
 HISTORY_LINES = 1000
 QUOTES = '"""'
 HELP = f"""\
-/set NAME VALUE     change a parameter: {", ".join(PARAMETERS[:6])} ...
+/set NAME VALUE     change a parameter: {", ".join(PARAMETERS[:3])} and others
 /set verbose|quiet  show tokens and speed after each answer, or not
 /set markdown|plain how answers are shown
 /set think|nothink  whether a model that can think should

@@ -167,7 +167,7 @@ class Timing:
         self._last = time.perf_counter()
         self._first = self._first or self._last
         self.tokens += len(delta.token_ids)
-        self.cached += delta.cached_tokens
+        self.cached = max(self.cached, delta.cached_tokens)
 
     def report(self) -> None:
         to_first, after = self._first - self._began, self._last - self._first

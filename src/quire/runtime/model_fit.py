@@ -39,7 +39,8 @@ from quire.types.kv import KVLayout
 from quire.types.seams import WeightSource
 
 # Of the bandwidth that reading memory in order has, about what the decode steps of one sequence reach; the rest goes
-# into attention, norms, sampling and the host.
+# into attention, norms, sampling and the host. On a Neoverse N1 it is 0.73 of a 0.6B model in 8 bits, 0.55 in 4 bits,
+# and 0.43 of a 135M model in 4 bits.
 DECODE_EFFICIENCY = {"cpu": 0.6, "cuda": 0.8}
 FOUR_BIT_SHARE = 0.4  # of the bytes that bf16 takes: checkpoints below it are in 4 bits, those above in 8
 PROBE_BYTES = 256 << 20
