@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -14,6 +15,7 @@ from quire.types.config import EngineOptions, flat_fields
 from quire.types.errors import ConfigError, InputError, ModelNotFoundError, QuireError
 from quire.types.option_checks import parse_size
 from quire.types.option_names import COUNTERPARTS
+from quire.types.serving import ServeOptions
 
 
 def run(*words, **options):
@@ -116,7 +118,7 @@ def test_options_of_other_engines_are_known_by_name():
         EngineOptions.of(kv_memry="1G")
     with pytest.raises(ConfigError, match="known options: ageing"):
         EngineOptions.of(zzz=1)
-    ours = {field.name for field in flat_fields()}
+    ours = {field.name for field in (*flat_fields(), *fields(ServeOptions))}
     assert not ours & set(COUNTERPARTS)
     said = {word for text in COUNTERPARTS.values() for word in re.split(r"\W+", text.partition("(")[0]) if word}
     assert said - ours <= {"and", "or", "QUIRE_CACHE", "in", "the", "environment"}

@@ -19,6 +19,7 @@ from playwright.sync_api import Page, Route, expect
 
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key, KeyRing, digest
 from quire.serve.http.server import background_server
+from quire.types.membership import ReplicaView
 from quire.types.serving import ServeOptions
 
 ANSWER = """## A title
@@ -276,6 +277,25 @@ def test_a_request_is_looked_into_and_cancelled(live_server: str, open_page: Any
     expect(page.locator("#request-cancel")).to_be_disabled()
     again = open_page(f"{live_server}/#/live")  # what was before anybody looked is there at once
     expect(again.locator("#ended tbody tr").first).to_be_visible(timeout=PATIENCE)
+
+
+@drives_a_browser
+def test_replicas_are_shown_where_there_are_several(fake_server: str, open_page: Any, monkeypatch: Any) -> None:
+    page = open_page(f"{fake_server}/#/live")
+    expect(page.locator("#tiles .tile").first).to_be_visible(timeout=PATIENCE)
+    expect(page.locator("#cluster")).to_be_hidden()
+    many = [
+        ReplicaView(id=f"replica-{i}", pid=i, host="h", role="both", state=s, running=i, waiting=0, restarts=0)
+        for i, s in enumerate(("ready", "draining"))
+    ]
+
+    async def replicas(self: Any) -> list[ReplicaView]:
+        return many
+
+    monkeypatch.setattr("fake_frontend.FakeClient.replicas", replicas)
+    expect(page.locator("#cluster-note")).to_have_text("1 of 2 ready", timeout=PATIENCE)
+    expect(page.locator("#replicas tbody tr.error")).to_contain_text("draining")
+    page.close()
 
 
 @drives_a_browser

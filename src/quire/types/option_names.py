@@ -43,13 +43,14 @@ COUNTERPARTS = {
     "tensor_parallel_size": "",
     "tp_size": "",
     "pipeline_parallel_size": "",
-    "data_parallel_size": "",
+    "data_parallel_size": "replicas (of `quire serve`)",
+    "dp_size": "replicas (of `quire serve`)",
     "enable_expert_parallel": "",
     "n_gpu_layers": "device (all layers are on one device)",
     "revision": "model (org/name@revision)",
     "download_dir": "QUIRE_CACHE in the environment",
 }
-_ONE_DEVICE = "has no counterpart: an engine has one device; for more, run a server on each"
+_ONE_DEVICE = "has no counterpart: an engine has one device; `quire serve --replicas N` runs several of them"
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:

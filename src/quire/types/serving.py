@@ -93,7 +93,11 @@ class ServeOptions(Checked):
     max_restarts: int = option(3, "engine restarts within ten minutes before the server gives up", low=0)
 
     replicas: int | None = option(
-        None, "engines of the model behind this server, started and watched by Ray; needs quire[ray]", low=1, high=1024
+        None,
+        "engines of the model behind this server, started and watched by Ray; needs quire[ray]",
+        low=1,
+        high=1024,
+        common=True,
     )
     router: str = option(
         "cache-aware",

@@ -21,6 +21,7 @@ from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import EventStream, json
 from quire.serve.http.openapi import answers
 from quire.types.errors import EngineDeadError, OverloadedError
+from quire.types.membership import ReplicaView
 from quire.types.view import EngineView
 
 logger = logging.getLogger("quire.serve")
@@ -38,6 +39,7 @@ class Picture(msgspec.Struct, kw_only=True):
     engine: EngineView | None
     since_last: Glance
     refused: int  # requests turned away since the server started
+    replicas: list[ReplicaView]
 
 
 class Feed:
@@ -51,12 +53,16 @@ class Feed:
     async def picture(self) -> bytes:
         serving = self._serving
         view: EngineView | None = None
+        replicas: list[ReplicaView] = []
         with suppress(TimeoutError, EngineDeadError):
             view = await asyncio.wait_for(serving.frontend.client.view(), ENGINE_TIMEOUT)
+            replicas = await asyncio.wait_for(serving.frontend.client.replicas(), ENGINE_TIMEOUT)
         ready = view is not None and serving.frontend.client.trouble() is None
         glance, refused = serving.metrics.window.take(), sum(serving.admission.refused.values())
         name = serving.frontend.model_name
-        return json(Picture(model=name, ready=ready, engine=view, since_last=glance, refused=refused))
+        return json(
+            Picture(model=name, ready=ready, engine=view, since_last=glance, refused=refused, replicas=replicas)
+        )
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Events until the server drains; a viewer that lags skips pictures."""

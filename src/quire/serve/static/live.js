@@ -138,6 +138,7 @@ function draw() {
   tiles(engine);
   flow(engine);
   bars($("c-batch"), engine.steps, engine.max_batch_tokens, engine.slots);
+  changed("replicas", latest.replicas, () => replicas(latest.replicas));
   pages(engine);
   changed("tree", engine.prefixes, () => tree(engine.prefixes));
 }
@@ -194,6 +195,17 @@ function chip(lane, [request, branch, status, age, prompt, computed, outputs, li
   bar.value = Math.min(1, done);
   node.title = `${key}: ${status}, ${prompt} prompt tokens (${cached} cached), ${outputs} drawn, ${age.toFixed(1)} s old`;
   return node;
+}
+
+// Where there are several; what the rest of the page shows is of all of them together.
+function replicas(all) {
+  $("cluster").hidden = all.length < 2;
+  const head = ["replica", "state", "role", "running", "waiting", "restarts", "host", "pid"];
+  const ready = all.filter((one) => one.state === "ready").length;
+  $("cluster-note").textContent = `${ready} of ${all.length} ready`;
+  $("replicas").replaceChildren(el("thead", {}, el("tr", {}, ...head.map((title) => el("th", { scope: "col" }, title)))),
+    el("tbody", {}, ...all.map((one) => el("tr", { class: one.state === "ready" ? "" : "error" },
+      ...[one.id, one.state, one.role, one.running, one.waiting, one.restarts, one.host, one.pid].map((cell) => el("td", {}, String(cell)))))));
 }
 
 function pages(engine) {
