@@ -4,6 +4,7 @@ known."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -277,6 +278,7 @@ def test_a_request_is_looked_into_and_cancelled(live_server: str, open_page: Any
     expect(page.locator("#request-cancel")).to_be_disabled()
     again = open_page(f"{live_server}/#/live")  # what was before anybody looked is there at once
     expect(again.locator("#ended tbody tr").first).to_be_visible(timeout=PATIENCE)
+    expect(again.locator("#c-ttft")).to_have_attribute("data-points", re.compile("[1-9]"))
 
 
 @drives_a_browser

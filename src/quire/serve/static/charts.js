@@ -76,6 +76,7 @@ export function lines(canvas, series, { limit = null, span = 120, seconds = 60 }
     pen.textAlign = "right";
     pen.fillText(`SLO ${short(limit)}`, width - right, y(limit) - 4);
   }
+  canvas.dataset.points = series[0].values.filter((value) => value !== null).length;
   canvas.setAttribute("aria-label", series.map((s) => `${s.label} ${s.values.at(-1) ?? "none"}`).join(", "));
 }
 
@@ -95,7 +96,7 @@ export function bars(canvas, steps, budget, slots) {
   pen.fillText(`rows ${last[0]} of ${short(slots)}`, 163, 13);
   pen.fillStyle = colour("soft");
   pen.textAlign = "right";
-  pen.fillText(`top: ${short(most)} tokens, ${short(crowd)} rows`, width, 13);
+  if (width > 420) pen.fillText(`top: ${short(most)} tokens, ${short(crowd)} rows`, width, 13);
   steps.forEach(([rows, tokens], i) => {
     const x = width - (steps.length - i) * wide;
     const tall = (tokens / most) * (height - top - bottom);

@@ -59,7 +59,7 @@ async function watch() {
       const response = await call("/view?stream=true", { scope: "admin", signal: mine.signal });
       notice("");
       wait = 500;
-      if (!latest) await fillPast(past, SPAN, 0.5); // what the server remembers from before anybody looked
+      if (!latest) await fillPast(past, SPAN, 0.5, slo()); // what the server remembers from before anybody looked
       for await (const picture of events(response)) {
         if (watching !== mine) return;
         take(picture);

@@ -56,8 +56,9 @@ export async function showEnded() {
   $("ended-note").textContent = rows.length ? "the latest; press one to see where its time went" : "none yet";
 }
 
-// Charts begin with what the server remembers: a point for each `step` seconds of the last `span` steps.
-export async function fillPast(past, span, step) {
+// Charts begin with what the server remembers: a point for each `step` seconds of the last `span` steps. `slo`: what counts
+// as good, in seconds; null is anything.
+export async function fillPast(past, span, step, slo) {
   const found = await requests(2048).catch(() => []);
   const now = Date.now() / 1000;
   const bins = (pick, at) => {
@@ -73,11 +74,14 @@ export async function fillPast(past, span, step) {
   const firsts = bins((r) => r.ttft_s, (r) => r.arrived + (r.ttft_s || 0));
   const gaps = bins((r) => r.tpot_s, (r) => r.ended || now);
   const ended = bins((r) => (r.ended && !r.error ? 1 : null), (r) => r.ended || 0);
+  const within = (value, limit) => limit === null || value === null || value <= limit;
+  const met = (r) => r.ended && !r.error && within(r.ttft_s, slo.ttft) && within(r.tpot_s, slo.tpot);
+  const good = bins((r) => (met(r) ? 1 : null), (r) => r.ended || 0);
   fill("ttft50", firsts.map((values) => quantile(values, 0.5)));
   fill("ttft99", firsts.map((values) => quantile(values, 0.99)));
   fill("itl50", gaps.map((values) => quantile(values, 0.5)));
   fill("itl99", gaps.map((values) => quantile(values, 0.99)));
   fill("ended", ended.map((values) => values.length / step));
-  fill("good", ended.map((values) => values.length / step));
+  fill("good", good.map((values) => values.length / step));
   fill("refused", ended.map(() => 0));
 }
