@@ -77,7 +77,7 @@ def test_parameters(say, session: ChatSession) -> None:
 
 def test_switches_and_the_system_message(say, session: ChatSession) -> None:
     text = say("/set verbose", "/system You are brief.", "What is gravity?", "/set quiet", "/set think", "/set plain")
-    assert re.search(r"prompt \d+ tokens, first token after .* answer \d+ tokens, .* tok/s", text)
+    assert re.search(r"prompt \d+ tokens( \(\d+ cached\))?, first token after .* answer \d+ tokens, .* tok/s", text)
     assert session.system == "You are brief." and not session.verbose and session.thoughts and not session.markdown
 
 
