@@ -231,6 +231,19 @@ def test_calibration_is_counted():
     assert isinstance(scheduler, Scheduler)
 
 
+def test_goodput_counts_answers_that_met_their_own_targets_or_the_servers():
+    scheduler, executor = engine("fcfs", slots=4, slo_ttft=1.0)
+    for name, ttft, tpot in (("met", 0.0, 0.0), ("own", 100.0, 0.0), ("slow", 100.0, 0.5)):
+        scheduler.submit(ask(name, [1, 2], tokens=5, slo_ttft=ttft, slo_tpot=tpot))
+    for i in range(20):
+        step(scheduler, executor, 0.5 + i)
+    scheduler.submit(ask("late", [1, 2], tokens=5))  # arrived at 0
+    for i in range(20, 40):
+        step(scheduler, executor, 0.5 + i)
+    stats = scheduler.snapshot()
+    assert (stats.met_slo, stats.missed_ttft, stats.missed_tpot) == (2, 1, 1)
+
+
 def test_targets_through_the_public_options(default_model):
     with LLM("smollm2-135m", kv_memory="64M", scheduler="auto", slo_ttft=30.0, max_seqs=2) as llm:
         params = SamplingParams(temperature=0, max_tokens=4)

@@ -133,6 +133,11 @@ class _Exposition(Collector):
             }
             help = "Answers whose length was predicted, and those not longer than the median and the 90% quantile."
             yield from self._by("quire_length_predictions", help, "within", within)
+        good = "Answers that ended well and met their targets for the first token and for each, where they had any."
+        yield from self._counter("goodput_requests", good, stats.met_slo, shared=False)
+        missed = {"ttft": stats.missed_ttft, "tpot": stats.missed_tpot}
+        help = "Answers that ended well, but missed the target for their first token or for each."
+        yield from self._by("quire_slo_missed", help, "target", missed)
         given_up = "Requests that the scheduler ended because their target could not be met."
         yield from self._counter("requests_given_up", given_up, stats.gave_up, shared=False)
         yield from self._counter("spec_decode_num_drafts", "Drafts of one token or several.", stats.drafts)

@@ -12,6 +12,7 @@ from quire.scheduling.features.chunk_reuse import ChunkReuse
 from quire.scheduling.features.draft_budgets import Drafting
 from quire.scheduling.features.kv_eviction import KVEviction
 from quire.scheduling.features.length_prediction import LengthPrediction
+from quire.scheduling.features.service_levels import ServiceLevels
 from quire.scheduling.features.sessions import Sessions
 from quire.scheduling.features.tier_prefetch import TierPrefetch
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
@@ -33,6 +34,7 @@ class FeatureSet:
         kv_policy: str,
         session_quota: float,
         preempt: str,
+        slo: tuple[float | None, float | None] = (None, None),
         predictor: LengthPredictor | None = None,
     ):
         directory = Directory(
@@ -45,6 +47,7 @@ class FeatureSet:
             memory.state_pages,
         )
         self.timeline = TimelineRecorder(memory, clock)
+        self.service_levels = ServiceLevels(self.timeline, *slo)
         self.preemption = PreemptionGuard(memory, self.timeline)
         self.tiers = TierPrefetch(
             memory, directory, self.timeline, table.waiting, lambda: self.preemption.spare, preempt
@@ -57,5 +60,6 @@ class FeatureSet:
 
     def __iter__(self) -> Iterator[SchedulingFeature]:
         optional = [feature for feature in (self.drafting, self.lengths) if feature is not None]
-        shared = [self.timeline, self.preemption, *optional, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
+        listening = [self.timeline, self.service_levels, self.preemption, *optional]
+        shared = [*listening, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
         return iter(shared)

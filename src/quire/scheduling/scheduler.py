@@ -85,6 +85,7 @@ class Scheduler:
             kv_policy=kv_policy,
             session_quota=session_quota,
             preempt=options.preempt,
+            slo=(options.slo_ttft, options.slo_tpot),
             predictor=(predictor or PREDICTORS[options.length_predictor]()) if self.policy.uses_lengths else None,
         )
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
