@@ -61,7 +61,7 @@ class Engine:
         capacity = Capacity(
             pages=pages, slots=slots, max_model_len=2048, max_batch_tokens=batch, depth=depth, states=1 + 3 * slots
         )
-        self.scheduler = Scheduler(SchedulerOptions(), found, capacity, **options)
+        self.scheduler = Scheduler(SchedulerOptions(scheduler="fcfs"), found, capacity, **options)
         self.executor = FakeExecutor(found, capacity)
         self.cached, self.copies, self.out, self.now = {}, 0, {}, 0.0
 

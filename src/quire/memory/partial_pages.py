@@ -47,11 +47,11 @@ class PartialPages:
     def settle(self) -> None:
         """A new plan begins: what was entered before may be copied in it."""
         for parent, entries in self._planned.items():
-            if not entries:
-                continue
-            known = self._after.setdefault(parent, [])
-            for entry in entries:
-                insort(known, entry)
+            if (known := self._after.get(parent)) is not None:
+                for entry in entries:
+                    insort(known, entry)
+            elif entries:
+                self._after[parent] = sorted(entries)
         self._planned.clear()
 
     def match(self, parent: Parent, tokens: bytes) -> tuple[int, int]:
@@ -84,18 +84,18 @@ class PartialPages:
 
     def remove(self, page: int) -> None:
         """The page is about to hold something else, or more."""
-        if page not in self._of:
+        if (entry := self._of.pop(page, None)) is None:
             return
         self._tails.discard(page)
-        parent, tokens = self._of.pop(page)
-        known, planned = self._after.get(parent, []), self._planned.get(parent, [])
-        at = bisect_left(known, (tokens, page))
-        if known[at : at + 1] == [(tokens, page)]:
-            del known[at]
+        parent, tokens = entry
+        known = self._after.get(parent, [])
+        at = bisect_left(known, (tokens, page)) if len(known) > 1 else 0
+        if known[at : at + 1] != [(tokens, page)]:
+            self._planned[parent].remove((tokens, page))
+        elif len(known) == 1:
+            del self._after[parent]
         else:
-            planned.remove((tokens, page))
-        if not known:
-            self._after.pop(parent, None)
+            del known[at]
 
     def clear(self) -> None:
         self._after.clear()

@@ -111,6 +111,8 @@ class Commit(SchedulingFeature):
         first = index == len(seq.request.outputs)
         if first or drafted or forced:
             self._table.drew(seq, drafted, accepted, len(forced))
+        if first:
+            self._table.tell(EventKind.FIRST_TOKEN, [(seq, len(drawn))])
         if EventKind.DREW in self._table.observed:
             self._table.tell(EventKind.DREW, [(seq, len(drawn))])
         scores = self._scores.pop(seq, None) if self._scores else None
@@ -142,6 +144,7 @@ class Commit(SchedulingFeature):
             return []
         if seq is search.root and not seq.outputs:
             table.drew(seq)
+            table.tell(EventKind.FIRST_TOKEN, [(seq, 1)])
         lost = search.advance(table.fork)
         table.tell(EventKind.DREW, ((beam, 1) for beam in search.live))
         for old in lost:

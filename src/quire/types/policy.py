@@ -111,6 +111,7 @@ class EventKind(enum.Enum):
     ADMITTED = enum.auto()  # for the first time, or again; tokens of its prompt that were found in the prefix cache
     COMPUTED = enum.auto()  # token rows planned for it, with each step
     DREW = enum.auto()  # output tokens, with each step
+    FIRST_TOKEN = enum.auto()  # ... for the first time
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
 

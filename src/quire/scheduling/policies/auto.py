@@ -57,7 +57,7 @@ class Auto(Fair):
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
         changed: list[SequenceId] = []
         targets = self._targets
-        if event.kind is EventKind.DREW:
+        if event.kind is EventKind.FIRST_TOKEN:
             return [seq.id for seq, _ in event.sequences if targets.drew(seq.id)]
         self._account(event)
         for seq, _ in event.sequences:

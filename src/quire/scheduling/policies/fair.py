@@ -31,7 +31,7 @@ class Tenant:
 
 class Fair(Policy):
     starves = False
-    observes = tuple(EventKind)
+    observes = tuple(kind for kind in EventKind if kind is not EventKind.DREW)
 
     def __init__(self, options: SchedulerOptions):
         super().__init__(options)
@@ -54,13 +54,20 @@ class Fair(Policy):
         return self._tenants[tenant].counter
 
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
-        if event.kind is EventKind.DREW:
+        if event.kind is EventKind.FIRST_TOKEN:
             return ()
         return [id for name in self._account(event) for id in self._placed(self._tenants[name])]
 
     def _account(self, event: PolicyEvent) -> Iterable[str]:
         """Keep the tenants' counters; returns whose."""
         touched: dict[str, None] = {}
+        if event.kind is EventKind.COMPUTED:  # of all that run, with every step
+            tenants = self._tenants
+            for seq, _ in event.sequences:
+                name = seq.tenant
+                touched[name] = None
+                self._charge(tenants[name], seq)
+            return touched
         for seq, tokens in event.sequences:
             tenant = self._tenants.setdefault(seq.tenant, Tenant())
             if event.kind is EventKind.ARRIVED:
@@ -68,8 +75,6 @@ class Fair(Policy):
             elif event.kind is EventKind.ADMITTED:
                 tenant.waiting.pop(seq.id, None)
                 self._charged.setdefault(seq.id, tokens)
-            elif event.kind is EventKind.COMPUTED:
-                self._charge(tenant, seq)
             elif event.kind is EventKind.PREEMPTED:
                 tenant.waiting = {seq.id: 0, **tenant.waiting}
             elif event.kind is EventKind.FINISHED:

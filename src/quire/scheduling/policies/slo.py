@@ -12,7 +12,7 @@ from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
 
 class SLO(Policy):
-    observes = tuple(EventKind)
+    observes = tuple(kind for kind in EventKind if kind is not EventKind.DREW)
 
     def __init__(self, options: SchedulerOptions):
         super().__init__(options)
