@@ -55,9 +55,7 @@ class RequestRouter:
             self._block_pages = max(1, self.block_tokens // size)
             self._hasher = PageHasher(self.page_key, size)
         held = max(1, ready.info.pages // self._block_pages)
-        self._directory.resize(
-            number, 2 * held if ready.page_tokens else held
-        )  # events come a bit later
+        self._directory.resize(number, 2 * held if ready.page_tokens else held)  # events come a bit later
 
     def left(self, number: int) -> None:
         if self._directory is not None:

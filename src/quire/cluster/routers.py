@@ -23,6 +23,9 @@ SPARE_REQUESTS = 4  # so many requests more, that a replica may have and still b
 # What one more request under way costs, in tokens of a prompt: while it draws its own (256 of them, say) it slows the
 # others, and they slow it, by about what computing as many tokens takes.
 REQUEST_TOKENS = 512
+# What computing a token costs, in tokens of queue: it delays this request, and as much those that come after it.
+PREFILL_WEIGHT = 2
+HEAT_WINDOW = 1024  # decisions over which a prefix's share of all requests is counted
 RING_POINTS = 64  # of each replica on the ring of session affinity
 
 
@@ -86,6 +89,17 @@ class RouterPolicy(ABC):
         """`capacity`: blocks that a replica can hold."""
         self.replicas = replicas
         self.rng = Random(seed)
+        self._after = 0
+
+    def least(self, costs: list[float]) -> int:
+        """Where the cost is least; of equals, the next one in turn."""
+        least = min(costs)
+        try:
+            chosen = costs.index(least, self._after)
+        except ValueError:
+            chosen = costs.index(least)
+        self._after = chosen + 1
+        return chosen
 
     @abstractmethod
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
@@ -111,8 +125,7 @@ class LeastLoad(RouterPolicy):
     """The least cost of what is queued and under way."""
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        costs = [load.cost for load in loads]
-        return costs.index(min(costs))
+        return self.least([load.cost for load in loads])
 
 
 class PowerOfTwo(RouterPolicy):
@@ -168,17 +181,36 @@ class PrefixAware(PowerOfTwo):
 class CacheAware(PrefixAware):
     """The least cost: what of the prompt must be computed there, behind what is queued there and beside what is under
     way. So a prefix is chased as far as that saves more than waiting for it takes; then it is computed on a second
-    replica, and a hot one is soon on many."""
+    replica. A hot one is to be on as many replicas as its share of all requests is worth: until then its savings count
+    for less, for who computes it on another replica does so for many."""
+
+    def __init__(self, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY):
+        super().__init__(replicas, seed, capacity)
+        self._heat: dict[Hashable, int] = {}  # requests by the prefix they found, of the latest
+        self._heat_before: dict[Hashable, int] = {}  # ... and of as many before those
+        self._decisions = 0
+
+    def _share(self, prefix: Hashable) -> float:
+        """Of the latest requests, how many found this prefix; this one is counted."""
+        heat = self._heat[prefix] = self._heat.get(prefix, 0) + 1
+        latest = (self._decisions - 1) % HEAT_WINDOW + 1
+        return (heat + self._heat_before.get(prefix, 0)) / min(self._decisions, HEAT_WINDOW + latest)
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
         blocks = request.blocks
+        if self._decisions % HEAT_WINDOW == 0:
+            self._heat_before, self._heat = self._heat, {}
+        self._decisions += 1
         costs = [load.cost for load in loads]
-        chosen, matched = costs.index(min(costs)), 0
+        chosen, matched = self.least(costs), 0
         best = costs[chosen]
-        self.saved = 0
-        if blocks:
-            each = request.tokens / len(blocks)
-            for found in self.directory.match(blocks):
+        if blocks and (matches := self.directory.match(blocks)):
+            longest = matches[0]
+            wanted = self._share(blocks[longest.blocks - 1]) * self.replicas
+            each = PREFILL_WEIGHT * request.tokens / len(blocks)
+            if longest.replicas.bit_count() < wanted:
+                each /= wanted
+            for found in matches:
                 saved = found.blocks * each
                 if found.replicas >> chosen & 1 and not matched:  # the least loaded of all holds it
                     matched, best = found.blocks, best - saved
@@ -186,7 +218,7 @@ class CacheAware(PrefixAware):
                 for replica in members(found.replicas):
                     if costs[replica] - saved < best:
                         chosen, matched, best = replica, found.blocks, costs[replica] - saved
-            self._note(chosen, request, matched)
+        self._note(chosen, request, matched)
         return chosen
 
 
