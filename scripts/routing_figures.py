@@ -1,13 +1,14 @@
 """What routers come to on simulated replicas: `python scripts/routing_figures.py [--trace FILE] [--replicas 8]`.
 
 Three loads: 64 groups of 16 prompts that share a system prompt; one hot prefix that all prompts share; and a recorded
-trace, if one is named, replayed as fast as `--scale` says. The best possible hit rate is that of one boundless cache.
+trace, if one is named, replayed as fast as `--scale` says. The best possible hit rate is that of one cache, least
+recently used pages leaving first, as large as all replicas' together.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -47,9 +48,9 @@ def _arriving(prompts: list[tuple[int, ...]], rate: float, rng: Random) -> list[
     return found
 
 
-def best_hit_rate(trace: list[Arrival]) -> float:
-    """Of one cache that forgets nothing; the last token of a prompt is always computed."""
-    seen: set[int] = set()
+def best_hit_rate(trace: list[Arrival], tokens: int) -> float:
+    """Of one cache of so many tokens; the last token of a prompt is always computed."""
+    seen: OrderedDict[int, None] = OrderedDict()
     cached = total = 0
     for one in trace:
         matched = 0
@@ -57,7 +58,11 @@ def best_hit_rate(trace: list[Arrival]) -> float:
             if block not in seen:
                 break
             matched += one.block
-        seen.update(one.blocks)
+        for block in one.blocks:
+            seen[block] = None
+            seen.move_to_end(block)
+        while len(seen) * one.block > tokens:
+            seen.popitem(last=False)
         cached += min(matched, (one.prompt - 1) // BLOCK * BLOCK)
         total += one.prompt
     return cached / total
@@ -96,8 +101,9 @@ def main() -> None:
     if asked.trace is not None:
         recorded = read_trace(asked.trace, limit=asked.num)
         loads[asked.trace.stem] = [one._replace(at=one.at / asked.scale) for one in recorded]
+    machine = load_device("h200").machine
     for title, trace in loads.items():
-        best = best_hit_rate(trace)
+        best = best_hit_rate(trace, asked.replicas * machine.pages * machine.page_size)
         print(f"\n{title}: {len(trace)} requests, {asked.replicas} replicas; best possible hit rate {best:.3f}")
         print("| router | hit rate, of the best | TTFT mean, p99 (s) | output tokens/s | max/mean requests |")
         print("| --- | --- | --- | --- | --- |")

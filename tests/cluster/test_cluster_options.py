@@ -38,6 +38,8 @@ def test_replicas_on_one_machine_share_its_cores(tmp_path, monkeypatch: pytest.M
     assert replica_options(EngineOptions.of(), here).device.threads == 2
     assert replica_options(EngineOptions.of(threads=5), here).device.threads == 5
     assert replica_options(EngineOptions.of(), there).device.threads is None
+    with pytest.raises(ConfigError, match="kv_disk is one engine's"):
+        replica_options(EngineOptions.of(kv_disk="kv"), here)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     assert replica_options(EngineOptions.of(model="model"), there).model.model == str(tmp_path / "model")

@@ -14,6 +14,7 @@ from quire.cluster import cluster_client
 from quire.cluster.active_request import ActiveRequest
 from quire.cluster.cluster_client import MAX_FAILOVERS, ClusterClient
 from quire.cluster.routers import make_router
+from quire.engine import engine_process
 from quire.engine.client import RestartPolicy
 from quire.types.counts import Counts, added
 from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
@@ -279,6 +280,36 @@ async def test_a_reader_that_leaves_aborts_all_parts() -> None:
         for replica in made:
             replica.free()
         await until(lambda: all(not one.core.busy for one in made if not one.executor.killed))
+
+
+async def test_a_replica_that_hears_nothing_of_its_client_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "ORPHAN", 0.3)
+    async with cluster(1) as (client, made):
+        await asyncio.to_thread(client.hub.close)
+        await until(made[0].ended.is_set)
+
+
+async def test_who_closes_second_waits_as_well() -> None:
+    async with cluster(1) as (client, _):
+        host = client._host
+        first = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        await client.close()
+        assert isinstance(host, Host) and host.stopped and first.done()
+
+
+async def test_activating_a_replica_ends_its_drain() -> None:
+    async with cluster(2, gated=True) as (client, made):
+        reader = Reader(client, ask("r", [1, 2]))
+        await until(lambda: bool(client._where))
+        mine = client._where["r"]
+        drained = asyncio.create_task(client.drain(mine.id, 0.2))
+        await until(lambda: mine.state == "draining")
+        client.activate(mine.id)
+        assert (await drained).state == "ready" and client._where["r"] is mine
+        for replica in made:
+            replica.free()
+        (await reader.task).check()
 
 
 async def test_numbers_add_up_and_a_new_replica_has_the_adapters_that_others_have() -> None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -90,6 +91,7 @@ class ClusterClient(ReplicaQueries):
         self._lost: asyncio.Future[QuireError] = self.loop.create_future()
         self._failed: asyncio.Future[QuireError] = self.loop.create_future()  # a replica that could not start
         self._closing = False
+        self._closed: asyncio.Future[None] | None = None
         self._host: ReplicaHost | None = None
         self._info: EngineInfo | None = None
         self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
@@ -331,19 +333,17 @@ class ClusterClient(ReplicaQueries):
     async def drain(self, id: str, timeout: float) -> ReplicaView:
         """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
         replica = self._replica(id)
-        identity = replica.identity
         if not any(load.ready for load in self._loads if load is not replica.load):
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
         replica.state = ReplicaState.DRAINING
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(replica.idle.wait(), timeout)
-        except TimeoutError:
+        if replica.state is ReplicaState.DRAINING:  # neither lost nor activated meanwhile
             for request in replica.parts:
-                self.hub.send(identity, Abort(request))
+                self.hub.send(replica.identity, Abort(request))
             self._move(replica.give_up(), lost=False)
-        if replica.identity == identity:
             replica.state = ReplicaState.DRAINED
         return replica.view()
 
@@ -377,8 +377,11 @@ class ClusterClient(ReplicaQueries):
 
     async def close(self) -> None:
         """End all replicas; what is still open ends with an error first."""
-        if self._closing:
-            return
+        if self._closed is None:
+            self._closed = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closed)
+
+    async def _close(self) -> None:
         self._closing = True
         self._watcher.cancel()
         for active in self._active.values():

@@ -12,12 +12,14 @@ from quire.cluster.ray_host import RayHost
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions
 
 
 async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ClusterClient:
     """A client of `serving.replicas` engines; returns when all of them are ready."""
     assert serving.replicas is not None
+    options = replica_options(engine, serving)
     name = f"{socket.gethostname()}-{serving.port or os.getpid()}"
     host = await asyncio.to_thread(RayHost, serving.ray_address, name)
     client = ClusterClient(serving.replicas, make_router(serving.router, serving.replicas), policy, host.node_address)
@@ -27,7 +29,7 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
             serving.replicas,
             client.hub.address,
             client.membership,
-            replica_options(engine, serving),
+            options,
             cpus=serving.replica_cpus,
             gpus=serving.replica_gpus,
             hang_timeout=serving.hang_timeout,
@@ -35,12 +37,15 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
         await client.ready(host)
     except BaseException:
         await client.close()
+        await asyncio.to_thread(host.stop)
         raise
     return client
 
 
 def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptions:
     """Of each replica: on this machine they share the cores; a model's path means the same wherever they start."""
+    if serving.ray_address is None and (serving.replicas or 1) > 1 and engine.cache.kv_disk is not None:
+        raise ConfigError("kv_disk is one engine's: replicas on one machine share pages through kv_remote")
     path = Path(engine.model.model)
     said = {"model": str(path.resolve())} if path.exists() else {}
     if serving.ray_address is None and engine.device.threads is None:

@@ -43,14 +43,15 @@ class PrefixDirectory:
     def match(self, blocks: Sequence[Hashable]) -> list[PrefixMatch]:
         """Who holds how much of a prompt, the longest prefix first; who holds nothing is not listed. The longest is
         exact, shorter ones are found by quarters of it."""
-        where, low, high = self._where.get, 0, len(blocks)
+        where, low, high, seen = self._where.get, 0, len(blocks), 0
         while low < high:  # the last that anyone holds: who holds it holds those before it
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if blocks[middle - 1] in self._where else (low, middle - 1)
-        found: list[PrefixMatch] = []
-        seen = 0
-        for part in range(4, 0, -1) if low > 3 else range(low, 0, -1):
-            matched = low * part // 4 if low > 3 else part
+            if holders := where(blocks[middle - 1], 0):
+                low, seen = middle, holders
+            else:
+                high = middle - 1
+        found = [PrefixMatch(low, seen)] if low else []
+        for matched in (low * 3 // 4, low // 2, low // 4) if low > 3 else range(low - 1, 0, -1):
             if replicas := where(blocks[matched - 1], 0) & ~seen:
                 found.append(PrefixMatch(matched, replicas))
                 seen |= replicas
@@ -60,11 +61,12 @@ class PrefixDirectory:
         """The replica has these blocks, or will have computed them when anyone else asks for them."""
         held, where, bit = self._held[replica], self._where, 1 << replica
         for block in blocks:
-            if block in held:
+            holders = where.get(block, 0)
+            if holders & bit:
                 held.move_to_end(block)
             else:
                 held[block] = None
-                where[block] = where.get(block, 0) | bit
+                where[block] = holders | bit
         for _ in range(len(held) - self._capacity[replica]):
             self._clear(held.popitem(last=False)[0], bit)
 

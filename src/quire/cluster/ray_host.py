@@ -42,6 +42,7 @@ class RayHost:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(INSTALL)
         self._local = address is None
+        self._stopped = False
         self._name = "quire-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
         self._token = tempfile.TemporaryDirectory(prefix="quire-ray-") if self._local else None
         self._ray = _connect(address, Path(self._token.name) if self._token else None)
@@ -85,6 +86,10 @@ class RayHost:
         serve.run_many([target], wait_for_applications_running=False)
 
     def stop(self) -> None:
+        """A second time does nothing."""
+        if self._stopped:
+            return
+        self._stopped = True
         if not self._local:
             from ray import serve
 

@@ -126,7 +126,7 @@ class ReplicaHub:
 
     def _send(self, replica: str, message: ToEngine, news: Received) -> None:
         try:
-            self._socket.send_multipart([replica.encode(), self._encoder.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([replica.encode("latin-1"), self._encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -136,11 +136,11 @@ class ReplicaHub:
 
     def _drain(self, news: Received) -> None:
         while self._socket.poll(0):
-            sender, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            replica = sender.decode()
+            sender, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            replica = sender.decode("latin-1")
             self._connected.add(replica)
             try:
-                news.append((replica, self._decoder.decode(frame)))
+                news.append((replica, self._decoder.decode(b"".join(frames))))
             except (msgspec.DecodeError, QuireError):
                 log.warning("a frame from replica %s is no message: dropped", replica)
 

@@ -23,8 +23,9 @@ SPARE_REQUESTS = 4  # so many requests more, that a replica may have and still b
 # What one more request under way costs, in tokens of a prompt: while it draws its own (256 of them, say) it slows the
 # others, and they slow it, by about what computing as many tokens takes.
 REQUEST_TOKENS = 512
-# What computing a token costs, in tokens of queue: it delays this request, and as much those that come after it.
-PREFILL_WEIGHT = 2
+# What computing a token costs, in tokens of queue: it delays this request, and those that come after it.
+PREFILL_WEIGHT = 3
+MAX_COMPARED = 64  # replicas whose loads are compared for one request: of more, others for each
 HEAT_WINDOW = 1024  # decisions over which a prefix's share of all requests is counted
 RING_POINTS = 64  # of each replica on the ring of session affinity
 
@@ -91,14 +92,16 @@ class RouterPolicy(ABC):
         self.rng = Random(seed)
         self._after = 0
 
-    def least(self, costs: list[float]) -> int:
-        """Where the cost is least; of equals, the next one in turn."""
-        least = min(costs)
-        try:
-            chosen = costs.index(least, self._after)
-        except ValueError:
-            chosen = costs.index(least)
-        self._after = chosen + 1
+    def least(self, loads: Sequence[ReplicaLoad]) -> int:
+        """Where the cost is least, of the next `MAX_COMPARED` in turn."""
+        first, count = self._after, self.replicas
+        turn = [load.cost for load in loads[first : first + MAX_COMPARED]]
+        turn += [load.cost for load in loads[: min(count, MAX_COMPARED) - len(turn)]]
+        if (least := min(turn)) == inf:
+            turn = [load.cost for load in (*loads[first:], *loads[:first])]
+            least = min(turn)
+        chosen = (first + turn.index(least)) % count
+        self._after = (chosen + 1) % count
         return chosen
 
     @abstractmethod
@@ -125,7 +128,7 @@ class LeastLoad(RouterPolicy):
     """The least cost of what is queued and under way."""
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        return self.least([load.cost for load in loads])
+        return self.least(loads)
 
 
 class PowerOfTwo(RouterPolicy):
@@ -173,8 +176,7 @@ class PrefixAware(PowerOfTwo):
             self.directory.add(chosen, blocks[matched:])
 
     def _overloaded(self, chosen: int, loads: Sequence[ReplicaLoad]) -> bool:
-        costs = [load.cost for load in loads]
-        least = loads[costs.index(min(costs))].requests
+        least = loads[self.least(loads)].requests
         return not loads[chosen].ready or loads[chosen].requests > MAX_IMBALANCE * least + SPARE_REQUESTS
 
 
@@ -201,9 +203,8 @@ class CacheAware(PrefixAware):
         if self._decisions % HEAT_WINDOW == 0:
             self._heat_before, self._heat = self._heat, {}
         self._decisions += 1
-        costs = [load.cost for load in loads]
-        chosen, matched = self.least(costs), 0
-        best = costs[chosen]
+        chosen, matched = self.least(loads), 0
+        best = loads[chosen].cost
         if blocks and (matches := self.directory.match(blocks)):
             longest = matches[0]
             wanted = self._share(blocks[longest.blocks - 1]) * self.replicas
@@ -216,8 +217,8 @@ class CacheAware(PrefixAware):
                     matched, best = found.blocks, best - saved
                     break
                 for replica in members(found.replicas):
-                    if costs[replica] - saved < best:
-                        chosen, matched, best = replica, found.blocks, costs[replica] - saved
+                    if (cost := loads[replica].cost - saved) < best:
+                        chosen, matched, best = replica, found.blocks, cost
         self._note(chosen, request, matched)
         return chosen
 

@@ -124,9 +124,6 @@ class EngineProcess:
                 self.send(Heartbeat())
             if now - self._beat > BEAT:
                 self.beat()
-            if now - self._heard > ORPHAN:
-                log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)
-                return
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
@@ -138,6 +135,9 @@ class EngineProcess:
                         events += reply.events
                     else:
                         self.send(reply)
+            if now - self._heard > ORPHAN:  # and nothing is waiting to be heard
+                log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)
+                return
             if core.busy:
                 events += core.step()
             if events:
