@@ -69,7 +69,6 @@ class RayHost:
             if each * replicas > there.get(name, 0.0):
                 have = f"the Ray cluster has {there.get(name, 0.0):g}"
                 raise ConfigError(f"{replicas} replicas with {each:g} {name} each need more than {have}")
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         plain: Any = serve.deployment(EngineReplica)
         deployment = plain.options(
@@ -111,6 +110,7 @@ def _connect(address: str | None, secret: Path | None) -> Any:
         os.environ.pop("RAY_AUTH_TOKEN", None)
     import ray
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of what is meant to be so
     quiet: dict[str, Any] = {"logging_level": "error", "configure_logging": False, "namespace": "quire"}
     try:
         if secret is None:
