@@ -46,7 +46,7 @@ def doctor(
     reasons = [(line.partition(": ")[0], line.partition(": ")[2]) for line in lines]
     if json:
         figures = {"name": name, "architecture": fit.spec.architecture, "parameters": fit.parameters}
-        sequences = {"context_asked": context, "sequences": fit.tokens // context}
+        sequences = {"context_asked": context, "sequences": fit.sequences(context)}
         show_json({
             "system": machine, "packages": dict(packages), "choices": reasons,
             "model": figures | fit_figures(fit) | sequences,
@@ -63,21 +63,23 @@ def _model_rows(fit: Any, engine: EngineOptions, source: Any, context: int) -> l
     heads, layers = spec.attention.heads, f"{len(spec.layers)} layers"
     if spec.recurrent:
         layers = f"{len(spec.attending)} of {layers}; others keep a state of {size(layout.state_bytes)} a sequence"
+    lasting = ""
+    if layout.lasting_bytes != layout.token_bytes:
+        lasting = f", {size(layout.lasting_bytes)} behind all windows"
     first, *rest = fit_rows(fit, engine, source)
     rows = [
         first,
         ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {layers}"),
-        ("KV per token", f"{size(layout.token_bytes)} in {layout.dtype}"),
+        ("KV per token", f"{size(layout.token_bytes)} in {layout.dtype}{lasting}"),
         *rest,
     ]
     if fit.fits:
         rows.append(("KV memory", f"{fit.pages - 1} pages of {size(layout.page_bytes)}; {fit.why}"))
-        rows.append(("ceiling", _ceiling(fit.tokens, context)))
+        rows.append(("ceiling", _ceiling(fit.sequences(context), fit.tokens, context)))
     return rows
 
 
-def _ceiling(tokens: int, context: int) -> str:
-    count = tokens // context
+def _ceiling(count: int, tokens: int, context: int) -> str:
     if not count:
         return f"no sequence of {context:,} tokens: {tokens:,} fit in all"
     return f"{count} sequence{'s' * (count > 1)} of {context} tokens ({tokens:,} tokens in all)"

@@ -66,6 +66,10 @@ class ModelFit:
     def fits(self) -> bool:
         return self.pages > 1 and self.tokens > 1
 
+    def sequences(self, context: int) -> int:
+        """Of so many tokens, that fit at once."""
+        return max(0, self.pages - 1) // self.layout.pages_for(context)
+
     @property
     def tokens_per_second(self) -> float:
         """Of one request, decoding: the weights that a token needs, read at the speed of memory."""

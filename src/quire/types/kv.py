@@ -139,6 +139,11 @@ class KVLayout(msgspec.Struct, frozen=True):
         """KV bytes of one token over all groups while it is inside every window."""
         return sum(self._token_bytes(g) for g in self.groups)
 
+    @property
+    def lasting_bytes(self) -> int:
+        """KV bytes of one token once it has left every window."""
+        return sum(self._token_bytes(g) for g in self.groups if g.window is None)
+
     def _token_bytes(self, group: KVGroup) -> int:
         return group.token_heads * self.kind_of(group).head_bytes(group.head_dim)
 
