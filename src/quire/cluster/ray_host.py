@@ -69,6 +69,7 @@ class RayHost:
             if each * replicas > there.get(name, 0.0):
                 have = f"the Ray cluster has {there.get(name, 0.0):g}"
                 raise ConfigError(f"{replicas} replicas with {each:g} {name} each need more than {have}")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         plain: Any = serve.deployment(EngineReplica)
         deployment = plain.options(
