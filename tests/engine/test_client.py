@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import threading
 import time
 
+import msgspec
 import pytest
 
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.text_output import RequestText
 from quire.text import TextModel
+from quire.types import messages
 from quire.types.counts import Counts
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
@@ -325,3 +328,20 @@ async def anext_or(reader: asyncio.Task) -> object:
     """What the reader has, once things had time to arrive; None if it waits."""
     await asyncio.sleep(0.1)
     return reader.result() if reader.done() else None
+
+
+def test_requests_of_one_moment_stay_together_and_a_clock_that_is_set_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read anew for each request, clocks come apart by microseconds, and a batch lost its order."""
+    monotonic, wall = itertools.count(100.0, 1e-6), itertools.count(5000.0, 3e-6)
+    monkeypatch.setattr(messages.time, "monotonic", lambda: next(monotonic))
+    monkeypatch.setattr(messages.time, "time", lambda: next(wall))
+    monkeypatch.setattr(messages, "_wall_offset", messages._WallOffset())
+    requests = [Request(id=str(i), prompt=[1], params=SamplingParams(), arrival=4999.5) for i in range(20)]
+    moments = {messages.received(one).arrival for one in requests}
+    assert len(moments) == 1 and moments.pop() == pytest.approx(99.5, abs=1e-3)
+    monkeypatch.setattr(messages.time, "time", lambda: 6000.0)
+    assert messages.received(msgspec.structs.replace(requests[0], arrival=5999.0)).arrival == pytest.approx(
+        99, abs=1e-3
+    )

@@ -28,6 +28,7 @@ from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
 MAX_FRAME = 64 << 20
+MAX_CLOCK_DRIFT_S = 0.01  # by which the wall clock may move against the monotonic one before times are read anew
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -227,10 +228,27 @@ ToEngine = Submit | Abort | FinishAt | Query | Reset | Heartbeat | Shutdown
 ToClient = Ready | Events | CacheEvents | Reply | Heartbeat | Failed
 
 
+class _WallOffset:
+    """From wall-clock times to this process's monotonic clock: the same for all, unless somebody sets the clock. Read
+    anew for each, requests of one moment would come apart by microseconds, and out of order."""
+
+    def __init__(self) -> None:
+        self._offset = time.monotonic() - time.time()
+
+    def __call__(self) -> float:
+        latest = time.monotonic() - time.time()
+        if abs(latest - self._offset) > MAX_CLOCK_DRIFT_S:
+            self._offset = latest
+        return self._offset
+
+
+_wall_offset = _WallOffset()
+
+
 def received(request: Request) -> Request:
     """A request off the wire, its times on this process's monotonic clock. One that does not say when it arrived does
     so now."""
-    now, offset = time.monotonic(), time.monotonic() - time.time()
+    now, offset = time.monotonic(), _wall_offset()
     arrival = min(request.arrival + offset, now) if request.arrival else now
     return replace(request, arrival=arrival, deadline=request.deadline + offset if request.deadline else 0.0)
 
