@@ -240,6 +240,21 @@ def test_what_simulate_writes(tmp_path):
     assert "goodput" in done.output
 
 
+def test_figures_over_seeds_are_means_and_a_page_shows_them(tmp_path):
+    out, page = tmp_path / "out.json", tmp_path / "out.html"
+    write_cost_model(tmp_path / "d.json", MODEL)
+    command = [
+        "simulate", "--workload", "chat", "--num", "30", "--rate", "2", "--device", str(tmp_path / "d.json"), "--seeds",
+        "3", "--workers", "1", "--json", str(out), "--html", str(page),
+    ]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    each = [run["ttft_s"]["mean"] for run in found["runs"]]
+    assert found["seeds"] == len(set(each)) == 3 and found["ttft_s"]["mean"] == pytest.approx(mean(each))
+    assert page.read_text().count("<svg") == 5 and "chat: auto on 1 x" in page.read_text()
+
+
 def test_reports_of_loads_are_what_routers_wait_for(monkeypatch):
     """Fresher reports let the router see that a replica is done: both get half of the requests."""
     monkeypatch.setattr(fleet_module, "REPORT_S", 0.01)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption
+from quire.cli.options import HtmlOption, InOption, JsonOption, OutOption, PrefixOption
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def serve(
     ] = 1000,
     seed: Annotated[int, typer.Option(help="seed of workload and arrivals")] = 1,
     json_: JsonOption = None,
+    html: HtmlOption = None,
     plot: Annotated[Path | None, typer.Option(help="write charts here, as SVG")] = None,
 ) -> None:
     """Put load on a running server; report latencies, throughput and goodput."""
@@ -160,10 +161,17 @@ def serve(
     if json_:
         facts = {"url": url, "model": name, "endpoint": endpoint.value, "workload": workload.value, "seed": seed}
         json_.write_text(json.dumps({**facts, "burstiness": burstiness, "phases": summaries}, indent=1))
-    if plot:
+    if plot or html:
+        from quire.bench.html_report import html_page, html_table
         from quire.bench.load.plot import draw
 
-        plot.write_text(draw(phases, bound, f"{name}: {workload.value}"), encoding="utf-8")
+        title = f"{name}: {workload.value}"
+        charts = draw(phases, bound, title)
+        if plot:
+            plot.write_text(charts, encoding="utf-8")
+        if html:
+            tables = [html_table(rows(summary), head=False) for summary in summaries]
+            html.write_text(html_page(title, [charts, *tables]), encoding="utf-8")
 
 
 def _show(lines: list[tuple[str, str]]) -> None:

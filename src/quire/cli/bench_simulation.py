@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quire.cli.bench_serve import Ask, Plan
-from quire.cli.options import InOption, JsonOption, OutOption, PrefixOption, with_engine_options
+from quire.cli.options import HtmlOption, InOption, JsonOption, OutOption, PrefixOption, with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 
@@ -70,6 +70,7 @@ def compare(
     noise: Annotated[float, typer.Option(min=0, help="share by which single runs vary: no difference below it")] = 0.05,
     all_: Annotated[bool, typer.Option("--all", help="figures that are the same, too")] = False,
     check: Annotated[bool, typer.Option(help="exit with 1 where something got worse")] = False,
+    html: HtmlOption = None,
 ) -> None:
     """Put two results beside each other: what got better or worse by more than runs vary."""
     from quire.bench.result_comparison import compare as beside
@@ -83,6 +84,12 @@ def compare(
     head = ("figure", "before", "after", "change", "band", "")
     show([head, *(_cells(line) for line in shown)])
     typer.echo(f"{len(lines) - sum(line.verdict != 'same' for line in lines)} of {len(lines)} figures are the same")
+    if html:
+        from quire.bench.html_report import bar_chart, html_page, html_table
+
+        ratios = [(line.name, 1 + line.change) for line in shown]
+        chart = bar_chart("after, as a multiple of before", "1: the same", ratios)
+        html.write_text(html_page(f"{before} and {after}", [html_table([head, *map(_cells, shown)]), chart]))
     if check and any(line.verdict == "worse" for line in lines):
         raise typer.Exit(1)
 
@@ -113,6 +120,7 @@ def sweep(
     ] = None,
     vocab: Annotated[int, typer.Option(min=1, help="token ids are drawn below this")] = 32_000,
     json_: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Climb a ladder of rates on a running server to the highest that meets a service level."""
     from quire.bench.load.arrivals import at_rate
@@ -147,6 +155,13 @@ def sweep(
             (f"{rung['rate']:.3f}", *shares, f"{rung['goodput_req_s']:.3f}", "met" if rung["met"] else "missed")
         )
     show(lines)
+    if html:
+        from quire.bench.html_report import bar_chart, html_page, html_table
+
+        plain = sorted((rung.plain() for rung in rungs), key=lambda one: one["rate"])
+        bars = [(f"{one['rate']:.3f} req/s", one["goodput_req_s"]) for one in plain]
+        chart = bar_chart("goodput by rate offered", "req/s", bars)
+        html.write_text(html_page(f"{url}: {workload.value}, {bound}", [html_table(lines), chart]), encoding="utf-8")
     typer.echo(f"highest rate that meets {bound}: " + ("none" if best is None else f"{best:.3f} req/s"))
     if json_:
         facts = {"url": url, "workload": workload.value, "slo": str(bound), "share": share, "seeds": seeds, "num": num}

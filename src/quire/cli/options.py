@@ -19,6 +19,7 @@ from quire.types.option_names import COUNTERPARTS, unknown_option
 from quire.types.serving import ServeOptions
 
 JsonOption = Annotated[Path | None, typer.Option("--json", help="write all figures here")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="write a page with tables and charts here")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="measured runs; medians count")]
 InOption = Annotated[int, typer.Option("--in", min=1, help="input tokens per request (fixed, shared_prefix)")]

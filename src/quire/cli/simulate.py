@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from msgspec.structs import replace
 
-from quire.cli.options import JsonOption, with_scheduler_options
+from quire.cli.options import HtmlOption, JsonOption, with_scheduler_options
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError
 
 if TYPE_CHECKING:
+    from quire.simulation.comparison import Cell
     from quire.simulation.traces import Arrival
     from quire.types.cost_model import CostModel
 
@@ -48,15 +49,20 @@ def simulate(
         str | None, typer.Option(help="policies beside each other, separated by commas; sjf:oracle is told lengths")
     ] = None,
     loads: Annotated[str, typer.Option(help="with --compare: shares of what one replica can serve")] = "0.7,0.9,1.1",
-    seeds: Annotated[int, typer.Option(min=1, help="with --compare: runs of each, from --seed on")] = 3,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="runs, from --seed on; figures are means (default: 1; 3 of each to compare)"),
+    ] = None,
     json_: JsonOption = None,
+    html: HtmlOption = None,
 ) -> None:
     """Simulate engines under load; report latencies, throughput and goodput."""
     from rich.console import Console
     from rich.table import Table
 
+    from quire.bench.simulation_pages import comparison_html, figures_html
     from quire.simulation.devices import load_device
-    from quire.simulation.figures import Targets, rows_of, summarise
+    from quire.simulation.figures import Targets, mean_of, rows_of, summarise
     from quire.simulation.fleet import Fleet
     from quire.simulation.fleet import simulate as run
     from quire.types.config import CacheOptions, EngineOptions
@@ -65,22 +71,35 @@ def simulate(
         raise ConfigError("rate_scale and kv_scale must be more than 0")
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     if compare is not None:
-        found = _compared(model, scheduling, trace, workload, num, arrivals, compare, loads, range(seed, seed + seeds))
+        numbers = range(seed, seed + (seeds or 3))
+        cells = _compared(model, scheduling, trace, workload, num, arrivals, compare, loads, numbers)
         if json_:
+            found = [cell._asdict() for cell in cells]
             json_.write_text(json.dumps({"device": device, "source": model.source, "cells": found}, indent=1))
+        if html:
+            html.write_text(comparison_html(cells), encoding="utf-8")
         return
-    asked = _traffic(trace, workload, num, rate, arrivals, seed, rate_scale)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
-    fleet = Fleet(options, model, replicas, router, seed, clients, think, oracle)
-    result = run(fleet, asked, workers=workers)
-    summary = summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot))
+    runs = []
+    for number in range(seed, seed + (seeds or 1)):
+        asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
+        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle)
+        result = run(fleet, asked, workers=workers)
+        runs.append(summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot)))
+    summary = mean_of(runs)
     table = Table.grid(padding=(0, 2))
     for line in rows_of(summary):
         table.add_row(*line)
     Console().print(table)
     if json_:
         facts = {"device": device, "source": model.source, "replicas": replicas, "router": router, "seed": seed}
-        json_.write_text(json.dumps({**facts, "scheduler": scheduling.scheduler, **summary}, indent=1))
+        each = {"seeds": len(runs), "runs": runs} if len(runs) > 1 else {}
+        json_.write_text(json.dumps({**facts, "scheduler": scheduling.scheduler, **summary, **each}, indent=1))
+    if html:
+        what = workload or (trace.name if trace else "")
+        html.write_text(
+            figures_html(f"{what}: {scheduling.scheduler} on {replicas} x {device}", summary), encoding="utf-8"
+        )
 
 
 def _compared(
@@ -93,7 +112,7 @@ def _compared(
     policies: str,
     loads: str,
     seeds: range,
-) -> list[dict[str, Any]]:
+) -> list[Cell]:
     from quire.simulation.comparison import Contender, compare, made_up, markdown, recorded
     from quire.simulation.figures import Targets
     from quire.simulation.traces import read_trace
@@ -114,7 +133,7 @@ def _compared(
         raise ConfigError(f"loads are numbers separated by commas, got {loads!r}") from None
     cells = compare(model, [work], shares, contenders, list(seeds))
     typer.echo(markdown(cells))
-    return [cell._asdict() for cell in cells]
+    return cells
 
 
 def _traffic(

@@ -64,7 +64,7 @@ def capacity(model: CostModel, workload: Workload, seed: int) -> float:
     """Requests per second that one replica finishes in the middle half of a run in which it has enough to do."""
     asked = [one._replace(at=0.0) for one in workload.make(workload.requests, 1.0, seed)]
     most = max(1, min(model.machine.slots, len(asked) // SATURATING))
-    options = EngineOptions.of(max_waiting=UNBOUNDED, slo_tpot=workload.targets.tpot)
+    options = EngineOptions.of(scheduler="fcfs", max_waiting=UNBOUNDED, slo_tpot=workload.targets.tpot)
     result = simulate(Fleet(options, sized(model, slots=most)), asked, workers=1)
     ends = sorted(result.rows["ttlt"])
     first, last = len(ends) // 4, 3 * len(ends) // 4

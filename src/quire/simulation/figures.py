@@ -5,6 +5,7 @@ Refuses to know: how it was simulated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +92,20 @@ def _tenants(result: Result, rows: dict[str, Column], good: npt.NDArray[np.bool_
     return found
 
 
+def mean_of(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Summaries of several seeds as one: the mean of every figure that all of them have."""
+
+    def mean(values: Sequence[Any]) -> Any:
+        if all(isinstance(value, dict) for value in values):
+            names = [name for name in values[0] if all(name in value for value in values)]
+            return {name: mean([value[name] for value in values]) for name in names}
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if known else None
+
+    found: dict[str, Any] = mean(summaries)
+    return found if len(summaries) > 1 else summaries[0]
+
+
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """The summary as (what, figure) lines."""
 
@@ -100,8 +115,8 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
     refused = sum(summary["refused"].values())
     wait = summary["max_wait_s"]
     return [
-        ("finished", f"{summary['finished']} of {summary['requests']} in {summary['seconds']:.1f} s, "
-                     f"{refused} refused"),
+        ("finished", f"{summary['finished']:.0f} of {summary['requests']:.0f} in {summary['seconds']:.1f} s, "
+                     f"{refused:.0f} refused"),
         ("goodput", f"{summary['goodput_rps']:.3f} req/s, {summary['slo_share'] or 0:.1%} of what was offered"),
         ("throughput", f"{summary['throughput_rps']:.3f} req/s, {summary['throughput_tok_s']:.1f} output tok/s"),
         ("TTFT s", times("ttft_s")),
@@ -110,10 +125,13 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time to last token s", times("ttlt_s")),
         ("prefix hit rate", f"{summary['hit_rate']:.1%}"),
         ("longest wait", "-" if wait is None else f"{wait:.2f} s"),
-        ("preemptions", str(summary["preemptions"])),
+        ("preemptions", f"{summary['preemptions']:.0f}"),
         *(
-            (f"tenant {name or '(none)'}", f"{one['finished']} finished, TTFT p99 {one['ttft_s']['p99'] or 0:.3f} s, "
-                                          f"{one['token_share']:.1%} of token rows")
+            (
+                f"tenant {name or '(none)'}",
+                f"{one['finished']:.0f} finished, TTFT p99 {one['ttft_s']['p99'] or 0:.3f} s, "
+                f"{one['token_share']:.1%} of token rows",
+            )
             for name, one in summary["tenants"].items()
         ),
     ]  # fmt: skip
