@@ -12,6 +12,7 @@ import typer
 from msgspec.structs import asdict
 
 from quire.cli.bench_evict import evict
+from quire.cli.bench_ladder import register as register_ladder
 from quire.cli.bench_lora import lora
 from quire.cli.bench_memory import register
 from quire.cli.bench_needle import needle
@@ -297,3 +298,4 @@ app.command()(perplexity)
 app.command()(needle)
 register(app)
 register_simulation(app)
+register_ladder(app)

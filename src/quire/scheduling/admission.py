@@ -53,6 +53,7 @@ class Admission(SchedulingFeature):
         start only if one row takes all of them."""
         self._table = table
         self._policy = policy
+        self._static = memory.contiguous and type(policy).reserve is Policy.reserve
         self._displacing = type(policy).displaces is not Policy.displaces and not memory.contiguous
         self._chunk = longest if whole else chunk
         self._whole_rows = whole
@@ -89,15 +90,15 @@ class Admission(SchedulingFeature):
 
     def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
         """Let waiting sequences start; `only` this one, at any price."""
-        table, slots, memory = self._table, self._table.slots, self._memory
-        if not (table.waiting and slots and builder.budget.fit(0)) or (memory.contiguous and table.running):
+        table, slots = self._table, self._table.slots
+        if not (table.waiting and slots and builder.budget.fit(0)) or (self._static and table.running):
             return
         self._put_overdue_first(builder.now)
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
         if not only and self._limiter.behind and len(table.running) >= MIN_RUNNING and not candidates[0].overdue:
             return  # those that run would miss their targets for each token
         reserve = 0
-        if memory.contiguous:
+        if self._static:
             candidates = self._static_batch(candidates[: len(slots)])
             reserve = self._whole(candidates)
         hurry = self._overlapped and builder.idle and not (reserve or builder.rows)
@@ -212,6 +213,8 @@ class Admission(SchedulingFeature):
 
     def _start_or_reclaim(self, builder: PlanBuilder, seq: Sequence, hit: Hit, reserve: int, *, forced: bool) -> bool:
         spare = self._preemption.spare if self._table.running and not forced else 0
+        if self._memory.contiguous and not self._static:
+            reserve = min(self._longest, max(seq.known, self._policy.reserve(seq.view, self._longest)))
         while not self._start(builder, seq, hit, reserve, spare):
             if not any(reclaim(running=False) for reclaim in self._table.reclaim):
                 return False

@@ -41,6 +41,11 @@ class Policy(ABC):
         overtaken is bounded by the scheduler."""
         return True
 
+    def reserve(self, seq: SequenceView, longest: int) -> int:
+        """In contiguous memory: tokens to set aside for a sequence that starts, of which one may have `longest`. 0: as
+        much as the longest of its batch needs, and a batch starts when the last one has wholly ended."""
+        return 0
+
     def latency_target(self, running: Iterable[SequenceView]) -> float | None:
         """Seconds that the next step may take, which bounds its prefill budget; None: the engine's step target."""
         return None
