@@ -75,15 +75,17 @@ the family), int4, or fp8 on a GPU; `none` leaves them as they are. On a GPU int
 
 ## Quantising a checkpoint once
 
-`quire quantize MODEL --scheme SCHEME --text FILE --out DIR` runs a text through a plain safetensors checkpoint, layer
-by layer (beside the text's hidden states one layer is in memory), and writes compressed-tensors safetensors that this
-engine, vLLM and transformers load. It reports the perplexity of another text (`--eval-text`; else the last fifth of the
-same) before, after, and as served here.
+`quire quantize MODEL --scheme SCHEME --out DIR` runs a text through a plain safetensors checkpoint, layer by layer
+(beside the text's hidden states one layer is in memory), and writes compressed-tensors safetensors that this engine,
+vLLM and transformers load. The text is a file (`--text`), or written by the model itself: half of its samples go on
+from a random token, half answer a chat message. It reports the perplexity of another text (`--eval-text`; else the last
+fifth of the file, or more that the model writes) before, after, and as served here.
 
 - `awq`: 4 bits with zeros in groups of 128. Scales of input channels are searched by the error of the outputs and
   folded into norms, values and up-projections; ranges are clipped but for queries and keys.
-- `gptq`: 4 bits in groups of 128, column by column, what rounding costs made up for by later columns; `--act-order`
-  takes those that matter most first, groups staying where they are.
+- `gptq`: 4 bits with zeros in groups of 128, column by column, what rounding costs made up for by later columns: those
+  that matter most first (`--no-act-order`: in order), groups staying where they are, in ranges that cost least. A
+  matrix is rounded by what it sees once those before it are rounded.
 - `smoothquant`: int8 by output channel, activations int8 by token (W8A8); outliers are migrated behind norms
   (`--alpha`).
 - `fp8`: e4m3 by output channel, activations e4m3 by token; needs no calibration.

@@ -82,7 +82,9 @@ def test_some_modules_stay(tmp_path):
     theirs, out, report = quantised(tmp_path, "block-sized", Recipe("gptq", group_size=32, keep="down_proj|layers.0."))
     stored = load_file(out / "model.safetensors")
     assert report.matrices == 6 * (report.layers - 1)
-    assert "model.layers.1.mlp.down_proj.weight" in stored and "model.layers.1.mlp.up_proj.weight_packed" in stored
+    before = load_file(tmp_path / "plain" / "model.safetensors")
+    kept = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(stored[kept], before[kept]) and "model.layers.1.mlp.up_proj.weight_packed" in stored
     ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     assert "model.layers.0.self_attn.q_proj" in ignored and "model.layers.1.mlp.down_proj" in ignored
     (prompt,) = prompts(33)
@@ -107,17 +109,20 @@ def test_the_compressed_tensors_package_reads_the_same(tmp_path, recipe):
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.8
 
 
-def test_the_command_reports_what_it_costs(tmp_path):
+@pytest.mark.parametrize("own", [False, True], ids=["of a file", "its own text"])
+def test_the_command_reports_what_it_costs(tmp_path, own):
     tiny("block-sized").save_pretrained(tmp_path / "plain")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:97]
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.save(str(tmp_path / "plain" / "tokenizer.json"))
     (tmp_path / "text").write_text("What is gravity? It pulls. " * 60)
-    words = ["quantize", str(tmp_path / "plain"), "--scheme", "smoothquant", "--text", str(tmp_path / "text")]
+    words = ["quantize", str(tmp_path / "plain"), "--scheme", "smoothquant"]
+    words += ["--samples", "6", "--eval-windows", "3"] if own else ["--text", str(tmp_path / "text")]
     words += ["--out", str(tmp_path / "out"), "--window", "48", "--device", "cpu", "--json", str(tmp_path / "figures")]
     done = CliRunner().invoke(app, words, catch_exceptions=False)
     assert done.exit_code == 0 and "layer 4 of 4" in done.output
+    assert ("the model writes 9 samples of 48 tokens" in done.output) == own
     figures = json.loads((tmp_path / "figures").read_text())
     found = figures["perplexity"]
     assert found["after"] == pytest.approx(found["before"], rel=0.1)
@@ -149,10 +154,25 @@ def test_gptq_and_clipping_err_less_than_the_nearest(correlated):
 
 
 def test_gptq_without_correlation_is_the_nearest(correlated):
+    """Within the ranges that cost least."""
     weight, _, _ = correlated
     for act_order in (False, True):
         rounded = rounding.gptq(weight, torch.eye(64), GRID, act_order=act_order)
-        assert torch.equal(rounded.dense(), rounding.nearest(weight, GRID).dense())
+        assert torch.equal(rounded.dense(), rounding.clipped(weight, torch.eye(64), GRID).dense())
+
+
+def test_gptq_sees_what_rounded_matrices_make(tmp_path, monkeypatch):
+    """With queries, keys and values rounded to nothing, attention hands on nothing to the next matrix."""
+    grams = []
+
+    def to_nothing(weight, gram, grid, *, act_order):
+        grams.append(gram)
+        return rounding.nearest(torch.zeros_like(weight), grid)
+
+    monkeypatch.setattr(rounding, "gptq", to_nothing)
+    quantised(tmp_path, "block-sized", Recipe("gptq", group_size=32))
+    qkv, o, up, down = (gram.abs().max().item() for gram in grams[:4])
+    assert qkv > 0 and o < 1e-12 and up > 0 and down < 1e-12
 
 
 def test_inputs_that_never_were_cost_nothing(correlated):
@@ -175,6 +195,9 @@ def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     model = resolve(str(out))
     with pytest.raises(ConfigError, match="quantised already"):
         quantize_checkpoint(model.open(), model.path, tmp_path / "again", Recipe("gptq"), SAMPLES)
+    with pytest.raises(ConfigError, match="nothing to calibrate with"):
+        plain = resolve(str(tmp_path / "plain"))
+        quantize_checkpoint(plain.open(), plain.path, tmp_path / "again", Recipe("gptq"), [])
     with pytest.raises(ConfigError, match="not an empty folder"):
         plain = resolve(str(tmp_path / "plain"))
         quantize_checkpoint(plain.open(), plain.path, out, Recipe("gptq"), SAMPLES)

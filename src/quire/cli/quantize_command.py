@@ -6,11 +6,14 @@ import json
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from quire.assets import LocalModel
 
 
 class SchemeName(StrEnum):
@@ -28,16 +31,26 @@ def quantize(
     model: Annotated[str, typer.Argument(help="folder or hub id of a plain safetensors checkpoint")],
     *,
     scheme: Annotated[SchemeName, typer.Option(help="awq and gptq: 4 bits; smoothquant: int8; fp8: e4m3 by channel")],
-    text: Annotated[Path, typer.Option(help="file of text to calibrate with")],
     out: Annotated[Path, typer.Option(help="folder to make")],
+    text: Annotated[
+        Path | None, typer.Option(help="file of text to calibrate with (default: what the model writes itself)")
+    ] = None,
     eval_text: Annotated[
-        Path | None, typer.Option(help="file whose perplexity is measured (default: the last fifth of the text)")
+        Path | None,
+        typer.Option(
+            help="file whose perplexity is measured (default: the text's last fifth, or more of the model's own)"
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(help="windows of the text to calibrate with", min=1)] = 64,
     window: Annotated[int, typer.Option(help="tokens of a window", min=16)] = 512,
     eval_windows: Annotated[int, typer.Option(help="windows to measure perplexity on; 0: do not measure", min=0)] = 16,
     group_size: Annotated[int, typer.Option(min=1, help="4 bits: columns that share a scale; 128, 64 or 32")] = 128,
-    act_order: Annotated[bool, typer.Option(help="gptq: columns in the order of how much they matter")] = False,
+    act_order: Annotated[
+        bool | None,
+        typer.Option(
+            "--act-order/--no-act-order", help="gptq: columns in the order of how much they matter (default: yes)"
+        ),
+    ] = None,
     alpha: Annotated[float, typer.Option(help="smoothquant: how much of the outliers goes into the weights")] = 0.5,
     keep: Annotated[str | None, typer.Option(help="pattern of modules that stay as they are: 'down_proj'")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")] = "auto",
@@ -45,28 +58,27 @@ def quantize(
 ) -> None:
     """Quantise a checkpoint once, by what its layers see of a text; writes compressed-tensors safetensors."""
     from quire.assets import resolve
-    from quire.bench.perplexity import read_text, windows
     from quire.model.calibration.quantize_checkpoint import quantize_checkpoint
     from quire.model.calibration.recipe import Recipe
     from quire.runtime.hardware import probe
-    from quire.text.text_model import load_tokenizer
 
     recipe = Recipe(scheme.value, group_size, act_order=act_order, alpha=alpha, keep=keep)
     local = resolve(model)
-    tokenizer = load_tokenizer(local)
-    ids = tokenizer.encode(read_text(text))
-    if eval_text is None:
-        ids, scored = ids[: -(len(ids) // 5)] or ids, ids[-(len(ids) // 5) :]
+    hardware, began = probe(device), time.perf_counter()
+    seen = 0 if recipe.scheme == "fp8" else samples
+    if text is None:
+        parts = _own_text(model, hardware.device, seen + (0 if eval_text else eval_windows), window)
+        parts, scored = parts[:seen], parts[seen:]
     else:
-        scored = tokenizer.encode(read_text(eval_text))
-    began = time.perf_counter()
-    hardware = probe(device)
+        parts, scored = _windows(local, text, window, held_out=0.0 if eval_text else 0.2)
+    if eval_text is not None:
+        scored, _ = _windows(local, eval_text, window)
 
     def progress(done: int, of: int) -> None:
         typer.echo(f"\r{scheme.value}: layer {done} of {of}", nl=done == of)
 
     report = quantize_checkpoint(
-        local.open(), local.path, out, recipe, windows(ids, window, samples), device=hardware.device, progress=progress
+        local.open(), local.path, out, recipe, parts[:seen], device=hardware.device, progress=progress
     )
     figures: dict[str, Any] = {
         "scheme": scheme.value,
@@ -80,9 +92,32 @@ def quantize(
         f"{report.written_bytes / 2**20:.1f} MiB, in {figures['seconds']:.0f} s: {out}"
     )
     if eval_windows:
-        figures["perplexity"] = _perplexities(model, out, hardware.device, windows(scored, window, eval_windows))
+        figures["perplexity"] = _perplexities(model, out, hardware.device, scored[:eval_windows])
     if json_:
         json_.write_text(json.dumps(figures, indent=1))
+
+
+def _windows(
+    model: LocalModel, path: Path, window: int, held_out: float = 0.0
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Of a file of text, and of its last part, which is held out."""
+    from quire.bench.perplexity import read_text, windows
+    from quire.text.text_model import load_tokenizer
+
+    ids = load_tokenizer(model).encode(read_text(path))
+    cut = len(ids) - int(len(ids) * held_out)
+    return windows(ids[:cut], window), windows(ids[cut:], window)
+
+
+def _own_text(model: str, device: str, samples: int, window: int) -> list[list[int]]:
+    if not samples:
+        return []
+    from quire.bench.own_text import own_text
+    from quire.engine.llm import LLM
+
+    typer.echo(f"the model writes {samples} samples of {window} tokens")
+    with LLM(model, device=device, prefix_cache=False) as llm:
+        return own_text(llm, samples, window)
 
 
 def _perplexities(model: str, out: Path, device: str, parts: list[list[int]]) -> dict[str, float]:

@@ -132,7 +132,7 @@ class CheckpointWriter:
             "symmetric": recipe.symmetric,
             "strategy": "group" if group else "channel",
             "group_size": group or None,
-            "actorder": "static" if recipe.act_order else None,
+            "actorder": "static" if recipe.ordered else None,
             "dynamic": False,
         }
 

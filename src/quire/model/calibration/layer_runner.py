@@ -13,7 +13,7 @@ from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.model.blocks.linear import Linear
 from quire.model.blocks.stages import Stages
-from quire.model.calibration.observed_inputs import ObservedInputs, ObservingScheme
+from quire.model.calibration.observed_inputs import ObservedInputs, Observer, ObservingScheme
 from quire.model.decoder import Layer, Model
 from quire.model.decoder_spec import DecoderSpec
 
@@ -42,28 +42,39 @@ class LayerRunner:
         seen = {
             id(linear.state): ObservedInputs(linear.columns, device, gram=gram) for linear in self.matrices.values()
         }
-        self._scheme.observer = lambda state, x: seen[id(state)].add(x)
         for sample in hidden:
-            self.run(sample)
-        self._scheme.observer = None
+            self.run([sample], lambda state, x: seen[id(state)].add(x))
         return {id(linear): seen[id(linear.state)] for linear in self.matrices.values()}
 
-    def run(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [tokens, hidden] of one sample before the layer → behind it."""
-        count = len(hidden)
+    def run(self, hidden: list[torch.Tensor], observer: Observer | None = None) -> list[torch.Tensor]:
+        """Hidden states [tokens, hidden] of samples before the layer → behind it. `observer` is shown what each matrix
+        is to be multiplied with, of all samples at once, and may change the matrix."""
+        counts, device = [len(sample) for sample in hidden], self._model.device
         layout = self._model.spec.kv_layout(page_size=PAGE, dtype="float32")
-        device = self._model.device
-        pool = allocate_kv(layout, 1 + sum(-(-count // group.tokens_per_page) for group in layout.groups), device)
         (group,) = layout.groups
-        pages = torch.arange(1, 1 + -(-count // group.tokens_per_page), dtype=torch.int32, device=device)
-        slots = group.tokens_per_page + torch.arange(count, device=device)
+        size = group.tokens_per_page
+        need = [-(-count // size) for count in counts]
+        firsts = torch.tensor([1, *need], device=device).cumsum(0)[:-1]  # page of each sample
+        positions = torch.cat([torch.arange(count, device=device) for count in counts])
+        rows = torch.repeat_interleave(torch.tensor(counts, device=device))
+        lengths = torch.tensor(counts, device=device)
         batch = Batch(
-            positions=torch.arange(count, device=device),
-            query_start=torch.tensor([0, count], dtype=torch.int32, device=device),
-            kv_len=torch.tensor([count], dtype=torch.int32, device=device),
-            counts=[count],
-            kv_lens=[count],
-            groups=(GroupBatch(group.tokens_per_page, pages[None], slots),),
+            positions=positions,
+            query_start=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+            kv_len=lengths.int(),
+            counts=counts,
+            kv_lens=counts,
+            groups=(
+                GroupBatch(
+                    size,
+                    (firsts[:, None] + torch.arange(max(need), device=device)).clamp_(max=sum(need)).int(),
+                    firsts[rows] * size + positions,
+                ),
+            ),
         )
+        self._scheme.observer = observer
         with torch.no_grad():
-            return self._model.through_layers(hidden.clone(), batch, KVViews(pool, layout))
+            pool = allocate_kv(layout, 1 + sum(need), device)
+            out = self._model.through_layers(torch.cat(hidden), batch, KVViews(pool, layout))
+        self._scheme.observer = None
+        return list(out.split(counts))

@@ -9,6 +9,8 @@ import torch
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import State
 
+Observer = Callable[[State, torch.Tensor], None]
+
 
 class ObservedInputs:
     """Of one matrix, whose columns are the inputs."""
@@ -45,7 +47,7 @@ class ObservingScheme(DenseScheme):
     """Dense, and `observer`, while there is one, is shown what each matrix is multiplied with."""
 
     def __init__(self) -> None:
-        self.observer: Callable[[State, torch.Tensor], None] | None = None
+        self.observer: Observer | None = None
 
     def apply(self, state: State, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self.observer is not None:

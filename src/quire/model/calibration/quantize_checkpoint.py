@@ -27,6 +27,7 @@ from quire.model.decoder_spec import Attention, DecoderSpec, Dense
 from quire.model.families.architecture import Target
 from quire.model.families.registry import read_family
 from quire.model.loading.load import checked_targets
+from quire.model.quantization.scheme import State
 from quire.types.errors import ConfigError
 from quire.types.seams import WeightSource
 
@@ -54,6 +55,8 @@ def quantize_checkpoint(
     """`files`: the folder of the source, whose tokenizer goes along. `samples`: token ids of the calibration text."""
     family, spec = read_family(source)
     _refuse(source, spec)
+    if not samples and recipe.scheme != "fp8":
+        raise ConfigError("there is nothing to calibrate with; take a longer text")
     targets = checked_targets(family, spec, source)
     writer = CheckpointWriter(out, recipe)
     try:
@@ -118,9 +121,12 @@ class _Work:
         count = len(self._spec.layers)
         for index in range(count):
             runner = self._filled(index)
-            self._quantise(index, runner, hidden)
-            if index + 1 < count:
-                hidden = [runner.run(sample) for sample in hidden]
+            if self._recipe.scheme == "gptq":
+                hidden = self._quantise_in_turn(index, runner, hidden)
+            else:
+                self._quantise(index, runner, hidden)
+                if index + 1 < count:
+                    hidden = [runner.run([sample])[0] for sample in hidden]
             if progress is not None:
                 progress(index + 1, count)
 
@@ -148,9 +154,36 @@ class _Work:
         runner.finish()
         return runner
 
+    def _quantise_in_turn(self, index: int, runner: LayerRunner, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
+        """GPTQ: each matrix when its inputs come, which those before it, rounded, have made. Hidden states behind the
+        layer."""
+        names = {id(linear.state): name for name, linear in runner.matrices.items()}
+
+        def round_to_inputs(state: State, x: torch.Tensor) -> None:
+            name = names[id(state)]
+            linear = runner.matrices[name]
+            self._round(linear, self._weights(index, name), self._rounding(linear, x.t() @ x))
+
+        hidden = runner.run(hidden, round_to_inputs)
+        self._write_plain(index, runner)
+        return hidden
+
+    def _weights(self, index: int, module: str) -> list[str]:
+        """Names of the tensors that a matrix of a layer is made of."""
+        place = f"layers.{index}.{module}"
+        return [
+            n for n in self._by_layer[index] if self._targets[n].module == place and self._targets[n].kind == "weight"
+        ]
+
+    def _write_plain(self, index: int, runner: LayerRunner) -> None:
+        """What is no matrix of a layer."""
+        for name in self._by_layer[index]:
+            module = runner.modules[self._targets[name].module.removeprefix(f"layers.{index}.")]
+            if not isinstance(module, Linear) or self._targets[name].kind == "bias":
+                self._writer.plain(name, self._changed(name, module))
+
     def _quantise(self, index: int, runner: LayerRunner, hidden: list[torch.Tensor]) -> None:
-        recipe, names, prefix = self._recipe, self._by_layer[index], f"layers.{index}."
-        modules = {name: self._targets[name].module.removeprefix(prefix) for name in names}
+        recipe = self._recipe
         seen: dict[int, ObservedInputs] = {}
         if recipe.scheme != "fp8":
             seen = runner.observe(hidden, gram=recipe.bits == 4)
@@ -159,14 +192,11 @@ class _Work:
             self._fold(index, runner, seen, lambda fold: awq_scales(fold, seen, plain))
         elif recipe.scheme == "smoothquant":
             self._fold(index, runner, seen, lambda fold: smooth_scales(fold, seen, recipe.alpha))
-        for name in names:
-            module = runner.modules[modules[name]]
-            if not isinstance(module, Linear) or self._targets[name].kind == "bias":
-                self._writer.plain(name, self._changed(name, module))
-        for module_name, linear in runner.matrices.items():
-            weights = [n for n in names if modules[n] == module_name and self._targets[n].kind == "weight"]
+        self._write_plain(index, runner)
+        for name, linear in runner.matrices.items():
             # queries and keys meet in products, where clipped ranges cost more than their own outputs tell
-            self._round(linear, weights, self._rounding(linear, seen.get(id(linear)), clip=module_name != "qkv"))
+            gram = seen[id(linear)].gram if recipe.scheme == "awq" and name != "qkv" else None
+            self._round(linear, self._weights(index, name), self._rounding(linear, gram))
 
     def _fold(
         self,
@@ -212,7 +242,7 @@ class _Work:
             self._writer.matrix(name, rounded.rows(_as_stored(self._targets[name], wanted)), self._scale_dtype)
             self.matrices += 1
 
-    def _rounding(self, linear: Linear, seen: ObservedInputs | None = None, *, clip: bool = False) -> Round | None:
+    def _rounding(self, linear: Linear, gram: torch.Tensor | None = None) -> Round | None:
         """How a matrix is rounded; without what it has seen, to the nearest. None: no group divides its columns."""
         recipe, group = self._recipe, self._recipe.group_of(linear.columns)
         if group is None:
@@ -220,8 +250,8 @@ class _Work:
         if recipe.scheme == "fp8":
             return partial(rounding.nearest_fp8, scale_dtype=self._scale_dtype)
         grid = rounding.Grid(recipe.bits, recipe.symmetric, group, self._scale_dtype)
-        if recipe.scheme == "gptq" and seen is not None:
-            return partial(rounding.gptq, gram=seen.gram, grid=grid, act_order=recipe.act_order)
-        if recipe.scheme == "awq" and seen is not None and clip:
-            return partial(rounding.clipped, gram=seen.gram, grid=grid)
-        return partial(rounding.nearest, grid=grid)
+        if gram is None:
+            return partial(rounding.nearest, grid=grid)
+        if recipe.scheme == "gptq":
+            return partial(rounding.gptq, gram=gram, grid=grid, act_order=recipe.ordered)
+        return partial(rounding.clipped, gram=gram, grid=grid)

@@ -1,7 +1,7 @@
 """How a checkpoint is to be quantised, and what of each published method that means.
 
     awq           4 bits with zeros; inputs scaled by how large they are, ranges clipped (Lin et al. 2023)
-    gptq          4 bits around zero; what rounding a column costs is made up for by later ones (Frantar et al. 2022)
+    gptq          4 bits with zeros; what rounding a column costs is made up for by later ones (Frantar et al. 2022)
     smoothquant   8 bits by output channel; activations' outliers migrated into weights (Xiao et al. 2022)
     fp8           e4m3 by output channel; nothing to calibrate
 
@@ -25,7 +25,7 @@ GROUPS = (128, 64, 32)  # what kernels elsewhere have, too
 class Recipe:
     scheme: Scheme
     group_size: int = 128
-    act_order: bool = False  # gptq: columns in the order of how much they matter
+    act_order: bool | None = None  # gptq: columns in the order of how much they matter (default: yes)
     alpha: float = 0.5  # smoothquant: how much of the difficulty goes into the weights
     keep: str | None = None  # modules whose names this pattern finds stay as they are
 
@@ -36,7 +36,7 @@ class Recipe:
             raise ConfigError(f"group_size {self.group_size} is not supported; {', '.join(map(str, GROUPS))} are")
         if not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha must be from 0 to 1, not {self.alpha}")
-        if self.act_order and self.scheme != "gptq":
+        if self.act_order is not None and self.scheme != "gptq":
             raise ConfigError(f"act_order is for gptq; {self.scheme} has no order of columns")
         try:
             re.compile(self.keep or "")
@@ -48,8 +48,12 @@ class Recipe:
         return 4 if self.scheme in ("awq", "gptq") else 8
 
     @property
+    def ordered(self) -> bool:
+        return self.scheme == "gptq" and self.act_order is not False
+
+    @property
     def symmetric(self) -> bool:
-        return self.scheme != "awq"
+        return not self.grouped
 
     @property
     def grouped(self) -> bool:

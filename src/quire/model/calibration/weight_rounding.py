@@ -68,6 +68,20 @@ class Grid:
             zeros = (-low.clamp(max=0) / scales).round_().clamp_(0, self.largest)
         return scales, zeros
 
+    def search(self, runs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scales and zeros of the ranges, shrunk or not, whose errors squared, by `weights` [..., group], add up to
+        least."""
+        found = self.fit(runs)
+        least = torch.full(runs.shape[:-1], float("inf"), device=runs.device)
+        for shrink in SHRINKS:
+            scales, zeros = self.fit(runs, shrink)
+            wide = scales.unsqueeze(-1), zeros.unsqueeze(-1)
+            cost = (((self.round(runs, *wide) - wide[1]) * wide[0] - runs).square() * weights).sum(-1)
+            better = cost < least
+            least = torch.where(better, cost, least)
+            found = (torch.where(better, scales, found[0]), torch.where(better, zeros, found[1]))
+        return found
+
     def round(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
         return (values / scales + zeros).round_().clamp_(0, self.largest)
 
@@ -107,7 +121,8 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, grid: Grid, *, act_order: boo
     dead = diagonal == 0
     order = diagonal.argsort(descending=True) if act_order else torch.arange(len(diagonal), device=weight.device)
     inverse = _inverse_factor(gram + torch.diag(dead.to(gram.dtype)), order)
-    scales, zeros = (each.t().contiguous() for each in grid.fit(weight.unflatten(1, (-1, grid.group))))
+    matter = diagonal.unflatten(0, (-1, grid.group))  # how much an error of each column costs, by group
+    scales, zeros = (each.t().contiguous() for each in grid.search(weight.unflatten(1, (-1, grid.group)), matter))
     left = weight.t()[order].clone()  # [columns, rows]: what is yet to be rounded
     left[dead[order]] = 0
     numbers = torch.empty_like(left)
@@ -117,7 +132,7 @@ def gptq(weight: torch.Tensor, gram: torch.Tensor, grid: Grid, *, act_order: boo
         for at in range(first, last):
             group = int(order[at]) // grid.group
             if not act_order and at % grid.group == 0:
-                scales[group], zeros[group] = grid.fit(left[at : at + grid.group].t())
+                scales[group], zeros[group] = grid.search(left[at : at + grid.group].t(), matter[group])
             numbers[at] = grid.round(left[at], scales[group], zeros[group])
             rounded = (numbers[at] - zeros[group]) * scales[group]
             errors[at - first] = (left[at] - rounded) / inverse[at, at]
