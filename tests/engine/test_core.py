@@ -370,7 +370,8 @@ def test_a_grammar_compiles_beside_the_steps_and_may_fail():
 def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
     engine = core()
     prompt = list(range(13))
-    engine.submit(ask("a", prompt, max_tokens=2))
+    for name in ("a", "same"):  # the page that the second ends in holds what another has
+        engine.submit(ask(name, prompt, max_tokens=2))
     with pytest.raises(OverloadedError, match="under way"):
         engine.power(asleep=True)
     first = run(engine)
@@ -380,7 +381,7 @@ def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
     engine.submit(ask("b", prompt, max_tokens=2))
     again = run(engine)
     assert again["b"] == first["a"]
-    assert engine.stats().cached_tokens == 12
+    assert engine.stats().cached_tokens == 12 + 12
     engine.power(asleep=True)
     engine.power(asleep=False)
     engine.power(asleep=False)
