@@ -138,6 +138,7 @@ def read_until(terminal: int, *wanted: str) -> str:
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_on_a_terminal(default_model: Any, tmp_path: Path) -> None:
     """Lines are edited, history is kept and comes back, Ctrl-C clears a line, Ctrl-D leaves."""

@@ -141,7 +141,7 @@ def test_beams_go_on_from_the_states_they_fork_off(models, name):
 def test_drafts_are_rolled_back(models, name, depth):
     asked = prompts(12, 7, 20)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    room = {"kv_pages": 300, "max_model_len": 128, "page_size": 8}
+    room = {"kv_pages": 300, "max_model_len": 128, "page_size": 8, "scheduler": "fcfs"}
     plain = Engine(models(name)[1], **room).answers(asked, params=params)
     engine = Engine(models(name)[1], speculation="ngram", draft_tokens=6, draft_adapt=False, depth=depth, **room)
     whole = [prompt + answer for prompt, answer in zip(asked, plain, strict=True)]

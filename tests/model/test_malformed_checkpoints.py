@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -327,6 +328,7 @@ def test_the_command_line_prints_one_line(
     if next(path.glob("*.gguf"), None):  # which have no tokenizer, and that would be missed first
         words = ["bench", "latency", "--model", str(path), "--in", "4", "--out", "1", "--repeats", "1"]
     monkeypatch.setattr(sys, "argv", ["quire", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as ended:
         main()
     said = capsys.readouterr()

@@ -33,9 +33,9 @@ def room(memory, spec=LLAMA, layout=LAYOUT, **asked):
     return working, kv_capacity(options, gpu, layout, slots=resolved.max_seqs, working=working)
 
 
-def test_steps_of_a_gpu_end_in_time_unless_asked_otherwise():
+def test_steps_end_in_time_unless_asked_otherwise():
     gpu, cpu = Hardware("cuda:0", "a GPU", GIB, 16), Hardware("cpu", "a CPU", GIB, 2)
-    assert [resolve(EngineOptions.of(), where).step_target for where in (gpu, cpu)] == [0.3, 0.0]
+    assert [resolve(EngineOptions.of(), where).step_target for where in (gpu, cpu)] == [0.3, 0.3]
     for asked in (0.0, 0.05):
         assert {resolve(EngineOptions.of(step_target=asked), where).step_target for where in (gpu, cpu)} == {asked}
     with pytest.raises(ConfigError, match="step_target"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS / "serve"), str(TESTS / "assets"), str(TESTS / "runtime")]
+sys.path[:0] = [str(TESTS), str(TESTS / "serve"), str(TESTS / "assets"), str(TESTS / "runtime")]
 
 MIB = 1 << 20
 
@@ -146,7 +146,7 @@ def pages(disk: Path) -> None:
 
 
 def downloads(disk: Path) -> None:
-    from test_hub import Hub
+    from loopback_hub import Hub
 
     from quire.assets import resolve
     from quire.types.errors import ModelNotFoundError
