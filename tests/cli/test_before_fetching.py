@@ -124,7 +124,7 @@ def said(*words: str) -> str:
     """What a command prints, or the error that it ends with."""
     try:
         done = CliRunner().invoke(app, list(words), catch_exceptions=False, env={"COLUMNS": "400"})
-        return done.output
+        return done.stdout if "--json" in words else done.output
     except QuireError as error:
         return f"{type(error).__name__}: {error}"
 

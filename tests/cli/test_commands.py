@@ -86,7 +86,7 @@ def test_the_model_of_a_running_server():
         try:
             address = f"127.0.0.1:{server.server_port}"
             text = run("ps", address, "--key", "k").output
-            assert json.loads(run("ps", address, "--key", "k", "--json").output) == [model]
+            assert json.loads(run("ps", address, "--key", "k", "--json").stdout) == [model]
             with pytest.raises(QuireError, match="answered 401"):
                 run("ps", address)
         finally:
