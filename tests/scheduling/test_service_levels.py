@@ -206,6 +206,7 @@ def test_lengths_are_learned_and_how_well_is_told():
         if i >= 1000:
             hits = [hits[0] + (length <= expected.likely), hits[1] + (length <= expected.high)]
         predictor.learn(request, 4000, length)
+        predictor.train()
     assert 0.42 < hits[0] / 2000 < 0.58 and 0.84 < hits[1] / 2000 < 0.96
     code, chat = (predictor.predict(ask("x", [0] * 100, tenant=t), 4000).likely for t in ("code", "chat"))
     assert code < 35 and chat > 150

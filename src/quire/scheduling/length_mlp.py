@@ -22,7 +22,7 @@ QUANTILES = (0.5, 0.9)
 LEARNING_RATE = 0.02
 BATCH = 32  # of the latest answers, at each step of training
 REMEMBERED = 512  # answers
-EAGER = 64  # answers after each of which it is trained; later, after one in
+EAGER = 64  # answers after each of which it is trained; later, after so many
 TRAIN_EVERY = 8
 HABIT_WEIGHT = 0.05  # of a tenant's latest answer
 FIRST_GUESS = math.log(200.0)
@@ -43,6 +43,7 @@ class LengthMLP:
         self._x = np.zeros((REMEMBERED, inputs), np.float32)
         self._y = np.zeros(REMEMBERED, np.float32)
         self._seen = 0
+        self._untrained = 0  # answers since the last step of training
         self._habit = [FIRST_GUESS] * TENANTS  # mean logarithm of a tenant's answers
         self._spread = [1.0] * TENANTS
 
@@ -67,11 +68,15 @@ class LengthMLP:
         self._seen += 1
         self._spread[at] += HABIT_WEIGHT * (abs(value - self._habit[at]) - self._spread[at])
         self._habit[at] += HABIT_WEIGHT * (value - self._habit[at])
-        if self._seen > EAGER and self._seen % TRAIN_EVERY:
-            return
-        held = min(self._seen, REMEMBERED)
-        picked = [place, *(self._rng.randrange(held) for _ in range(BATCH - 1))]
-        self._train(self._x[picked], self._y[picked])
+        self._untrained += 1
+
+    def train(self) -> None:
+        """One step on some of the answers it remembers, the latest among them, if there are enough new ones."""
+        if self._untrained >= (1 if self._seen <= EAGER else TRAIN_EVERY):
+            self._untrained = 0
+            held = min(self._seen, REMEMBERED)
+            picked = [(self._seen - 1) % REMEMBERED, *(self._rng.randrange(held) for _ in range(BATCH - 1))]
+            self._train(self._x[picked], self._y[picked])
 
     def _train(self, x: Array, y: Array) -> None:
         """One step of Adam on the pinball loss of both quantiles."""

@@ -23,6 +23,10 @@ class LengthPredictor(Protocol):
         """An answer ended by itself after so many."""
         ...
 
+    def train(self) -> None:
+        """A step in which answers ended is over: once, however many there were."""
+        ...
+
 
 class ConstantPredictor:
     """The mean of all answers so far, whoever asks."""
@@ -39,6 +43,9 @@ class ConstantPredictor:
         self._mean += EMA_WEIGHT * (outputs - self._mean)
         self._square += EMA_WEIGHT * (outputs**2 - self._square)
 
+    def train(self) -> None:
+        pass
+
 
 class OraclePredictor:
     """What will be, where that is known: in a simulation."""
@@ -51,4 +58,7 @@ class OraclePredictor:
         return Expected(length, length)
 
     def learn(self, request: Request, most: int, outputs: int) -> None:
+        pass
+
+    def train(self) -> None:
         pass

@@ -9,7 +9,9 @@ from __future__ import annotations
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.length_predictor import LengthPredictor
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
+from quire.types.plan import StepResult
 from quire.types.policy import Expected
 from quire.types.request import FinishReason
 
@@ -18,6 +20,7 @@ class LengthPrediction(SchedulingFeature):
     def __init__(self, predictor: LengthPredictor, timeline: TimelineRecorder):
         self._predictor = predictor
         self._timeline = timeline
+        self._learned = False
 
     def arrived(self, seq: Sequence) -> None:
         if seq.draws and not seq.outputs:
@@ -33,3 +36,9 @@ class LengthPrediction(SchedulingFeature):
         stats.lengths_below_likely += outputs <= expected.likely
         stats.lengths_below_high += outputs <= expected.high
         self._predictor.learn(seq.request, seq.limit - seq.prompt_len, outputs)
+        self._learned = True
+
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        if self._learned:
+            self._learned = False
+            self._predictor.train()
