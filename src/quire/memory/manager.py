@@ -87,12 +87,17 @@ class KVManager:
             table.roots = [hasher.root(salt) for hasher in self._hashers]
         for group, hasher in enumerate(self._hashers):
             hashes = table.hashes[group]
-            hashes.extend(hasher.chain(table.name_before(group, len(hashes)), tokens, first=len(hashes)))
+            if (len(hashes) + 1) * self._sizes[group] <= len(tokens):
+                hashes.extend(hasher.chain(table.name_before(group, len(hashes)), tokens, first=len(hashes)))
 
     def lookup(self, table: PageTable, limit: int, tokens: Sequence[int] = ()) -> Hit:
         """The longest prefix of fewer than `limit` tokens that every group can serve: in full pages or, given the
         `tokens`, to the token."""
         return self._prefixes.lookup(table, limit, tokens) if self.prefix_cache else Hit.none(len(self._sizes))
+
+    def matched(self, table: PageTable, limit: int) -> int:
+        """How many of fewer than `limit` tokens full pages serve."""
+        return self._prefixes.matched(table, limit) if self.prefix_cache else 0
 
     def longest(self, table: PageTable, limit: int, run: Run) -> tuple[int, list[list[int]]]:
         """The longest prefix of fewer than `limit` tokens whose pages `run` knows, and those pages by group."""
@@ -169,7 +174,7 @@ class KVManager:
     def fits(self, tokens: int, hit: Hit, spare: int, without: Sequence[PageTable] = ()) -> bool:
         """Whether a sequence of `tokens` tokens that starts with `hit` leaves `spare` pages free, once the tables
         `without` are released."""
-        held = sum(page != NULL_PAGE for pages in hit.pages for page in pages) - hit.copies
+        held = sum(len(pages) - pages.count(NULL_PAGE) for pages in hit.pages) - hit.copies
         freed = self._freed(without, hit) if without else 0
         return self.layout.pages_for(tokens) - held + hit.idle + spare <= self.pool.available + freed
 

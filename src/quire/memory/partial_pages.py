@@ -25,8 +25,20 @@ def pack(tokens: Sequence[int]) -> bytes:
 def _shared(one: bytes, other: bytes) -> int:
     """Tokens that both begin with."""
     size = min(len(one), len(other))
+    if one[:TOKEN_BYTES] != other[:TOKEN_BYTES]:
+        return 0
     different = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
     return ((different & -different).bit_length() - 1) // (8 * TOKEN_BYTES) if different else size // TOKEN_BYTES
+
+
+def _longest(known: list[tuple[bytes, int]], tokens: bytes) -> tuple[int, int]:
+    """(how many of the tokens, page) of the entry that begins with most of them."""
+    best = 0, 0
+    if known:
+        at = bisect_left(known, (tokens,))
+        for held, page in known[max(0, at - 1) : at + 1]:
+            best = max(best, (_shared(tokens, held), page))
+    return best
 
 
 class PartialPages:
@@ -40,7 +52,7 @@ class PartialPages:
         """The page holds, or will after the plan in the making, these tokens behind `parent`."""
         self.remove(page)
         self._of[page] = parent, tokens
-        self._planned.setdefault(parent, []).append((tokens, page))
+        insort(self._planned.setdefault(parent, []), (tokens, page))
         if tail:
             self._tails.add(page)
 
@@ -48,23 +60,19 @@ class PartialPages:
         """A new plan begins: what was entered before may be copied in it."""
         for parent, entries in self._planned.items():
             if (known := self._after.get(parent)) is not None:
-                for entry in entries:
-                    insort(known, entry)
+                known += entries
+                known.sort()  # two sorted runs: merged, not sorted anew
             elif entries:
-                self._after[parent] = sorted(entries)
+                self._after[parent] = entries
         self._planned.clear()
 
     def match(self, parent: Parent, tokens: bytes) -> tuple[int, int]:
         """(how many of the tokens, page) of the page behind `parent` that begins with most of them."""
-        known = self._after.get(parent)
-        if not known:
-            return 0, 0
-        at = bisect_left(known, (tokens,))
-        return max((_shared(tokens, held), page) for held, page in known[max(0, at - 1) : at + 1])
+        return _longest(self._after.get(parent, []), tokens)
 
     def planned(self, parent: Parent, tokens: bytes) -> int:
         """How many of the tokens a page begins with that the plan in the making computes."""
-        return max((_shared(tokens, held) for held, _ in self._planned.get(parent, ())), default=0)
+        return _longest(self._planned.get(parent, []), tokens)[0]
 
     def is_planned(self, page: int) -> bool:
         """Whether the plan in the making computes what the page holds."""
@@ -111,5 +119,6 @@ class PartialPages:
             for tokens, page in known
         }
         assert held == self._of, "pages by their tokens disagree"
-        assert all(known == sorted(known) for known in self._after.values()), "pages by their tokens are out of order"
+        for known in (*self._after.values(), *self._planned.values()):
+            assert known == sorted(known), "pages by their tokens are out of order"
         assert self._tails <= self._of.keys()

@@ -30,6 +30,7 @@ class PrefixExplainer:
         self._memory = memory
         self._size = memory.layout.groups[0].tokens_per_page
         self._hasher = PageHasher(new_key(), self._size)
+        self._root = self._hasher.root("")
         self._salts: OrderedDict[bytes, str] = OrderedDict()
 
     def outcome(
@@ -67,7 +68,7 @@ class PrefixExplainer:
         """The salt under which these first tokens were last asked, from now on `salt`."""
         if len(tokens) < self._size:
             return None
-        (name,) = self._hasher.chain(self._hasher.root(""), tokens[: self._size])
+        (name,) = self._hasher.chain(self._root, tokens[: self._size])
         before = self._salts.pop(name, None)
         self._salts[name] = salt
         if len(self._salts) > MAX_KNOWN_SALTS:

@@ -42,6 +42,10 @@ class PrefixLookup:
             return hit
         return self._match_tokens(table, limit, tokens, hit)
 
+    def matched(self, table: PageTable, limit: int) -> int:
+        """How many of fewer than `limit` tokens every group can serve in full pages."""
+        return self.longest(table, limit, self._run)[0]
+
     def _match_tokens(self, table: PageTable, limit: int, tokens: Sequence[int], hit: Hit) -> Hit:
         """What pages that begin like the next ones add to a hit."""
         partial, found = self._index.partial, []
@@ -58,11 +62,12 @@ class PrefixLookup:
         total = self._copyable(total, hit.tokens, found)
         if total > hit.tokens:
             whole = hit
-            pages = [
-                [*run, *found[group][: -(-total // size) - len(run)]]
-                for group, (run, size) in enumerate(zip(whole.pages, self._sizes, strict=True))
+            added = [
+                behind[: -(-total // size) - len(run)]
+                for behind, run, size in zip(found, whole.pages, self._sizes, strict=True)
             ]
-            hit = Hit(total, pages, sum(map(self._pool.idle, pages)), waits=False, shared=total)
+            pages = [[*run, *behind] for run, behind in zip(whole.pages, added, strict=True)]
+            hit = Hit(total, pages, whole.idle + sum(map(self._pool.idle, added)), waits=False, shared=total)
             hit.rounded = whole
             ends = [(run[-1], total % size) for run, size in zip(pages, self._sizes, strict=True) if total % size]
             hit.copies = sum(must_copy(self._pool, page, filled, refs=0) for page, filled in ends)

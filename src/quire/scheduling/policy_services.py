@@ -20,4 +20,4 @@ class Services:
     def matched(self, sequence: SequenceId) -> int:
         seq = self._sequences.by_id(sequence)
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
-        return self._memory.lookup(seq.table, seq.reusable).tokens
+        return self._memory.matched(seq.table, seq.reusable)
