@@ -63,12 +63,24 @@ class Commit(SchedulingFeature):
         return bool(self._late)
 
     def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> None:
+        rows, samples = step.plan.rows, step.plan.samples
+        eventful = {*result.drafts, *result.forced, *result.errors, *result.ended, *result.logprobs}
+        plain: list[tuple[Sequence, int]] = []
         for i, (seq, epoch) in enumerate(step.samples):
-            if seq.epoch == epoch and seq.status is Status.RUNNING and i not in result.deferred:
-                if seq.request.beam is not None:
-                    events += self._search(seq, result.logprobs[i][0])
-                else:
-                    events.append(self._advance(seq, step.plan.rows[step.plan.samples[i].row], result, i))
+            if seq.epoch != epoch or seq.status is not Status.RUNNING or i in result.deferred:
+                continue
+            drawn, row = result.tokens[i], rows[samples[i].row]
+            if i not in eventful and len(drawn) == 1 and not row.drafts and _goes_on(seq, drawn[0]):
+                events.append(TokenEvent(seq.request.id, seq.branch, len(seq.tokens) - seq.prompt_len, drawn))
+                seq.tokens += drawn
+                seq.pending -= 1
+                seq.unsent = 0
+                plain.append((seq, 1))
+            elif seq.request.beam is not None:
+                events += self._search(seq, result.logprobs[i][0])
+            else:
+                events.append(self._advance(seq, row, result, i))
+        self._table.tell(EventKind.DREW, plain)
 
     def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> None:
         if late.step not in self._late:
@@ -82,7 +94,8 @@ class Commit(SchedulingFeature):
             del self._late[late.step]
 
     def _publish(self, step: PlanBuilder, rows: Iterable[int]) -> None:
-        for row, (seq, epoch) in ((step.plan.rows[i], step.rows[i]) for i in rows):
+        for i in rows:
+            row, (seq, epoch) = step.plan.rows[i], step.rows[i]
             upto = seq.computed if row.drafts else row.start + row.count
             if row.drafts and self._memory.states is not None and seq.epoch == epoch and seq.status is Status.RUNNING:
                 self._memory.states.keep(seq.table.state, upto)
@@ -173,6 +186,12 @@ class Commit(SchedulingFeature):
 
     def step_failed(self) -> None:
         self._late.clear()
+
+
+def _goes_on(seq: Sequence, token: int) -> bool:
+    """Whether there is nothing to say of the token but itself: it neither begins nor ends an answer."""
+    outputs = len(seq.tokens) - seq.prompt_len
+    return outputs > len(seq.request.outputs) and not seq.log.evicted and _ends(seq, token, outputs + 1) is None
 
 
 def _ends(seq: Sequence, token: int, outputs: int) -> FinishReason | None:

@@ -329,7 +329,7 @@ class FakeExecutor:
             step=plan.step,
             tokens=[tokens for _, _, tokens, _ in drawn],
             drafts=draft_counts,
-            forced={i: list(range(known, len(tokens))) for i, (_, _, tokens, known) in enumerate(drawn)},
+            forced={i: list(range(known, len(t))) for i, (_, _, t, known) in enumerate(drawn) if known < len(t)},
             logprobs=logprobs,
             scores=scores,
             pooled=pooled,
