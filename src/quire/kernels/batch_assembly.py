@@ -10,14 +10,18 @@ Twin: `triton/batch.py`, one launch. Refuses to know: who fills the slots.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.kv_views import KVViews, allocate_kv
 from quire.types.kv import KVLayout
+
+Ints = npt.NDArray[np.integer[Any]]
 
 
 class Assembled(NamedTuple):
@@ -37,15 +41,14 @@ def assemble(
     count: int,  # tokens of all rows
     width: int,  # pages of the longest row, at most
 ) -> Assembled:
+    if rows.device.type == "cpu" and count == rows.shape[1]:  # a token a row: no row is empty where nothing is padded
+        return _assemble_decode(rows.numpy(), tokens.numpy(), pages.numpy(), page_size, width)
     slots, starts, lengths, shifts = rows[0], rows[1], rows[2], rows[3]
     ends = lengths.cumsum(0)
-    if rows.device.type == "cpu" and count == rows.shape[1]:  # a token a row: no row is empty where nothing is padded
-        places, slot_of, shift_of = starts, slots, shifts
-    else:
-        row_of = torch.repeat_interleave(lengths, output_size=count)  # [tokens]
-        places = torch.arange(count, device=rows.device) + (starts + lengths - ends)[row_of]
-        slot_of, shift_of = slots[row_of], shifts[row_of]
-    positions = places - shift_of
+    row_of = torch.repeat_interleave(lengths, output_size=count)  # [tokens]
+    places = torch.arange(count, device=rows.device) + (starts + lengths - ends)[row_of]
+    slot_of = slots[row_of]
+    positions = places - shifts[row_of]
     return Assembled(
         input_ids=tokens[slot_of, places].long(),
         positions=positions,
@@ -53,6 +56,21 @@ def assemble(
         query_start=F.pad(ends, (1, 0)).int(),
         kv_len=(starts + lengths - shifts).int(),
         page_table=pages[:, :width][slots],
+    )
+
+
+def _assemble_decode(rows: Ints, tokens: Ints, pages: Ints, page_size: int, width: int) -> Assembled:
+    """Of rows of one token each, in numpy, which takes a third of torch's time for so little."""
+    slots, places = rows[0], rows[1]
+    positions = places - rows[3]
+    page, offset = np.divmod(positions, page_size)
+    return Assembled(
+        input_ids=torch.from_numpy(tokens[slots, places].astype(np.int64)),
+        positions=torch.from_numpy(positions),
+        kv_slots=torch.from_numpy(pages[slots, page].astype(np.int64) * page_size + offset),
+        query_start=torch.arange(len(slots) + 1, dtype=torch.int32),
+        kv_len=torch.from_numpy((positions + 1).astype(np.int32)),
+        page_table=torch.from_numpy(pages[slots, :width]),
     )
 
 

@@ -178,7 +178,7 @@ class CompiledModel:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]."""
         hidden = self._program.forward(input_ids, batch, kv, tap)
-        return hidden[batch.ends] if last else hidden
+        return hidden[batch.ends] if last and batch.tokens > batch.rows else hidden
 
     def shallow(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews, layer: int) -> None:
         """Only K and V of the first layers, up to those of `layer`, go to their pages."""

@@ -26,6 +26,7 @@ from quire.types.grammar import TokenMasks
 from quire.types.plan import Admit
 
 SLICE_ROWS = 256  # rows drawn at once: copies of their logits must fit beside everything else, however many there are
+_GREEDY, _COMPILED = int(Need.GREEDY), int(DRAWS | Need.MIN_P)  # the latter: what the compiled draw does by itself
 
 
 @dataclass(frozen=True)
@@ -127,13 +128,15 @@ class Sampler:
         masks: TokenMasks | None,
     ) -> Sampled:
         """Of one slice. float32 [n, vocab]"""
-        wanted = Need(int(np.bitwise_or.reduce(needs)))
+        asked = int(np.bitwise_or.reduce(needs))
+        if self._draw_all is not None and not asked & ~_COMPILED:
+            return Sampled(self._draw_all(logits, self._table.numbers, slots, positions, (needs & _GREEDY) != 0))
+        wanted = Need(asked)
         passed = wanted & ~DRAWS if self._draw_all is not None else wanted
         passes = self._passes(passed, needs, slots, positions) if passed else {}
         processed = self._process(logits, passes, tokens, masks) if wanted & PROCESSORS else logits
         if self._draw_all is not None:
-            greedy = (needs & int(Need.GREEDY)) != 0
-            drawn = self._draw_all(processed, self._table.numbers, slots, positions, greedy)
+            drawn = self._draw_all(processed, self._table.numbers, slots, positions, (needs & _GREEDY) != 0)
         else:
             drawn = torch.empty(len(slots), dtype=torch.int64, device=logits.device)
             for need in DRAWS & wanted:

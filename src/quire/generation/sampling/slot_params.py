@@ -48,6 +48,7 @@ class Need(enum.IntFlag):
 
 
 DRAWS = Need.GREEDY | Need.PLAIN | Need.TOP_K | Need.WIDE_TOP_K | Need.TOP_P
+_MIN_TOKENS = int(Need.MIN_TOKENS)  # plain numbers where every step looks: flags are slow
 PROCESSORS = Need.ALLOWED | Need.BIAS | Need.BAD_WORDS | Need.MIN_TOKENS | Need.PENALTIES | Need.GRAMMAR
 
 
@@ -152,7 +153,9 @@ class SlotTable:
     def needs(self, slots: Ints, positions: Ints) -> Ints:
         """What each row asks for when it draws this position: a minimum length once reached is no more asked for."""
         needs: Ints = self._needs[slots]
-        return np.where(positions < self._min_length[slots], needs, needs & ~int(Need.MIN_TOKENS))
+        if not (needs & _MIN_TOKENS).any():
+            return needs
+        return np.where(positions < self._min_length[slots], needs, needs & ~_MIN_TOKENS)
 
     def params(self, slots: torch.Tensor) -> Params:
         """int64 [m] → the numbers of these slots"""
