@@ -168,13 +168,25 @@ class Int4Tile:
 def choose_tile(rows: int, outputs: int, chunks: int) -> Int4Tile | None:
     """Measured on an H200 at the shapes of an 8B model: so many programs that all processors have some. None: unpacking
     the matrix and leaving the product to the library is faster."""
+    wide = outputs >= 16384
+    if rows > 128:
+        return Int4Tile(256, 128, 8, 3, late=False) if wide and rows <= 256 else None
     if rows > 64:
-        if outputs >= 16384:
-            return Int4Tile(128, 128, 8, 3, late=False) if rows <= 256 else None
-        return Int4Tile(128, 64, 4, 4, splits=min(2, chunks)) if rows <= 128 else None
-    block = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    wanted = max((1024 if rows <= 16 else 192) // -(-outputs // 128), 1)
-    return Int4Tile(block, 128, 4, 3, splits=min(1 << wanted.bit_length() - 1, 8, chunks))
+        if outputs >= 6144:
+            return Int4Tile(128, 128, 4, 3, splits=1 if wide else min(2, chunks), late=False)
+        return Int4Tile(128, 64, 4, 4, splits=min(2, chunks))
+    if rows <= 16:
+        width, warps, programs = (128, 4, 1024) if wide else (64, 2, 512)
+        return Int4Tile(16, width, warps, 3, splits=_splits(programs, outputs, width, chunks))
+    if rows <= 32 and wide:
+        return Int4Tile(32, 256, 8, 3)
+    return Int4Tile(32 if rows <= 32 else 64, 128, 4, 3, splits=_splits(192, outputs, 128, chunks))
+
+
+def _splits(programs: int, outputs: int, width: int, chunks: int) -> int:
+    """Into how many parts a reduction is cut so that there are about so many programs: a power of two."""
+    wanted = max(programs // -(-outputs // width), 1)
+    return min(1 << wanted.bit_length() - 1, 8, chunks)
 
 
 def int4_matmul(
