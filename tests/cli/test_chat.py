@@ -138,6 +138,39 @@ def read_until(terminal: int, *wanted: str) -> str:
     return text
 
 
+INTERRUPTED = """
+import _thread, os, readline, signal, sys, threading
+sys.path.insert(0, sys.argv[1])
+from quire.cli.chat_commands import read_line
+threading.Thread(target=lambda: os.read(int(sys.argv[2]), 1) and _thread.interrupt_main()).start()
+try:
+    read_line(">>> ")
+except KeyboardInterrupt:
+    print("seen", signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM))
+"""
+
+
+@pytest.mark.timeout(30)
+def test_an_interrupt_that_interrupts_no_wait_is_seen() -> None:
+    """`interrupt_main` leaves what a Ctrl-C leaves that comes while readline deals with a key: a mark, no signal."""
+    pytest.importorskip("readline")
+    told, tell = os.pipe()
+    os.set_inheritable(told, True)
+    process, terminal = pty.fork()
+    if not process:
+        source = str(Path(__file__).parents[2] / "src")
+        os.execv(sys.executable, [sys.executable, "-c", INTERRUPTED, source, str(told)])
+    try:
+        read_until(terminal, ">>> ")
+        os.write(tell, b"!")
+        assert "seen (0.0, 0.0) 0" in read_until(terminal, r"seen.*\n")
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        for end in (terminal, told, tell):
+            os.close(end)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_on_a_terminal(default_model: Any, tmp_path: Path) -> None:

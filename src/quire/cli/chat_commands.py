@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from quire.cli.chat_session import PARAMETERS, ChatSession
 from quire.types.errors import QuireError
 
 HISTORY_LINES = 1000
+LOOK_FOR_INTERRUPTS_S = 0.2
 QUOTES = '"""'
 HELP = f"""\
 /set NAME VALUE     change a parameter: {", ".join(PARAMETERS[:3])} and others
@@ -60,14 +63,29 @@ def chat(session: ChatSession) -> None:
 
 def _read_message() -> str:
     """One line, or what stands between two marks of three quotes."""
-    line = input(">>> ")
+    line = read_line(">>> ")
     if not line.lstrip().startswith(QUOTES):
         return line.strip()
     lines = [line.lstrip().removeprefix(QUOTES)]
     while not lines[-1].rstrip().endswith(QUOTES):
-        lines.append(input("... "))
+        lines.append(read_line("... "))
     lines[-1] = lines[-1].rstrip().removesuffix(QUOTES)
     return "\n".join(lines).strip()
+
+
+def read_line(prompt: str) -> str:
+    """A line of a terminal, in which a Ctrl-C is always seen. Python's readline looks for one only when its wait for a
+    key is interrupted: one that came while it dealt with the key before, or that the system gave to another thread,
+    would wait for the next. So the wait is interrupted now and then."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return input(prompt)
+    handler = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    timer = signal.setitimer(signal.ITIMER_REAL, LOOK_FOR_INTERRUPTS_S, LOOK_FOR_INTERRUPTS_S)
+    try:
+        return input(prompt)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def _take(session: ChatSession, message: str) -> None:
