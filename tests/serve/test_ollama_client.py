@@ -16,6 +16,7 @@ import numpy as np
 import ollama
 import pytest
 from fake_frontend import FakeClient, FakeFrontend
+from loopback_hub import Hub
 
 from quire.assets import LocalModel
 from quire.assets.local import at_path
@@ -281,6 +282,25 @@ def test_model_management(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_
         with pytest.raises(ollama.ResponseError, match="being served"):
             client.delete("org/served.gguf")
         assert "org/other.gguf" not in [model.model for model in client.list().models]
+
+
+def test_pulling_tells_how_far_it_is(hub: Hub, tiny_gguf: bytes) -> None:
+    """From a hub, through the library itself: sizes as it goes, nothing fetched twice, the cause where it fails."""
+    hub.files["org/new"] = {"tiny-Q4_K_M.gguf": tiny_gguf + bytes(100_000), "config.json": b"{}"}
+    hub.files["org/closed"], hub.gated = {"a.gguf": tiny_gguf}, {"org/closed"}
+    options = ServeOptions(port=0, grace=1, model_management=True)
+    with background_server(FakeFrontend, options) as url:  # type: ignore[arg-type, return-value]
+        client = ollama.Client(host=url)
+        steps = list(client.pull("org/new:tiny-Q4_K_M.gguf", stream=True))
+        told = [(step.completed, step.total) for step in steps if step.status == "pulling tiny-Q4_K_M.gguf"]
+        size = len(hub.files["org/new"]["tiny-Q4_K_M.gguf"])
+        assert len(told) > 2 and told == sorted(told) and told[-1] == (size, size)
+        assert steps[-1].status == "success" and any(model.size == size for model in client.list().models)
+        fetched = hub.sent
+        assert client.pull("org/new:tiny-Q4_K_M.gguf").status == "success" and hub.sent == fetched
+        for wrong, why in (("org/closed", "gated"), ("org/missing", "has no model")):
+            with pytest.raises(ollama.ResponseError, match=why):
+                client.pull(wrong)
 
 
 # ---- the real model -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The simulator: the real engine on a virtual clock, traces, traffic, fleets, and what `quire simulate` writes."""
 
 import json
+import sys
 from itertools import islice, pairwise
 from random import Random
 from statistics import mean, median, pstdev
@@ -253,6 +254,18 @@ def test_figures_over_seeds_are_means_and_a_page_shows_them(tmp_path):
     each = [run["ttft_s"]["mean"] for run in found["runs"]]
     assert found["seeds"] == len(set(each)) == 3 and found["ttft_s"]["mean"] == pytest.approx(mean(each))
     assert page.read_text().count("<svg") == 5 and "chat: auto on 1 x" in page.read_text()
+
+
+def test_a_simulation_tells_how_far_it_is(tmp_path, monkeypatch, capfd):
+    write_cost_model(tmp_path / "d.json", MODEL)
+    monkeypatch.setattr("quire.engine.request_progress.INTERVAL_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(fleet_module, "BATCH", 10)
+    words = ["simulate", "--workload", "chat", "--num", "30", "--device", str(tmp_path / "d.json"), "--seeds", "1"]
+    app(words, standalone_mode=False)
+    assert "\r20/30 requests, about " in capfd.readouterr().err
+    app([*words, "--compare", "fcfs,sjf", "--loads", "0.7"], standalone_mode=False)
+    assert "\r2/2 runs" in capfd.readouterr().err
 
 
 def test_reports_of_loads_are_what_routers_wait_for(monkeypatch):

@@ -135,7 +135,7 @@ def _telling(base: type[tqdm], report: Report) -> type[tqdm]:
         def __init__(self, *args: Any, **kwargs: Any):
             self._told = int(kwargs.get("initial") or 0)
             self._bytes = kwargs.get("unit") == "B"  # others count files
-            self._what = str(kwargs.get("desc") or "")
+            self._what = str(kwargs.get("desc") or "").rpartition("/")[2]  # a file's name, or the end of its address
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:

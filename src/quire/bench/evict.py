@@ -12,12 +12,14 @@ are chosen.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
 from quire.engine.llm import LLM
+from quire.types.outputs import RequestOutput
 from quire.types.sampling_params import EVICTION, SamplingParams
 
 WAYS = ("full", "recompute", *EVICTION)
@@ -59,7 +61,11 @@ def _recomputed(llm: LLM, text: Sequence[int], budget: int, tail: int) -> list[f
 def _scores(llm: LLM, texts: list[list[int]], way: str, budget: int) -> list[list[float]]:
     """Log-probability of every token but the first."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, **_eviction(way, budget))
-    return [[p.logprob for p in out.prompt_logprobs or []] for out in llm.generate(texts, params)]
+    return [[p.logprob for p in out.prompt_logprobs or []] for out in _answers(llm, texts, params)]
+
+
+def _answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
+    return llm.generate(prompts, params, progress=sys.stderr.isatty())
 
 
 def _eviction(way: str, budget: int) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def needles(llm: LLM, way: str, budget: int, length: int, num: int, filler: Sequ
     if way == "recompute":
         prompts = [prompt[-budget:] for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=8, **_eviction(way, budget))
-    answers = [out.outputs[0].text.strip() for out in llm.generate(prompts, params)]
+    answers = [out.outputs[0].text.strip() for out in _answers(llm, prompts, params)]
     return sum(answer.startswith(key) for answer, key in zip(answers, keys, strict=True)) / num
 
 

@@ -9,9 +9,11 @@ as decoding reads: sparsely. Refuses to know: how pages are chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from random import Random
 
 from quire.engine.llm import LLM
+from quire.engine.request_progress import RequestProgress
 from quire.types.grammar import GrammarSpec
 from quire.types.sampling_params import SamplingParams
 
@@ -47,13 +49,14 @@ def compare(
     rng = Random(seed)
     found = {0: 0, pages: 0}
     llm.reset()
-    for _ in range(haystacks):
-        held = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, keys)}
-        hay = haystack(llm, length, filler, held, rng)
-        for budget in found:
-            for name, key in held.items():
+    with RequestProgress(haystacks * keys * len(found), what="questions") as progress:
+        for _ in range(haystacks):
+            held = {name: str(rng.randrange(10_000, 100_000)) for name in rng.sample(NAMES, keys)}
+            hay = haystack(llm, length, filler, held, rng)
+            for budget, (name, key) in product(found, held.items()):
                 (answer,) = llm.generate([hay], asked(name, budget))
                 found[budget] += answer.outputs[0].text.endswith(key)
+                progress.ended()
     stats = llm.stats()
     total = haystacks * keys
     return {

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.engine.llm import LLM
+from quire.engine.request_progress import RequestProgress
 from quire.types.errors import ConfigError
 from quire.types.sampling_params import SamplingParams
 
@@ -38,10 +39,12 @@ def windows(ids: Sequence[int], length: int, most: int | None = None) -> list[li
 def perplexity(llm: LLM, parts: Sequence[Sequence[int]]) -> Perplexity:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     total, tokens = 0.0, 0
-    for first in range(0, len(parts), BATCH):
-        for out in llm.generate([list(part) for part in parts[first : first + BATCH]], params):
-            scores = [scored.logprob for scored in out.prompt_logprobs or []]
-            total, tokens = total + sum(scores), tokens + len(scores)
+    with RequestProgress(len(parts), what="windows") as progress:
+        for first in range(0, len(parts), BATCH):
+            for out in llm.generate([list(part) for part in parts[first : first + BATCH]], params):
+                scores = [scored.logprob for scored in out.prompt_logprobs or []]
+                total, tokens = total + sum(scores), tokens + len(scores)
+                progress.ended()
     if not tokens:
         raise ConfigError("the text is too short to score; it needs at least two tokens")
     return Perplexity(math.exp(-total / tokens), tokens)

@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.engine.link import Link
 from quire.engine.llm import LLM
+from quire.engine.request_progress import RequestProgress
 from quire.types.events import EngineStats
 from quire.types.sampling_params import SamplingParams
 
@@ -92,7 +93,11 @@ def compare(
         for name, llm in llms.items():
             encoded = [llm.text.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
             llm.reset()
-            results = [llm.generate(tokens, params)[0] for tokens in encoded]
+            results = []
+            with RequestProgress(num) as progress:
+                for prompt_ids in encoded:
+                    results += llm.generate(prompt_ids, params)
+                    progress.ended()
             answers[name] = [result.outputs[0].token_ids for result in results]
             if number == 0:
                 continue  # first-use costs, and time for budgets to settle

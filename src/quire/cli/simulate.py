@@ -61,6 +61,7 @@ def simulate(
     from rich.table import Table
 
     from quire.bench.simulation_pages import comparison_html, figures_html
+    from quire.engine.request_progress import RequestProgress
     from quire.simulation.devices import load_device
     from quire.simulation.figures import Targets, mean_of, rows_of, summarise
     from quire.simulation.fleet import Fleet
@@ -84,7 +85,8 @@ def simulate(
     for number in range(seed, seed + (seeds or 1)):
         asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
         fleet = Fleet(options, model, replicas, router, number, clients, think, oracle)
-        result = run(fleet, asked, workers=workers)
+        with RequestProgress(len(asked)) as progress:
+            result = run(fleet, asked, workers=workers, told=progress.ended)
         runs.append(summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot)))
     summary = mean_of(runs)
     table = Table.grid(padding=(0, 2))
@@ -113,6 +115,7 @@ def _compared(
     loads: str,
     seeds: range,
 ) -> list[Cell]:
+    from quire.engine.request_progress import RequestProgress
     from quire.simulation.comparison import Contender, compare, made_up, markdown, recorded
     from quire.simulation.figures import Targets
     from quire.simulation.traces import read_trace
@@ -131,7 +134,8 @@ def _compared(
         shares = [float(load) for load in loads.split(",")]
     except ValueError:
         raise ConfigError(f"loads are numbers separated by commas, got {loads!r}") from None
-    cells = compare(model, [work], shares, contenders, list(seeds))
+    with RequestProgress(len(shares) * len(contenders) * len(seeds), what="runs") as progress:
+        cells = compare(model, [work], shares, contenders, list(seeds), told=progress.ended)
     typer.echo(markdown(cells))
     return cells
 

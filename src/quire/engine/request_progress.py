@@ -11,11 +11,11 @@ INTERVAL_S = 0.5  # between one line and the next; nothing that is over sooner s
 
 class RequestProgress:
     """Call `tokens` and `ended` as they come. `total` may not be known. `on`: None is where standard error is a
-    terminal."""
+    terminal. `what` is counted, where it is not requests."""
 
-    def __init__(self, total: int | None, *, on: bool | None = None):
+    def __init__(self, total: int | None, *, on: bool | None = None, what: str = "requests"):
         self._on = sys.stderr.isatty() if on is None else on
-        self._total = total
+        self._total, self._what = total, what
         self._done = self._tokens = 0
         self._began = self._shown = time.monotonic()
         self._any = False
@@ -24,15 +24,15 @@ class RequestProgress:
         self._tokens += count
         self._refresh()
 
-    def ended(self) -> None:
-        self._done += 1
+    def ended(self, count: int = 1) -> None:
+        self._done += count
         self._refresh()
 
     def _refresh(self) -> None:
         if not self._on or (now := time.monotonic()) - self._shown <= INTERVAL_S:
             return
         self._shown, spent = now, now - self._began
-        line = f"{self._done}/{self._total} requests" if self._total else f"{self._done} requests"
+        line = (f"{self._done}/{self._total} " if self._total else f"{self._done} ") + self._what
         if self._tokens:
             line += f", {self._tokens / spent:,.0f} output tok/s"
         if self._done and self._total:

@@ -101,8 +101,9 @@ def compare(
     seeds: Sequence[int],
     *,
     workers: int | None = None,
+    told: Callable[[], None] | None = None,
 ) -> list[Cell]:
-    """Every contender in every cell; figures are means over the seeds."""
+    """Every contender in every cell; figures are means over the seeds. `told` hears when a run is over."""
     names = {workload.name: workload for workload in workloads}
     context = get_context("fork")  # workloads are closures over traces: children have them from their parent
     _SHARED["model"], _SHARED["workloads"] = model, names
@@ -121,7 +122,11 @@ def compare(
             for contender in contenders
             for seed in seeds
         ]
-        found = list(pool.map(_run, *_columns(jobs)))
+        found = []
+        for one in pool.map(_run, *_columns(jobs)):
+            found.append(one)
+            if told:
+                told()
     cells = []
     for first in range(0, len(jobs), len(seeds)):
         name, load, contender, *_ = jobs[first]

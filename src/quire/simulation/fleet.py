@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -135,8 +135,10 @@ def _work(pipe: Connection, fleet: Fleet, trace: Sequence[Arrival], share: range
     pipe.send_bytes(worker.result().packed())
 
 
-def simulate(fleet: Fleet, trace: Sequence[Arrival], *, workers: int | None = None) -> Result:
-    """Serve a whole trace; what came of it."""
+def simulate(
+    fleet: Fleet, trace: Sequence[Arrival], *, workers: int | None = None, told: Callable[[int], None] | None = None
+) -> Result:
+    """Serve a whole trace; what came of it. `told` hears of every portion how many requests it had."""
     count = min(workers or os.cpu_count() or 1, fleet.replicas)
     shares = [range(first, fleet.replicas, count) for first in range(count)]
     kind = LocalWorker if count == 1 else RemoteWorker
@@ -146,6 +148,8 @@ def simulate(fleet: Fleet, trace: Sequence[Arrival], *, workers: int | None = No
             for number, worker in enumerate(team):
                 own = [i for i, replica in enumerate(chosen) if replica % count == number]
                 worker.order(Orders(until, [requests[i] for i in own], [chosen[i] for i in own]))
+            if told:
+                told(len(requests))
         first, *rest = (worker.result() for worker in team)
     for other in rest:
         first.merge(other)
