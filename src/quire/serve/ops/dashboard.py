@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import resources
+from string import Template
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
@@ -17,6 +18,8 @@ from starlette.responses import Response
 
 from quire.serve.core.generation import Serving
 
+FRAME = "frame.html"  # what pages have in common
+PAGES = {"index.html": ("Quire", "app.js"), "docs.html": ("Quire API", "docs.js")}  # title, script
 TYPES = {".html": "text/html; charset=utf-8", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 HEADERS = {
     "content-security-policy": (
@@ -33,11 +36,15 @@ HEADERS = {
 @cache
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
     """Name → content and headers."""
-    found = {}
-    for file in resources.files("quire.serve").joinpath("static").iterdir():
+    found, folder = {}, resources.files("quire.serve").joinpath("static")
+    frame = Template(folder.joinpath(FRAME).read_text(encoding="utf-8"))
+    for file in folder.iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
-        if kind is not None:
+        if kind is not None and file.name != FRAME:
             content = file.read_bytes()
+            if file.name in PAGES:
+                title, script = PAGES[file.name]
+                content = frame.substitute(title=title, script=script, body=content.decode()).encode()
             tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
             found[file.name] = (content, {**HEADERS, "content-type": kind, "etag": tag})
     return found
