@@ -228,6 +228,13 @@ def test_systemd_knows_every_line_of_the_unit(tmp_path: Path) -> None:
     assert done.returncode == 0 and not done.stderr, done.stderr
 
 
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool: apt-get install prometheus")
+def test_prometheus_takes_its_files() -> None:
+    for words in (["rules", "alerts.yml"], ["config", "--syntax-only", "prometheus.yml"]):
+        done = subprocess.run(["promtool", "check", *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed; `make test-all` installs it")
 def test_checkers_of_others_are_content() -> None:
