@@ -282,6 +282,17 @@ def test_a_request_is_looked_into_and_cancelled(live_server: str, open_page: Any
 
 
 @drives_a_browser
+def test_what_ended_last_stands_first(fake_server: str, open_page: Any) -> None:
+    page = open_page("about:blank")
+    listed = [{"id": f"chatcmpl-{name}", "ended": ended, "arrived": 1.0, "key": "open", "prompt_tokens": 3,
+               "cached_tokens": 0, "output_tokens": 1, "ttft_s": 0.1, "tpot_s": None, "error": "", "finish": "stop"}
+              for name, ended in (("running", None), ("first", 10.0), ("last", 30.0), ("middle", 20.0))]  # fmt: skip
+    page.route("**/v1/requests?*", lambda route: route.fulfill(json={"object": "list", "data": listed}))
+    page.goto(f"{fake_server}/#/live")
+    expect(page.locator("#ended tbody button")).to_have_text(["last", "middle", "first"], timeout=PATIENCE)
+
+
+@drives_a_browser
 def test_replicas_are_shown_where_there_are_several(fake_server: str, open_page: Any, monkeypatch: Any) -> None:
     page = open_page(f"{fake_server}/#/live")
     expect(page.locator("#tiles .tile").first).to_be_visible(timeout=PATIENCE)

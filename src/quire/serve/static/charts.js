@@ -96,7 +96,7 @@ export function bars(canvas, steps, budget, slots) {
   pen.fillText(`rows ${last[0]} of ${short(slots)}`, 163, 13);
   pen.fillStyle = colour("soft");
   pen.textAlign = "right";
-  if (width > 420) pen.fillText(`top: ${short(most)} tokens, ${short(crowd)} rows`, width, 13);
+  if (width > 420) pen.fillText(`top: ${short(most)} tokens, ${short(crowd)} ${crowd === 1 ? "row" : "rows"}`, width, 13);
   steps.forEach(([rows, tokens], i) => {
     const x = width - (steps.length - i) * wide;
     const tall = (tokens / most) * (height - top - bottom);

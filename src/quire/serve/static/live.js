@@ -279,7 +279,7 @@ function tree(nodes) {
     return node;
   };
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, role: "img" });
-  svg.setAttribute("aria-label", `${nodes.length} runs of pages, the deepest ${deepest} pages`);
+  svg.setAttribute("aria-label", `${nodes.length} ${nodes.length === 1 ? "run" : "runs"} of pages, the deepest ${deepest} pages`);
   nodes.forEach(([parent, length, used, children], i) => {
     const bend = Math.min(28, ((length / deepest) * (width - 16)) / 2);
     const from = parent < 0 ? "" : `M${x(depth[i])} ${y(parent)}C${x(depth[i]) + bend} ${y(parent)} ${x(depth[i])} ${y(i)} ${x(depth[i]) + bend} ${y(i)}`;
@@ -294,7 +294,7 @@ function tree(nodes) {
     svg.append(run);
   });
   $("tree-note").textContent = nodes.length
-    ? `${nodes.length} runs of pages; right is deeper (${deepest} pages at most), thick is shared by more, strong colour is in use`
+    ? `${nodes.length} ${nodes.length === 1 ? "run" : "runs"} of pages; right is deeper (${deepest} pages at most), thick is shared by more, strong colour is in use`
     : "nothing cached yet";
   $("tree").replaceChildren(svg);
 }

@@ -43,7 +43,8 @@ export async function openRequest(id) {
 }
 
 export async function showEnded() {
-  const found = (await requests(4 * SHOWN).catch(() => [])).filter((request) => request.ended !== null);
+  const found = (await requests(4 * SHOWN).catch(() => [])).filter((request) => request.ended !== null)
+    .sort((a, b) => b.ended - a.ended);
   const head = ["request", "ended", "key", "prompt", "cached", "answer", "first token", "per token", "end"];
   const rows = found.slice(0, SHOWN).map((request) => {
     const button = el("button", { type: "button", class: "quiet" }, request.id.replace(/^.*-/, "").slice(0, 8));
