@@ -64,6 +64,8 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     assert str(cache_dir()) in str(caught.value)
     with pytest.raises(ModelNotFoundError, match="org/name"):
         resolve("no such thing")
+    with pytest.raises(ModelNotFoundError, match="name of the model is empty"):
+        resolve("")  # not the folder one is in
     with pytest.raises(ModelNotFoundError, match="directory or"):
         resolve("./missing/model.gguf")
     (tmp_path / "empty").mkdir()

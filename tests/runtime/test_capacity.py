@@ -8,6 +8,7 @@ import pytest
 import torch
 from msgspec import structs
 
+from quire import LLM
 from quire.bench.suite import DATA
 from quire.model.families.llama import LlamaFamily
 from quire.runtime.capacity import GIB, kv_capacity, state_room, working_memory
@@ -73,6 +74,11 @@ def test_what_is_asked_for_is_given():
     assert room(24 * GIB, kv_memory="3G")[1] == (3 * GIB // LAYOUT.page_bytes, "KV memory 3.00 GiB: as asked")
     assert room(24 * GIB, kv_pages=70)[1][0] == 71
     assert room(2 * GIB)[1][0] == 0
+
+
+def test_more_kv_memory_than_is_free_is_refused(default_model):
+    with pytest.raises(ConfigError, match=r"kv_memory 900T is more than the [\d.]+ GiB of memory that are free"):
+        LLM("smollm2-135m", kv_memory="900T")
 
 
 def test_states_have_half_of_the_room_unless_asked_otherwise():

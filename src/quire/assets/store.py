@@ -134,6 +134,8 @@ def remove(name: str) -> None:
 
 def present(ref: str) -> LocalModel | None:
     """The model if it is on this disk. Bare known names win over files of the same name: write ./name for those."""
+    if not ref.strip():
+        raise ModelNotFoundError("the name of the model is empty")
     name = ref.lower()
     if name in embedded.EMBEDDED:
         path = _embedded_path(name)

@@ -116,6 +116,9 @@ def capacity_for(
     """How many pages and which longest context, now that the weights are in; says why. What is asked for beyond the
     context the model was trained for is there for requests with a KV budget."""
     hardware = probe(resolved.device)
+    if options.cache.kv_memory and parse_size(options.cache.kv_memory) > hardware.memory:
+        free = f"the {hardware.memory / GIB:.1f} GiB of memory that are free"
+        raise ConfigError(f"kv_memory {options.cache.kv_memory} is more than {free}; lower it")
     working, beside = working_memory(options, resolved, model.spec, layout, hardware.memory), 0
     if drafter is not None:
         beside = drafter.layout.page_bytes
