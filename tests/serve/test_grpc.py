@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,13 +282,8 @@ def test_tools(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, M
         answer()
 
 
-def test_tls(generated: tuple[ModuleType, ModuleType], tmp_path: Path) -> None:
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl to make a certificate with")
-    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
-    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+def test_tls(generated: tuple[ModuleType, ModuleType], certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
     options = ServeOptions(port=0, grace=1, grpc_port=0, grpc_cert=str(cert), grpc_key=str(key))
     messages, service = generated
     request = messages.GenerateRequest(prompt="hi", sampling=messages.Sampling(max_tokens=2))

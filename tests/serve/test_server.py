@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -98,3 +99,28 @@ def test_factory_errors_reach_the_caller() -> None:
 
     with pytest.raises(ConfigError, match="no engine today"), background_server(broken):  # type: ignore[arg-type]
         pass
+
+
+def test_https(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    """Both ports, streams too; a pair that cannot be used is known before a model is loaded."""
+    cert, key = certificate
+    options = ServeOptions(port=0, grace=1, ssl_certfile=str(cert), ssl_keyfile=str(key))
+    body = {"model": FakeFrontend.model_name, "prompt": "hi", "max_tokens": 8, "stream": True}
+    with background_server(FakeFrontend, options) as url:  # type: ignore[arg-type]
+        assert url.startswith("https://") and url.admin.startswith("https://")
+        with httpx.Client(verify=ssl.create_default_context(cafile=str(cert))) as client:
+            assert client.get(f"{url}/health").status_code == client.get(f"{url.admin}/health").status_code == 200
+            assert client.post(f"{url}/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(url.replace("https", "http") + "/health")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE"):
+            httpx.get(f"{url}/health")
+    locked = tmp_path / "locked.pem"
+    lock = ["openssl", "rsa", "-aes128", "-passout", "pass:secret", "-in", str(key), "-out", str(locked)]
+    subprocess.run(lock, check=True, capture_output=True)
+    for other in (cert, locked, tmp_path / "none"):
+        wrong = ServeOptions(port=0, ssl_certfile=str(cert), ssl_keyfile=str(other))
+        with pytest.raises(ConfigError, match="cannot use the certificate"), background_server(FakeFrontend, wrong):  # type: ignore[arg-type]
+            pass
+    with pytest.raises(ConfigError, match="ssl_certfile and ssl_keyfile need each other"):
+        ServeOptions(ssl_keyfile=str(key))

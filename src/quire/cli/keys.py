@@ -19,7 +19,7 @@ def new(
     name: Annotated[str, typer.Argument(help="whose key it is: a name for logs, limits and the cache salt")],
     scope: Annotated[list[str] | None, typer.Option(help="inference (default) or admin; may be given twice")] = None,
 ) -> None:
-    """Print a new [[key]] entry for the key file, and on stderr the key itself."""
+    """Print a new entry for the key file, and on stderr the key itself."""
     from quire.serve.core.api_keys import INFERENCE, check_entry, digest, new_secret
 
     secret = new_secret()

@@ -80,6 +80,10 @@ class ServeOptions(Checked):
         "send OpenTelemetry spans to this OTLP/HTTP URL; needs quire[otel]",
         forms=("http://ADDRESS", "https://ADDRESS"),
     )
+    ssl_certfile: str | None = option(
+        None, "PEM file of a certificate and those above it: both ports then speak HTTPS; needs --ssl-keyfile"
+    )
+    ssl_keyfile: str | None = option(None, "PEM file of the certificate's private key")
     grpc_port: int | None = option(
         None, "also serve gRPC on this port, 0 for any free one; needs quire[grpc]", low=0, high=65535
     )
@@ -119,8 +123,9 @@ class ServeOptions(Checked):
                 raise ConfigError(f"{name} has no effect without replicas")
         if self.ray_address is None and self.replica_cpus != 1.0:
             raise ConfigError("replica_cpus has no effect without ray_address: this machine's cores are shared evenly")
-        if (self.grpc_cert is None) != (self.grpc_key is None):
-            raise ConfigError("grpc_cert and grpc_key need each other")
+        for cert, key in (("grpc_cert", "grpc_key"), ("ssl_certfile", "ssl_keyfile")):
+            if (getattr(self, cert) is None) != (getattr(self, key) is None):
+                raise ConfigError(f"{cert} and {key} need each other")
         if self.grpc_cert is not None and self.grpc_port is None:
             raise ConfigError("grpc_cert and grpc_key have no effect without grpc_port")
         if 0 < self.hang_timeout < self.heartbeat:

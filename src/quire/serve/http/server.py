@@ -17,6 +17,7 @@ import logging
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -56,9 +57,9 @@ class ServerUrl(str):
     grpc_port: int | None = None  # where gRPC is served, if it is
 
     @classmethod
-    def of(cls, public: socket.socket, admin: socket.socket) -> ServerUrl:
-        url = cls(url_of(public))
-        url.admin = url_of(admin)
+    def of(cls, public: socket.socket, admin: socket.socket, scheme: str = "http") -> ServerUrl:
+        url = cls(url_of(public, scheme))
+        url.admin = url_of(admin, scheme)
         return url
 
 
@@ -237,6 +238,8 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=LAST_WORDS,
+                ssl_certfile=options.ssl_certfile,
+                ssl_keyfile=options.ssl_keyfile,
             )
         )
         self.up = asyncio.Event()
@@ -253,11 +256,23 @@ class Server(uvicorn.Server):
 @contextmanager
 def listening(options: ServeOptions, keys: KeyRing) -> Iterator[tuple[list[socket.socket], ServerUrl]]:
     """Both listeners, checked against who could reach them."""
+    check_certificate(options)
     with listen(options.host, options.port) as public:
         check_exposure(public, options, keys, INFERENCE)
         with listen(options.admin_host, options.admin_port_wanted, "--admin-port") as admin:
             check_exposure(admin, options, keys, ADMIN)
-            yield [public, admin], ServerUrl.of(public, admin)
+            yield [public, admin], ServerUrl.of(public, admin, "https" if options.ssl_certfile else "http")
+
+
+def check_certificate(options: ServeOptions) -> None:
+    """Raises where the server could not use it: known before a model is loaded. A key under a password is one such."""
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # ssl's errors are OSErrors
+        pair = f"{options.ssl_certfile} with the key {options.ssl_keyfile}"
+        raise ConfigError(f"cannot use the certificate {pair}: {error}") from None
 
 
 def check_exposure(listener: socket.socket, options: ServeOptions, keys: KeyRing, scope: str) -> None:
@@ -295,11 +310,11 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
     """Where a client on this machine reaches the listener."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def print_welcome(url: ServerUrl, model: str, locked: bool) -> None:
