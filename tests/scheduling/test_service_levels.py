@@ -53,6 +53,48 @@ def test_a_much_shorter_job_displaces_under_srpt_and_one_that_is_a_little_shorte
         assert scheduler.stats.preemptions == displaced
 
 
+def test_auto_pauses_only_answers_that_stay_ahead_of_their_target_and_lets_them_go_on_in_time(monkeypatch):
+    """A token a tenth of a second: with 1 s asked for there is time to let a short answer through, with 0.1 s none."""
+    for tpot, paused in ((1.0, 1), (0.1, 0), (0.0, 0)):
+        expecting(monkeypatch, {"runs": 40, "short": 2, "other": 2})
+        admitted = Admitted()
+        scheduler, executor = engine("auto", slots=1, listeners=[admitted])
+        scheduler.submit(ask("runs", [1, 2, 3], tokens=40, slo_ttft=9.0, slo_tpot=tpot))
+        for i in range(8):
+            step(scheduler, executor, 0.1 * i)
+        for name in ("short", "other"):
+            scheduler.submit(ask(name, [ord(name[0]), 5, 6], tokens=2, arrival=0.8, slo_ttft=99.0, slo_tpot=1.0))
+        now, ends = 0.8, {}
+        while scheduler.busy:
+            for event in step(scheduler, executor, now)[1]:
+                if event.finish:
+                    ends[event.request] = now
+            now += 0.1
+        assert scheduler.stats.preemptions == paused
+        assert (min(ends, key=ends.__getitem__) == "short") == bool(paused)
+        assert ends["runs"] < 40 * 1.0
+
+
+def test_what_was_paused_goes_on_before_its_time_is_up(monkeypatch):
+    """However many shorter ones come."""
+    names = [f"short{i}" for i in range(60)]
+    expecting(monkeypatch, {"runs": 20, **dict.fromkeys(names, 4)})
+    scheduler, executor = engine("auto", slots=1)
+    scheduler.submit(ask("runs", [1, 2, 3], tokens=20, slo_ttft=9.0, slo_tpot=0.5))
+    for i in range(6):
+        step(scheduler, executor, 0.1 * i)
+    for i, name in enumerate(names):
+        scheduler.submit(ask(name, [4, i, 6], tokens=4, arrival=0.6, slo_ttft=99.0))
+    now, ends = 0.6, {}
+    while "runs" not in ends:
+        for event in step(scheduler, executor, now)[1]:
+            if event.finish:
+                ends[event.request] = now
+        now += 0.1
+    assert scheduler.stats.preemptions >= 1 and len(ends) > 1, "others went first"
+    assert ends["runs"] <= 20 * 0.5 + 0.1, "and it met its target"
+
+
 def test_service_demotes_and_long_prompts_skip_levels(monkeypatch):
     monkeypatch.setattr(mlfq, "QUANTA", (20.0, 60.0))
     scheduler, executor = engine("mlfq", slots=1)

@@ -1,12 +1,14 @@
 """The policy for mixed traffic: slack first, then fairness between tenants, then little work and what is cached.
 
+   -1   was paused for another, and must go on to be in time          as they came
     0   can still have its first token in time (or has no target)     by tenant's service, in coarse steps; then by work
     1   is too late                                                   as they came
 
 Work is what is left of the prompt behind the prefix cache, and the answer as far as it is expected; of two that look
 alike the surer goes first, because an uncertain answer counts as one that may be long. A running sequence is displaced
-only by one that can be in time, if it cannot itself and has much more left. `max_wait` bounds how long any of them
-waits. Batch work, which others do not wait behind, goes as it came: it is done when its last answer is.
+only by one that can be in time and has much less left: if it cannot be in time itself, or if its tokens come so much
+faster than its target asks for that it can wait for the other to end; it goes on in time. `max_wait` bounds how long
+any of them waits. Batch work, which others do not wait behind, goes as it came: it is done when its last answer is.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Iterable
 from math import inf, log2
 
 from quire.scheduling.policies.fair import Fair
+from quire.scheduling.policies.pauses import Pauses
 from quire.scheduling.policies.sjf import OUTPUT_WEIGHT
-from quire.scheduling.policies.srpt import HYSTERESIS, remaining_work
+from quire.scheduling.policies.srpt import HYSTERESIS, RANKED_EVERY, remaining_work
 from quire.scheduling.policies.targets import Targets
 from quire.types.config import SchedulerOptions
 from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
@@ -32,12 +35,17 @@ class Auto(Fair):
     def __init__(self, options: SchedulerOptions):
         super().__init__(options)
         self._targets = Targets(options)
-        self._work: dict[SequenceId, float] = {}  # of those that wait
+        self._pauses = Pauses(options.slo_tpot)
+        self._now = 0.0  # as of the last step
+        self._work: dict[SequenceId, float] = {}  # of those that wait, and that run as of some steps ago
+        self._computed = 0  # steps
         self._steps: dict[str, float] = {}  # tenants' service beyond the least, in coarse steps
 
     def key(self, seq: SequenceView) -> tuple[float, ...]:
         if seq.id in self._targets.lost:
             return (1, 0.0, seq.arrival)
+        if seq.id in self._pauses.due:
+            return (-1, 0.0, seq.arrival)
         work = seq.arrival if seq.background else self._work.get(seq.id, inf)
         return (0, self._steps.get(seq.tenant, 0.0), work)
 
@@ -48,8 +56,15 @@ class Auto(Fair):
         lost = self._targets.lost
         if waiting.id in lost or self._targets.lost_at(waiting.id) == inf or waiting.background:
             return False
-        helpless = running.background or running.id in lost
-        return helpless and HYSTERESIS * remaining_work(waiting) < remaining_work(running)
+        if HYSTERESIS * remaining_work(waiting) >= remaining_work(running):
+            return False
+        return running.background or running.id in lost or self._can_wait(running, waiting)
+
+    def _can_wait(self, running: SequenceView, waiting: SequenceView) -> bool:
+        """Whether one that is ahead of its target stays so until the other has ended."""
+        pace = self._pauses.pace(running, self._now)
+        needs = self.services.prefill_seconds(waiting.prompt) + pace * waiting.expected.likely
+        return needs < self._pauses.spare(running, self._now, self.services)
 
     def latency_target(self, running: Iterable[SequenceView]) -> float | None:
         return self._targets.latency()
@@ -58,6 +73,8 @@ class Auto(Fair):
         changed: list[SequenceId] = []
         targets = self._targets
         if event.kind is EventKind.FIRST_TOKEN:
+            for seq, _ in event.sequences:
+                self._pauses.drew(seq.id, event.now)
             return [seq.id for seq, _ in event.sequences if targets.drew(seq.id)]
         self._account(event)
         for seq, _ in event.sequences:
@@ -66,22 +83,37 @@ class Auto(Fair):
                 self._work[seq.id] = self._weigh(seq)
             elif event.kind is EventKind.FINISHED:
                 targets.finished(seq.id)
+                self._pauses.finished(seq.id)
                 self._work.pop(seq.id, None)
             elif event.kind is EventKind.ADMITTED:
                 targets.admitted(seq)
+                if self._pauses.goes_on(seq.id):
+                    changed.append(seq.id)
             elif event.kind is EventKind.PREEMPTED:
                 targets.preempted(seq, self.services)
+                self._pauses.paused(seq, event.now, self.services)
                 self._work[seq.id] = remaining_work(seq)
                 changed.append(seq.id)
         if event.kind is EventKind.COMPUTED:
+            self._now = event.now
             changed += targets.passed(event.now)
+            changed += self._pauses.passed(event.now)
             changed += self._stepped()
+            self._computed += 1
+            if self._computed % RANKED_EVERY == 0:
+                changed += self._weigh_running(event)
         return changed
 
     def _weigh(self, seq: SequenceView) -> float:
         likely, high = seq.expected
         cached = self.services.matched(seq.id) if seq.prompt > 0 else 0
         return seq.prompt - cached + OUTPUT_WEIGHT * (likely + DOUBT * (high - likely))
+
+    def _weigh_running(self, event: PolicyEvent) -> list[SequenceId]:
+        """What is left of those that run: whoever has most is displaced first."""
+        running = [seq for seq, _ in event.sequences if not seq.background]
+        self._work.update((seq.id, remaining_work(seq)) for seq in running)
+        return [seq.id for seq in running]
 
     def _stepped(self) -> list[SequenceId]:
         """Waiting requests of tenants that got so much more, or less, than others that their order changes."""
