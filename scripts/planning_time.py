@@ -1,7 +1,8 @@
 """How long a plan takes with 100, 10,000 and 100,000 requests waiting: `python scripts/planning_time.py`.
 
 No model and no device: the scheduler itself, over the fake executor. Requests run, finish and are replaced at a steady
-rate, so that every figure has the same work in it besides the queue.
+rate. How long an answer becomes shows in nothing that a policy sees, so that every figure has the same work in it
+besides the queue: one that could choose short answers would admit more in a step, the more there are to choose from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 LAYOUT = KVLayout((KVGroup(layers=(0,), tokens_per_page=16, kv_heads=1, head_dim=1),), "float32")
-SLOTS, PROMPT, ANSWER = 64, 32, 32
+SLOTS, PROMPT, ANSWER = 64, 32, 64
+VOCABULARY = 1024
+STOPS = list(range(VOCABULARY // 16))  # one token in so many ends an answer
 
 
 def measure(policy: str, waiting: int, steps: int) -> float:
@@ -27,13 +30,13 @@ def measure(policy: str, waiting: int, steps: int) -> float:
     capacity = Capacity(pages=SLOTS * 8, slots=SLOTS, max_model_len=128, max_batch_tokens=512, depth=1)
     options = SchedulerOptions(scheduler=policy, max_waiting=waiting + 2 * SLOTS)
     scheduler = Scheduler(options, LAYOUT, capacity)
-    executor = FakeExecutor(LAYOUT, capacity)
+    executor = FakeExecutor(LAYOUT, capacity, vocab=VOCABULARY)
     count = 0
 
     def submit() -> None:
         nonlocal count
         prompt = [count % 97, *range(PROMPT - 1)]
-        params = SamplingParams(max_tokens=1 + (count * 7) % ANSWER, seed=0)
+        params = SamplingParams(max_tokens=ANSWER, seed=count, stop_token_ids=STOPS)
         scheduler.submit(Request(id=str(count), prompt=prompt, params=params, arrival=count * 1e-3))
         count += 1
 

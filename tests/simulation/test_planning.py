@@ -148,3 +148,15 @@ async def test_a_ladder_of_rates_ends_at_the_highest_that_meets_the_service_leve
     best = rate_ladder.highest(rungs)
     assert 0.97 * expected < best <= expected
     assert all(len(rung.runs) == 2 for rung in rungs)
+
+
+def test_a_load_is_a_share_of_what_the_same_device_can_serve():
+    """Policies run on the device whose capacity was measured, however many more slots it has."""
+    work = made_up("chat", Targets(0.5, 0.5), requests=48)
+    found = [
+        compare(sized(MODEL, max_model_len=3000, slots=slots), [work], [0.5, 4.0], [Contender("fcfs")], [0], workers=1)
+        for slots in (6, 1024)
+    ]
+    assert found[0] == found[1]
+    below, above = (cell.figures["max_wait_s"] for cell in found[0])
+    assert above > 2 * below

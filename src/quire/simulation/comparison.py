@@ -1,7 +1,8 @@
 """Policies beside each other: workloads, at shares of what a replica can serve, over seeds; a table of what each does.
 
 A workload's capacity is what one replica finishes per second while it has more to do than it can, first come, first
-served. Refuses to know: what a policy does.
+served. A run has `SATURATING` times as many requests as run at once, so that it is long enough for queues to form.
+Refuses to know: what a policy does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
 
 UNBOUNDED = 1_000_000_000
-SATURATING = 8  # a run has so many times as many requests as run at once, when capacity is measured
+SATURATING = 8  # a run has so many times as many requests as run at once, or more
 
 
 class Workload(NamedTuple):
@@ -63,9 +64,8 @@ def recorded(name: str, trace: Sequence[Arrival], targets: Targets, kind: str, r
 def capacity(model: CostModel, workload: Workload, seed: int) -> float:
     """Requests per second that one replica finishes in the middle half of a run in which it has enough to do."""
     asked = [one._replace(at=0.0) for one in workload.make(workload.requests, 1.0, seed)]
-    most = max(1, min(model.machine.slots, len(asked) // SATURATING))
-    options = EngineOptions.of(scheduler="fcfs", max_waiting=UNBOUNDED, slo_tpot=workload.targets.tpot)
-    result = simulate(Fleet(options, sized(model, slots=most)), asked, workers=1)
+    options = EngineOptions.of(scheduler="fcfs", max_waiting=UNBOUNDED)
+    result = simulate(Fleet(options, saturated(model, workload)), asked, workers=1)
     ends = sorted(result.rows["ttlt"])
     first, last = len(ends) // 4, 3 * len(ends) // 4
     return (last - first) / (ends[last] - ends[first])
@@ -80,7 +80,7 @@ def run(
         scheduler=contender.policy, max_waiting=UNBOUNDED, slo_ttft=targets.ttft, slo_tpot=targets.tpot
     )
     asked = workload.make(workload.requests, load * rate, seed)
-    fleet = Fleet(options, model, oracle=contender.oracle)
+    fleet = Fleet(options, saturated(model, workload), oracle=contender.oracle)
     found = summarise(simulate(fleet, asked, workers=1), len(asked), targets)
     return {
         "goodput_rps": found["goodput_rps"],
@@ -172,3 +172,8 @@ def markdown(cells: Sequence[Cell]) -> str:
 def sized(model: CostModel, **machine: Any) -> CostModel:
     """The device with other limits."""
     return replace(model, machine=replace(model.machine, **machine))
+
+
+def saturated(model: CostModel, workload: Workload) -> CostModel:
+    """The device, with no more slots than a run of the workload keeps full."""
+    return sized(model, slots=max(1, min(model.machine.slots, workload.requests // SATURATING)))
