@@ -26,7 +26,7 @@ STOPS = list(range(VOCABULARY // 16))  # one token in so many ends an answer
 
 
 def measure(policy: str, waiting: int, steps: int) -> float:
-    """Median seconds of a plan and its commit."""
+    """Median seconds of this process in a plan and its commit."""
     capacity = Capacity(pages=SLOTS * 8, slots=SLOTS, max_model_len=128, max_batch_tokens=512, depth=1)
     options = SchedulerOptions(scheduler=policy, max_waiting=waiting + 2 * SLOTS)
     scheduler = Scheduler(options, LAYOUT, capacity)
@@ -46,14 +46,14 @@ def measure(policy: str, waiting: int, steps: int) -> float:
     for step in range(steps):
         while len(scheduler.sequences.waiting) < waiting:
             submit()
-        began = time.perf_counter()
+        began = time.process_time()
         plan = scheduler.plan(float(step))
-        planned = time.perf_counter() - began
+        planned = time.process_time() - began
         assert plan is not None
         result = executor.submit(plan).result()
-        began = time.perf_counter()
+        began = time.process_time()
         scheduler.commit(plan, result, step + 0.5)
-        took.append(planned + time.perf_counter() - began)
+        took.append(planned + time.process_time() - began)
     return statistics.median(took[steps // 10 :])
 
 

@@ -37,6 +37,8 @@ def claims(cells: Sequence[Cell]) -> Iterator[str]:
     """What `auto` is held to, cell by cell."""
     for workload, load in dict.fromkeys((cell.workload, cell.load) for cell in cells):
         found = {c.contender: c.figures for c in cells if (c.workload, c.load) == (workload, load)}
+        if not {"fcfs", "srpt (oracle)", "auto"} <= found.keys():
+            continue
         auto, best = found["auto"], max(found, key=lambda name: found[name]["goodput_rps"])
         share = auto["goodput_rps"] / found[best]["goodput_rps"]
         line = f"{workload} at {load:.0%}: auto has {share:.1%} of the best goodput ({best})"

@@ -79,6 +79,21 @@ def test_comparison_by_command(tmp_path):
     assert "| srpt (oracle) |" in done.output
 
 
+def test_a_comparison_runs_with_the_options_it_is_given_and_refuses_those_that_it_does_not_use(tmp_path):
+    write_cost_model(tmp_path / "d.json", MODEL)
+    command = ["simulate", "--workload", "chat", "--num", "32", "--device", str(tmp_path / "d.json"), "--compare",
+               "auto", "--loads", "4", "--seeds", "1", "--slo-ttft", "0.5", "--workers", "1", "--json"]  # fmt: skip
+    served = []
+    for name, more in (("a", []), ("b", ["--slo-give-up"])):
+        done = CliRunner().invoke(app, [*command, str(tmp_path / name), *more])
+        assert done.exit_code == 0, done.output
+        served.append(json.loads((tmp_path / name).read_text())["cells"][0]["figures"])
+    assert served[1]["ttft_p99"] < served[0]["ttft_p99"], "those that are too late end without an answer"
+    for more in (["--rate", "2"], ["--rate-scale", "2"], ["--clients", "2"], ["--replicas", "2"], ["--oracle"]):
+        done = CliRunner().invoke(app, [*command, str(tmp_path / "c"), *more])
+        assert done.exit_code != 0 and not (tmp_path / "c").exists()
+
+
 def test_capacity_is_what_keeps_a_replica_busy():
     trace = synthetic("chat", 200, 1.0, seed=1)
     one = capacity_rps(MODEL, trace)

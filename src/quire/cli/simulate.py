@@ -16,6 +16,7 @@ from quire.types.errors import ConfigError
 if TYPE_CHECKING:
     from quire.simulation.comparison import Cell
     from quire.simulation.traces import Arrival
+    from quire.types.config import EngineOptions
     from quire.types.cost_model import CostModel
 
 UNBOUNDED = 1_000_000_000  # requests that may wait, unless said otherwise: overload shows as waiting, not as refusals
@@ -71,16 +72,21 @@ def simulate(
     if rate_scale <= 0 or kv_scale <= 0:
         raise ConfigError("rate_scale and kv_scale must be more than 0")
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
+    options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
+        if rate or clients or replicas > 1 or rate_scale != 1 or oracle:
+            raise ConfigError(
+                "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients and replicas; "
+                "instead of oracle name policies as srpt:oracle"
+            )
         numbers = range(seed, seed + (seeds or 3))
-        cells = _compared(model, scheduling, trace, workload, num, arrivals, compare, loads, numbers)
+        cells = _compared(model, options, trace, workload, num, arrivals, compare, loads, numbers, workers)
         if json_:
             found = [cell._asdict() for cell in cells]
             json_.write_text(json.dumps({"device": device, "source": model.source, "cells": found}, indent=1))
         if html:
             html.write_text(comparison_html(cells), encoding="utf-8")
         return
-    options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     runs = []
     for number in range(seed, seed + (seeds or 1)):
         asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
@@ -106,7 +112,7 @@ def simulate(
 
 def _compared(
     model: CostModel,
-    scheduling: SchedulerOptions,
+    options: EngineOptions,
     trace: Path | None,
     workload: str | None,
     num: int | None,
@@ -114,13 +120,14 @@ def _compared(
     policies: str,
     loads: str,
     seeds: range,
+    workers: int | None,
 ) -> list[Cell]:
     from quire.engine.request_progress import RequestProgress
     from quire.simulation.comparison import Contender, compare, made_up, markdown, recorded
     from quire.simulation.figures import Targets
     from quire.simulation.traces import read_trace
 
-    targets = Targets(scheduling.slo_ttft, scheduling.slo_tpot)
+    targets = Targets(options.scheduler.slo_ttft, options.scheduler.slo_tpot)
     if (trace is None) == (workload is None):
         raise ConfigError("say either trace or workload")
     if workload is not None:
@@ -135,7 +142,9 @@ def _compared(
     except ValueError:
         raise ConfigError(f"loads are numbers separated by commas, got {loads!r}") from None
     with RequestProgress(len(shares) * len(contenders) * len(seeds), what="runs") as progress:
-        cells = compare(model, [work], shares, contenders, list(seeds), told=progress.ended)
+        cells = compare(
+            model, [work], shares, contenders, list(seeds), options=options, workers=workers, told=progress.ended
+        )
     typer.echo(markdown(cells))
     return cells
 

@@ -24,6 +24,7 @@ from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
 
 UNBOUNDED = 1_000_000_000
+PLAIN = EngineOptions.of(max_waiting=UNBOUNDED)
 SATURATING = 8  # a run has so many times as many requests as run at once, or more
 
 
@@ -61,26 +62,30 @@ def recorded(name: str, trace: Sequence[Arrival], targets: Targets, kind: str, r
     return Workload(name, lambda n, rate, seed: resampled(trace, n, rate, seed, kind), targets, requests)
 
 
-def capacity(model: CostModel, workload: Workload, seed: int) -> float:
+def capacity(model: CostModel, workload: Workload, seed: int, options: EngineOptions = PLAIN) -> float:
     """Requests per second that one replica finishes in the middle half of a run in which it has enough to do."""
     asked = [one._replace(at=0.0) for one in workload.make(workload.requests, 1.0, seed)]
-    options = EngineOptions.of(scheduler="fcfs", max_waiting=UNBOUNDED)
-    result = simulate(Fleet(options, saturated(model, workload)), asked, workers=1)
+    plain = options.but(scheduler="fcfs", max_waiting=UNBOUNDED, slo_ttft=None, slo_tpot=None, slo_give_up=False)
+    result = simulate(Fleet(plain, saturated(model, workload)), asked, workers=1)
     ends = sorted(result.rows["ttlt"])
     first, last = len(ends) // 4, 3 * len(ends) // 4
     return (last - first) / (ends[last] - ends[first])
 
 
 def run(
-    model: CostModel, workload: Workload, load: float, contender: Contender, seed: int, rate: float
+    model: CostModel,
+    workload: Workload,
+    load: float,
+    contender: Contender,
+    seed: int,
+    rate: float,
+    options: EngineOptions = PLAIN,
 ) -> dict[str, float]:
     """One simulation of the comparison."""
     targets = workload.targets
-    options = EngineOptions.of(
-        scheduler=contender.policy, max_waiting=UNBOUNDED, slo_ttft=targets.ttft, slo_tpot=targets.tpot
-    )
+    own = options.but(scheduler=contender.policy, slo_ttft=targets.ttft, slo_tpot=targets.tpot)
     asked = workload.make(workload.requests, load * rate, seed)
-    fleet = Fleet(options, saturated(model, workload), oracle=contender.oracle)
+    fleet = Fleet(own, saturated(model, workload), oracle=contender.oracle)
     found = summarise(simulate(fleet, asked, workers=1), len(asked), targets)
     return {
         "goodput_rps": found["goodput_rps"],
@@ -100,13 +105,15 @@ def compare(
     contenders: Sequence[Contender],
     seeds: Sequence[int],
     *,
+    options: EngineOptions = PLAIN,
     workers: int | None = None,
     told: Callable[[], None] | None = None,
 ) -> list[Cell]:
-    """Every contender in every cell; figures are means over the seeds. `told` hears when a run is over."""
+    """Every contender in every cell; figures are means over the seeds. `options`: of all of them, as far as they have
+    an effect. `told` hears when a run is over."""
     names = {workload.name: workload for workload in workloads}
     context = get_context("fork")  # workloads are closures over traces: children have them from their parent
-    _SHARED["model"], _SHARED["workloads"] = model, names
+    _SHARED["model"], _SHARED["workloads"], _SHARED["options"] = model, names, options
     with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=context) as pool:
         rates = dict(
             zip(
@@ -143,11 +150,11 @@ def _columns(jobs: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _capacity(name: str, seed: int) -> float:
-    return capacity(_SHARED["model"], _SHARED["workloads"][name], seed)
+    return capacity(_SHARED["model"], _SHARED["workloads"][name], seed, _SHARED["options"])
 
 
 def _run(name: str, load: float, contender: Contender, seed: int, rate: float) -> dict[str, float]:
-    return run(_SHARED["model"], _SHARED["workloads"][name], load, contender, seed, rate)
+    return run(_SHARED["model"], _SHARED["workloads"][name], load, contender, seed, rate, _SHARED["options"])
 
 
 def markdown(cells: Sequence[Cell]) -> str:
