@@ -188,6 +188,13 @@ def test_a_stretch_of_a_trace_keeps_its_requests_in_order():
     assert sizes == list(range(sizes[0], sizes[0] + 10)) and found != resampled(trace, 10, 50.0, seed=5)
 
 
+def test_a_trace_comes_again_with_other_content_where_more_is_asked_for_than_it_has():
+    trace = [Arrival(float(i), 64, 2, (2 * i, 2 * i + 1), 32) for i in range(7)]
+    found = resampled(trace, 20, 5.0, seed=3)
+    assert len(found) == 20 and [one.at for one in found] == sorted(one.at for one in found)
+    assert len({block for one in found for block in one.blocks}) == 2 * 20, "a repetition finds nothing in the cache"
+
+
 def test_the_fit_finds_the_rates_that_steps_were_made_with(tmp_path):
     rng = Random(1)
     works = [

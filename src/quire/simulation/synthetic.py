@@ -14,6 +14,7 @@ from quire.types.errors import ConfigError
 
 Asks = Callable[[Random], Arrival]  # one request, whenever it arrives
 SYSTEM_BLOCK = 256  # tokens of a block of made-up conversations
+LAP = 1 << 44  # between the block ids of a trace and those of its repetition
 WAVE_DEPTH = 0.8  # of a daily wave: how far the rate goes up and down around its mean
 
 
@@ -104,7 +105,13 @@ def synthetic(workload: str, count: int, rate: float, seed: int, kind: str = "po
 
 
 def resampled(trace: Sequence[Arrival], count: int, rate: float, seed: int, kind: str = "poisson") -> list[Arrival]:
-    """A stretch of a trace, from a random place on, at another rate: its own order and prefixes, new moments."""
+    """A stretch of a trace, from a random place on, at another rate: its own order and prefixes, new moments. Where
+    more is asked for than it has, it comes again, with other content."""
     first = Random(f"stretch/{seed}").randrange(max(1, len(trace) - count))
-    stretch = trace[first : first + count]
-    return [one._replace(at=at) for one, at in zip(stretch, arrivals(kind, rate, seed), strict=False)]
+    moments = arrivals(kind, rate, seed)
+    found = [one._replace(at=next(moments)) for one in trace[first : first + count]]
+    for number in range(len(found), count):
+        lap, place = divmod(number, len(trace))
+        blocks = tuple(block + lap * LAP for block in trace[place].blocks)
+        found.append(trace[place]._replace(at=next(moments), blocks=blocks))
+    return found
