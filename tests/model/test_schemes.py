@@ -13,8 +13,10 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.stages import Stages
 from quire.model.decoder import Model
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, Experts, LayerSpec, Norms
+from quire.model.loading.load import put_rows
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
+from quire.model.sharding import Shard
 from quire.types.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -35,19 +37,13 @@ def linear(columns: int, parts: tuple[int, ...], bias: bool = False, scheme=None
 
 
 def cut(whole: Linear, parallel: str, rank: int) -> Linear:
-    """A rank's piece, by what the scheme says of its tensors; each of the stacked matrices is cut for itself."""
+    """A rank's piece; each of the stacked matrices is cut for itself."""
     columns = whole.columns // (RANKS if parallel == "row" else 1)
     parts = tuple(n // (RANKS if parallel == "column" else 1) for n in whole.parts)
     piece = linear(columns, parts, scheme=whole.scheme)
-    dims = whole.scheme.shard_dims(parallel)
-    assert dims.keys() == whole.state.keys()
-    for name, tensor in whole.state.items():
-        if dims[name] is None:
-            piece.state[name] = tensor
-        elif dims[name] == 0:
-            piece.state[name] = torch.cat([part.chunk(RANKS)[rank] for part in tensor.split(whole.parts)])
-        else:
-            piece.state[name] = tensor.chunk(RANKS, dim=dims[name])[rank]
+    rows = torch.cat([part.chunk(RANKS)[rank] for part in torch.arange(sum(whole.parts)).split(whole.parts)])
+    shard = Shard(rows) if parallel == "column" else Shard(columns=torch.arange(whole.columns).chunk(RANKS)[rank])
+    put_rows(piece, shard, "weight", 0, dense(whole))
     return piece
 
 
@@ -61,8 +57,9 @@ def test_ranks_have_all_of_a_matrix_between_them(scheme):
     whole = linear(HIDDEN, (FFN, FFN), scheme=scheme)
     columns, rows = ([dense(cut(whole, how, rank)) for rank in range(RANKS)] for how in ("column", "row"))
     gate, up = ([piece.chunk(2)[i] for piece in columns] for i in range(2))
-    assert torch.equal(torch.cat((*gate, *up)), dense(whole))
-    assert torch.equal(torch.cat(rows, dim=1), dense(whole))
+    error = 0.07 if scheme.name == "fp8" else 0.0  # three bits behind the point, and scales of parts of rows
+    torch.testing.assert_close(torch.cat((*gate, *up)), dense(whole), rtol=error, atol=error / 100)
+    torch.testing.assert_close(torch.cat(rows, dim=1), dense(whole), rtol=error, atol=error / 100)
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -82,8 +79,10 @@ def test_ranks_add_up_before_anything_else(after, residual_scale):
         for rank in range(RANKS)
     ]
     seen: list[torch.Tensor] = []
-    Stages(spec, CPU, reduce=lambda part: seen.append(part) or part).feed(ranks[1], x, residual.clone(), NO_ADAPTERS)
-    got = Stages(spec, CPU, reduce=lambda part: part + seen[0]).feed(ranks[0], x, residual.clone(), NO_ADAPTERS)
+    second = SimpleNamespace(reduce=lambda part: seen.append(part) or part)
+    Stages(spec, CPU, ranks=second).feed(ranks[1], x, residual.clone(), NO_ADAPTERS)
+    first = SimpleNamespace(reduce=lambda part: part + seen[0])
+    got = Stages(spec, CPU, ranks=first).feed(ranks[0], x, residual.clone(), NO_ADAPTERS)
     torch.testing.assert_close(got, wanted)
 
 

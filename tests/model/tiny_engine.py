@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executors.local_executor import LocalExecutor
+from quire.runtime.executors.open_executor import open_executor
 from quire.types.beam import BeamParams
 from quire.types.config import EngineOptions
 from quire.types.request import Request
@@ -20,7 +20,7 @@ class Engine:
             **{"model": str(path), "dtype": "float32", "page_size": 4, "max_model_len": 64, "max_seqs": 4, "threads": 1}
             | options
         )
-        self.core = EngineCore(options, LocalExecutor(options, resolve(str(path)).open(), vocabulary=None))
+        self.core = EngineCore(options, open_executor(options, resolve(str(path)).open(), vocabulary=None))
         self.count = 0
 
     def answers(

@@ -64,7 +64,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(interpreter.InterpretedFunction, "run", note)
     for module in (registry, fused, paged, sampler, order):
         monkeypatch.setattr(module, "why_not", lambda device: None)
-    monkeypatch.setattr(loading, "fill_random", lambda model, seed: None)
+    monkeypatch.setattr(loading, "fill_random", lambda *_: None)
     for module, name in ((attention, "_ship"), (slots, "to_device"), (sampler, "to_device")):
         send = getattr(module, name)
         monkeypatch.setattr(module, name, lambda values, to, send=send: send(values, to).to(META))

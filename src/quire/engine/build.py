@@ -8,7 +8,7 @@ from collections.abc import Callable
 from quire.assets import LocalModel, ModelInfo, Preview, describe, present, preview, pull, resolve
 from quire.assets.pooling_files import pooling_info
 from quire.engine.core import EngineCore
-from quire.runtime.executors.local_executor import LocalExecutor
+from quire.runtime.executors.open_executor import open_executor
 from quire.runtime.model_fit import ModelFit, misfit, model_fit, other_forms
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import EngineOptions
@@ -63,7 +63,7 @@ def check_preview(found: Preview, options: EngineOptions) -> ModelFit | None:
 def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
     model = fetch_model(options, progress=progress)
     source = model.open()
-    executor = LocalExecutor(
+    executor = open_executor(
         options,
         source,
         vocabulary=lambda size: vocabulary_of(load_tokenizer(model), size),

@@ -136,6 +136,7 @@ class EngineCore:
     def settle(self) -> None:
         """No client waits for an answer: steps that went on beyond the last are taken in now, for they hold pages, and
         when they ended could not be told later. So do sessions, whose time may be up."""
+        self.executor.check()
         self.scheduler.features.sessions.expire(self._clock())
         self.adapters.release(self._live())
         try:
@@ -149,6 +150,8 @@ class EngineCore:
         self._failures += 1
         log.exception("step failed (%d in a row)", self._failures)
         self._tickets.clear()
+        if isinstance(error, EngineDeadError):
+            raise error
         if self._failures >= MAX_FAILURES:
             raise EngineDeadError(f"{MAX_FAILURES} steps failed in a row; the last: {error}") from error
         return self.scheduler.fail(f"the step failed: {type(error).__name__}: {error}")

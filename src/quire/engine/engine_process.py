@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +43,7 @@ from quire.types.messages import (
     ToClient,
     ToEngine,
 )
+from quire.types.parent_watch import end_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -148,20 +147,6 @@ class EngineProcess:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
-
-
-def end_with_parent(parent: int, directory: Path | None) -> None:
-    """A thread that ends this process, and what it would leave behind, as soon as its parent is gone: however the
-    parent ended, and whatever this process is busy with."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(BEAT)
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="quire-parent", daemon=True).start()
 
 
 def main(address: str, parent: str, options: str) -> int:

@@ -33,7 +33,9 @@ from quire.model.blocks.stages import AttendingBlock, MixerBlock, Step
 from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
+from quire.model.ranks import Ranks
 from quire.model.recurrent_spec import GatedDelta, Mamba2, ShortConv
+from quire.model.sharding import vocabulary_rows
 from quire.types.errors import ConfigError
 from quire.types.kv import KVLayout
 
@@ -51,7 +53,8 @@ class Model:
     """Weights are unfilled until `load_model` (or a test) fills them and calls `finish`.
 
     `length` is the longest context that will be served; it matters only to RoPE scalings that depend on it.
-    `invariant`: a row's bits may not depend on what runs beside it.
+    `invariant`: a row's bits may not depend on what runs beside it. `ranks`: with which it runs a model that `spec` is
+    a part of (`sharding.py`).
     """
 
     def __init__(
@@ -63,8 +66,10 @@ class Model:
         length: int | None = None,
         scheme: QuantScheme | None = None,
         invariant: bool = False,
+        ranks: Ranks | None = None,
     ):
         self.spec = spec
+        self.ranks = ranks
         self.device = device
         self.dtype = dtype
         self.length = length or spec.max_position
@@ -77,9 +82,10 @@ class Model:
         self._dense: QuantScheme = DenseScheme()
         if invariant:
             self.scheme, self._dense = self.scheme.invariant(), self._dense.invariant()
-        self.stages = choose_stages(spec, device, invariant=invariant)
+        self.stages = choose_stages(spec, device, invariant=invariant, ranks=ranks)
         self.notes: list[str] = []  # what whoever made it adds to `describe`
-        self.embed = self._plain(spec.vocab_size, spec.hidden)
+        tokens = spec.vocab_size if ranks is None else vocabulary_rows(spec.vocab_size, ranks.size)
+        self.embed = self._plain(tokens, spec.hidden)
         places = spec.max_position + spec.position_offset
         self.positions = self._plain(places, spec.hidden) if spec.learned_positions else None
         self.token_types = self._plain(spec.token_types, spec.hidden) if spec.token_types else None
@@ -89,7 +95,7 @@ class Model:
         self.layers = [self._layer(index) for index in range(len(spec.layers))]
         self.final_norm = self._norm(spec.hidden, spec.layers[-1].norms)
         tied = self.embed.weight if spec.tie_embeddings else None
-        self.head = self._linear(spec.hidden, (spec.vocab_size,), False, self._dense, tied)
+        self.head = self._linear(spec.hidden, (tokens,), False, self._dense, tied)
         divided = [rope for layer in spec.layers if (rope := layer.mixer.rope) and rope.kind == "divisors"]
         self.rope_divisors = self._plain(divided[0].dim // 2) if divided else None
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()  # rounded as a tensor's would be
@@ -140,7 +146,7 @@ class Model:
             case GatedDelta():
                 return GatedDeltaBlock.build(spec, index, linear, dense, norm, self._conv, self._vector)
             case Mamba2():
-                return Mamba2Block.build(spec, index, linear, norm, self._conv, self._vector)
+                return Mamba2Block.build(spec, index, linear, norm, self._conv, self._vector, self.ranks)
             case ShortConv():
                 return ShortConvBlock.build(spec, index, linear, norm, self._conv)
             case _:
@@ -319,7 +325,7 @@ class Model:
         types, vocabulary = None, self.spec.vocab_size
         if self.token_types is not None:
             types, input_ids = input_ids.div(vocabulary, rounding_mode="floor"), input_ids.remainder(vocabulary)
-        residual = ops.take(self.embed.weight, input_ids)
+        residual = self._embedded(input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         if self.positions is not None:
@@ -329,6 +335,14 @@ class Model:
         step = self._step(batch, kv)
         step.inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
         return residual, step
+
+    def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self.ranks is None:
+            return self.stages.ops.take(self.embed.weight, input_ids)
+        rows = self.embed.weight.shape[0]
+        own = input_ids - self.ranks.rank * rows
+        here = (own >= 0) & (own < rows)
+        return self.ranks.reduce(self.stages.ops.take(self.embed.weight, own.clamp(0, rows - 1)) * here[:, None])
 
     def _step(self, batch: Batch, kv: KVViews) -> Step:
         rope_tables = self.stages.ops.rope_tables
@@ -372,6 +386,8 @@ class Model:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [rows, hidden] → logits [rows, vocabulary], in the dtype the head computes in."""
         logits, spec = self.stages.head(self.head, hidden), self.spec
+        if self.ranks is not None:
+            logits = self.ranks.gather(logits)[:, : spec.vocab_size]
         if spec.logit_scale != 1.0:
             logits = logits * spec.logit_scale
         if spec.logit_softcap is not None:

@@ -53,6 +53,7 @@ class Mamba2:
     conv_bias: bool = True
     bias: bool = False  # of the first and the last product
     norm_groups: int = 1  # parts that the gated norm is taken over
+    norm_over_ranks: bool = False  # ... of the heads of all tensor-parallel ranks together
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
 
     rope = None

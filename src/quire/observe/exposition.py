@@ -154,6 +154,9 @@ class _Exposition(Collector):
         yield from self._counter("step_seconds", "Time the device was busy.", stats.step_seconds, shared=False)
         yield from self._counter("token_rows", "Token rows computed, padding included.", stats.rows, shared=False)
         yield from self._by("quire_token_rows_wasted", "Token rows computed in vain, by cause.", "cause", stats.waste)
+        if stats.exchanged_bytes:
+            sent = "Bytes that a parallel rank sent to the others."
+            yield from self._counter("exchanged_bytes", sent, stats.exchanged_bytes, shared=False)
         yield from self._tiers(stats)
         yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
         yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)

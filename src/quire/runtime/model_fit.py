@@ -31,6 +31,7 @@ from quire.model.families.registry import read_family
 from quire.model.loading.keep_quantised import can_keep
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
+from quire.model.sharding import describe_ranks, sharded_spec
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe, resolve
 from quire.types.config import EngineOptions
@@ -85,7 +86,13 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
     decisions = resolve(options, hardware)
     spec = read_spec(source)
     weights, form, kernels, own, kinds = _weights(source, spec, options, decisions)
-    layout = kv_layout(options, decisions, spec, own, kinds)
+    ranks, part = options.device.tensor_parallel, spec
+    if ranks > 1:
+        part = sharded_spec(spec, ranks)
+        backend, itemsize = "NCCL" if hardware.gpu else "gloo", DTYPES[decisions.dtype].itemsize
+        kernels.append(describe_ranks(spec, ranks, itemsize, backend))
+        weights = weights // ranks if hardware.gpu else weights  # on CPUs they share one memory
+    layout = kv_layout(options, decisions, part, own, kinds)
     working = working_memory(options, decisions, spec, layout, hardware.memory - weights)
     pages, why = kv_capacity(options, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
     pages = pages if weights < hardware.memory else 0
@@ -107,7 +114,9 @@ def _weights(
     stored = sum(info.nbytes for info in source.tensors().values())
     try:
         refused = (
-            "dtype was chosen"
+            "it runs in one process"
+            if options.device.tensor_parallel > 1
+            else "dtype was chosen"
             if options.model.dtype != "auto"
             else compiled_refusal(
                 source, device, random_weights=options.model.random_weights, quantize=decisions.quantize

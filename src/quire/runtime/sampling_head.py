@@ -11,7 +11,6 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan, Speculation
@@ -105,8 +104,7 @@ class SamplingHead:
         plan, worker = expanded.plan, self._worker
         slots, positions = [s.slot for s in plan.samples], [s.position for s in plan.samples]
         sampled = self._sampler.sample(output.logits, slots, positions, worker.slots.tokens, self._grammars.masks())
-        where = worker.staging.upload(np.array([slots, positions], dtype=np.int64))
-        worker.slots.store(where[0], where[1], sampled.token_ids)
+        worker.store(slots, positions, sampled.token_ids)
         return StepSamples(sampled, scores)
 
     def _score(self, plan: StepPlan, output: ForwardOutput) -> dict[int, list[LogprobTensors]]:

@@ -36,6 +36,7 @@ class PendingStep:
     ):
         self._expanded = expanded
         self._head = head
+        self.exchanged_bytes = 0  # that this rank sent to others
         self._began = began
         self._padding = output.padding
         self._attention_bytes = output.attention_bytes
@@ -75,6 +76,7 @@ class PendingStep:
         result.seconds = time.perf_counter() - self._began
         result.padding = self._padding
         result.attention_bytes = self._attention_bytes
+        result.exchanged_bytes = self.exchanged_bytes
         return result
 
     def _tell(self, known: list[AcceptedSample]) -> StepResult:

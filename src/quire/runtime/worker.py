@@ -22,6 +22,7 @@ from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.state_views import single_tokens
 from quire.model import KVViews, Runnable, allocate_kv
 from quire.model.blocks.class_head import ClassHeadBlock
+from quire.model.ranks import Ranks
 from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
 from quire.runtime.kv_deviation import probe
@@ -65,8 +66,18 @@ class ForwardOutput:
 
 
 class ForwardWorker:
-    def __init__(self, model: Runnable, layout: KVLayout, capacity: Capacity, device: torch.device):
+    def __init__(
+        self,
+        model: Runnable,
+        layout: KVLayout,
+        capacity: Capacity,
+        device: torch.device,
+        *,
+        ranks: Ranks | None = None,
+    ):
+        """`ranks`: those that have the model's other heads."""
         self.model = model
+        self._ranks = ranks
         self.capacity = capacity
         self.device = device
         more = RecurrentStates.pages_for(layout, capacity)
@@ -183,6 +194,8 @@ class ForwardWorker:
         plan = expanded.plan
         self._apply(plan)
         deviations = probe(plan.probes, self.model, self._kv, self.slots, self.staging) if plan.probes else None
+        if deviations is not None and self._ranks is not None:
+            deviations = self._ranks.reduce(deviations)
         output = self._forward(expanded, greedy) if plan.rows else ForwardOutput()
         output.deviations = deviations
         return output
@@ -234,6 +247,8 @@ class ForwardWorker:
         tap = None if plan.rests else self._tap
         # [tokens or rows, hidden]
         hidden = self.model.forward(input_ids, batch, self._kv, last=not inspected, tap=tap)
+        if batch.mass is not None and self._ranks is not None:
+            batch.mass = self._ranks.reduce(batch.mass)
         output = ForwardOutput(attention_bytes=self.sparse.counted())
         if inspected:
             output.prompt_logits = self._prompt_logits(plan, hidden)
@@ -264,6 +279,11 @@ class ForwardWorker:
         return replace(
             batch, positions=batch.positions - lifts, kv_len=batch.kv_len - sent[2].int(), kv_lens=kv_lens, paths=paths
         )
+
+    def store(self, slots: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
+        """Sampled tokens are stored in their slots, unread by the host."""
+        where = self.staging.upload(np.array([slots, positions], dtype=np.int64))
+        self.slots.store(where[0], where[1], token_ids)
 
     def keep_branch(self, slot: int, position: int, tokens: list[int], indices: list[int]) -> None:
         """Of a draft tree that began at `position`: these tokens were accepted, and K and V of all but the last are at

@@ -80,6 +80,9 @@ class SimulatedExecutor:
     def prepare(self, grammar: GrammarSpec) -> Future[Any]:
         raise ConfigError("the simulator has no grammars")
 
+    def check(self) -> None:
+        pass
+
     def load_adapter(self, slot: int, path: str) -> str:
         return path
 

@@ -52,6 +52,14 @@ class DeviceOptions(Checked):
         None, "CPU threads for compute (default: physical cores)", low=1, high=1024, common=True
     )
     depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)", low=1, high=1024)
+    tensor_parallel: int = option(
+        1,
+        "processes that share every layer, each with some of the heads, a part of the MLPs and of the vocabulary: one "
+        "for each GPU, or on the cores of this machine",
+        low=1,
+        high=1024,
+        alias="--tensor-parallel-size",
+    )
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
     invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
 
@@ -212,6 +220,7 @@ class LoraOptions(Checked):
 
 _TIERS = ("kv_host", "kv_disk", "kv_remote")
 _SHARED = "tiers hold shared prefixes"
+_DIVIDED = "ranks have a part of each page"
 _RESIDUAL = "the latest tokens lie in pages of another kind, and pages are read in order"
 _CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to share or to move"
 
@@ -230,6 +239,11 @@ PAIRS = (
     Pair("draft_adapt", "nothing is drafted", needs=("speculation",)),
     Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
     *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
+    *(Pair(tier, _DIVIDED, excludes="tensor_parallel") for tier in _TIERS),
+    *(Pair(name, "adapters are not divided", excludes="tensor_parallel") for name in ("lora", "max_loras")),
+    Pair("invariant", "ranks add up in an order of their own", excludes="tensor_parallel"),
+    Pair("quantize", "the compiled decoder runs in one process", value="int8", excludes="tensor_parallel"),
+    Pair("quantize", "its groups are not divided", value="int4", excludes="tensor_parallel"),
     Pair("lora", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
     Pair("max_loras", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
 )

@@ -66,6 +66,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     step_seconds: float = 0.0
     sparse_bytes: int = 0  # that attention of rows with `sparse_pages` read
     sparse_bytes_of_all: int = 0  # ... and what it would have read of all pages
+    exchanged_bytes: int = 0  # that a parallel rank sent to others
     prompt_tokens: int = 0
     cached_tokens: int = 0
     blended_tokens: int = 0  # of chunks that were cached, reused at another place

@@ -129,6 +129,9 @@ class FakeExecutor:
         ready.set_result(None)
         return ready
 
+    def check(self) -> None:
+        pass
+
     def load_adapter(self, slot: int, path: str) -> str:
         return path
 

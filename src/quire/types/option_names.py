@@ -40,8 +40,8 @@ COUNTERPARTS = {
     "num_ctx": "max_model_len",
     "n_threads": "threads",
     "model_path": "model",
-    "tensor_parallel_size": "",
-    "tp_size": "",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp_size": "tensor_parallel",
     "pipeline_parallel_size": "",
     "data_parallel_size": "replicas (of `quire serve`)",
     "dp_size": "replicas (of `quire serve`)",
@@ -50,7 +50,7 @@ COUNTERPARTS = {
     "revision": "model (org/name@revision)",
     "download_dir": "QUIRE_CACHE in the environment",
 }
-_ONE_DEVICE = "has no counterpart: an engine has one device; `quire serve --replicas N` runs several of them"
+_ONE_DEVICE = "has no counterpart; tensor_parallel divides a model, `quire serve --replicas N` runs several engines"
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:

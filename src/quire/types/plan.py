@@ -165,6 +165,7 @@ class StepResult(msgspec.Struct):
     seconds: float = 0.0  # time the device was busy with it
     padding: int = 0  # token rows computed only to fill a captured size
     attention_bytes: tuple[int, int] = (0, 0)  # that sparse attention read, and those of all pages
+    exchanged_bytes: int = 0  # that a parallel rank sent to others
     transfers: list[TransferDone] = []  # that ended lately, whichever plan began them
 
 

@@ -57,6 +57,10 @@ class Executor(Protocol):
 
     def submit(self, plan: StepPlan) -> Ticket: ...
 
+    def check(self) -> None:
+        """EngineDeadError, if something that it needs has ended; called while there is nothing to do."""
+        ...
+
     def load_adapter(self, slot: int, path: str) -> str:
         """Fill a slot with the LoRA adapter there; steps submitted from now on may use it. Its digest: equal where it
         computes the same."""

@@ -23,6 +23,7 @@ class DenseBlock:
     up: Linear
     down: Linear
     post_norm: Norm | None
+    adds_up = False  # over ranks, by itself
 
     @classmethod
     def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> DenseBlock:

@@ -9,6 +9,7 @@ how long the runs are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from quire.model.blocks.attention import LinearMaker, NormMaker
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.decoder_spec import DecoderSpec, Experts, Norms, Router
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -60,6 +63,11 @@ class ExpertsBlock:
     shared_gate: Linear | None
     post_norm: Norm | None
     norms: ExpertNorms | None
+
+    @property
+    def adds_up(self) -> bool:
+        """Over ranks, by itself: what it norms is whole."""
+        return self.norms is not None
 
     @classmethod
     def build(cls, spec: DecoderSpec, index: int, linear: LinearMaker, norm: NormMaker) -> ExpertsBlock:
@@ -127,12 +135,15 @@ class ExpertsBlock:
         mixed = down.unflatten(0, weights.shape).sum(1)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
 
-    def forward(self, x: torch.Tensor, ops: Ops, raw: torch.Tensor) -> torch.Tensor:
-        """[tokens, hidden] → the same; `raw`: as it was before the norm."""
+    def forward(self, x: torch.Tensor, ops: Ops, raw: torch.Tensor, reduce: Reduce | None = None) -> torch.Tensor:
+        """[tokens, hidden] → the same; `raw`: as it was before the norm. `reduce` adds up over ranks what is normed
+        here."""
         if (norms := self.norms) is not None:
             logits = self.router(_normed(norms.router, raw, ops)) * raw.shape[1] ** -0.5
-            routed = self._routed(_normed(norms.experts, raw, ops), logits, ops)
-            return _normed(norms.experts_post, routed, ops) + _normed(norms.shared_post, self._shared(x, ops), ops)
+            routed, shared = self._routed(_normed(norms.experts, raw, ops), logits, ops), self._shared(x, ops)
+            if reduce is not None:
+                routed, shared = reduce(routed), reduce(shared)
+            return _normed(norms.experts_post, routed, ops) + _normed(norms.shared_post, shared, ops)
         mixed = self._routed(x, self.router(x), ops)
         return mixed if self.shared_up is None else mixed.add_(self._shared(x, ops))
 

@@ -24,20 +24,23 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.stages import MixerBlock, Stages, Step, adapts
 from quire.model.decoder_spec import Attention, DecoderSpec, Experts, Latent, LayerSpec
 from quire.model.quantization.scheme import QuantScheme
+from quire.model.ranks import Ranks
 from quire.types.errors import ConfigError
 
 
-def choose_stages(spec: DecoderSpec, device: torch.device, *, invariant: bool = False) -> Stages:
+def choose_stages(
+    spec: DecoderSpec, device: torch.device, *, invariant: bool = False, ranks: Ranks | None = None
+) -> Stages:
     """Fused stages where they can run, plain ones elsewhere; `reasons` says which. `invariant`: a row's bits may not
     depend on what runs beside it."""
     refusal = why_not(device)
     if invariant and (varying := batch_dependent(spec)):
         raise ConfigError(f"invariant results are not to be had with {varying}: their bits depend on the batch")
     if refusal is None:
-        return InvariantStages(spec, device) if invariant else FusedStages(spec, device)
+        return InvariantStages(spec, device) if invariant else FusedStages(spec, device, ranks)
     if invariant:
         raise ConfigError(f"invariant results come from the Triton kernels, which cannot run here: {refusal}")
-    stages = Stages(spec, device)
+    stages = Stages(spec, device, ranks=ranks)
     stages.reasons.append(f"stages: plain torch, not fused: {refusal}")
     return stages
 
@@ -87,8 +90,8 @@ class FusedStages(Stages):
     rotates_all = True
     kv_kinds = ("float8_e4m3fn", "int8", "fp8")
 
-    def __init__(self, spec: DecoderSpec, device: torch.device):
-        super().__init__(spec, device)
+    def __init__(self, spec: DecoderSpec, device: torch.device, ranks: Ranks | None = None):
+        super().__init__(spec, device, ranks=ranks)
         from quire.kernels.triton import rope_kernel as rope
 
         self._rope_and_write = rope.rope_and_write

@@ -33,7 +33,7 @@ class Linear:
         self.columns = columns
         self.parts = parts
         self.scheme = scheme  # may be changed until the state is first asked for
-        self._device, self._dtype = device, dtype
+        self.device, self.dtype = device, dtype
         self.tied = tied is not None
         if tied is not None:
             self.state = {"weight": tied}
@@ -43,7 +43,7 @@ class Linear:
 
     @cached_property
     def state(self) -> State:
-        return self.scheme.create(sum(self.parts), self.columns, self._device, self._dtype)
+        return self.scheme.create(sum(self.parts), self.columns, self.device, self.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self.state, x, self.bias)

@@ -23,6 +23,7 @@ from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv, ConvMaker, StateMixer, VectorMaker, gated_norm, run_rounds
 from quire.model.decoder_spec import DecoderSpec
+from quire.model.ranks import Ranks
 from quire.model.recurrent_spec import Mamba2
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # dt x, dt A, B, C
@@ -41,6 +42,7 @@ class Mamba2Block(StateMixer):
     gate_norm: Norm
     o: Linear
     post_norm: Norm | None
+    ranks: Ranks | None  # over which the gated norm is taken
 
     @classmethod
     def build(
@@ -51,6 +53,7 @@ class Mamba2Block(StateMixer):
         norm: NormMaker,
         conv: ConvMaker,
         vector: VectorMaker,
+        ranks: Ranks | None,
     ) -> Mamba2Block:
         layer = spec.layers[index]
         mixer, norms = layer.mixer, layer.norms
@@ -67,6 +70,7 @@ class Mamba2Block(StateMixer):
             gate_norm=norm(mixer.inner, norms),
             o=linear(mixer.inner, (spec.hidden,), mixer.bias),
             post_norm=norm(spec.hidden, norms) if norms.after else None,
+            ranks=ranks if mixer.norm_over_ranks else None,
         )
 
     def modules(self) -> dict[str, Module | None]:
@@ -90,8 +94,9 @@ class Mamba2Block(StateMixer):
         dt = F.softplus(dt.float() + self.dt_bias.weight).clamp(*spec.time_step_limit)
         mixed = run_rounds(spec.inner, inputs, state, rounds, partial(self._segments, inputs, dt))
         normed = gated_norm(
-            mixed.float(), gate, self.gate_norm.weight, self.gate_norm.eps, groups=spec.norm_groups, gate_first=True
-        )
+            mixed.float(), gate, self.gate_norm.weight, self.gate_norm.eps,
+            groups=spec.norm_groups, gate_first=True, ranks=self.ranks,
+        )  # fmt: skip
         return normed.to(x.dtype)
 
     def _segments(

@@ -12,6 +12,7 @@ import torch
 from quire.kernels.state_views import LayerState, Round, Segments
 from quire.model.blocks.linear import Plain
 from quire.model.loading.stored_tensor import StoredTensor
+from quire.model.ranks import Ranks
 from quire.types.errors import ConfigError
 
 ConvMaker = Callable[[int, int, bool], "CausalConv"]  # channels, taps, bias
@@ -75,14 +76,25 @@ def single_round(rounds: list[Round]) -> Segments | None:
 
 
 def gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, groups: int = 1, gate_first: bool
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    groups: int = 1,
+    gate_first: bool,
+    ranks: Ranks | None = None,
 ) -> torch.Tensor:
-    """RMS norm of x [..., n], float32, over each of `groups` parts, times SiLU of a gate before it or behind it."""
+    """RMS norm of x [..., n], float32, over each of `groups` parts, times SiLU of a gate before it or behind it.
+    `ranks`: those that have the other parts of what it is taken over."""
     gate = torch.nn.functional.silu(gate.float())
     if gate_first:
         x = x * gate
     parts = x.unflatten(-1, (groups, -1))
-    normed = (parts * torch.rsqrt(parts.pow(2).mean(-1, keepdim=True) + eps)).flatten(-2) * weight.float()
+    squares = parts.pow(2).mean(-1, keepdim=True)
+    if ranks is not None:
+        squares = ranks.reduce(squares) / ranks.size
+    normed = (parts * torch.rsqrt(squares + eps)).flatten(-2) * weight.float()
     return normed if gate_first else normed * gate
 
 

@@ -12,7 +12,6 @@ AttentionBackend and Ops. Refuses to know: how many layers there are, what token
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.short_conv import ShortConvBlock
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.quantization.scheme import QuantScheme
+from quire.model.ranks import Ranks
 
 AttendingBlock = AttentionBlock | LatentBlock
 RecurrentBlock = GatedDeltaBlock | Mamba2Block | ShortConvBlock
@@ -77,10 +77,10 @@ class Stages:
         device: torch.device,
         *,
         plain: bool = False,
-        reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ranks: Ranks | None = None,
     ):
-        """`plain`: torch's own operations wherever it runs; what faster ones are checked against. `reduce`: adds up
-        over tensor-parallel ranks, between a row-parallel product and the residual."""
+        """`plain`: torch's own operations wherever it runs; what faster ones are checked against. `ranks`: over which
+        row-parallel products are added up, before the residual."""
         self.ops: Ops = choose_ops(device, plain=plain)
         self.lora = choose_lora(device, plain=plain)
         self.backends: dict[int, AttentionBackend] = {}  # by kind of attention
@@ -92,9 +92,9 @@ class Stages:
             chosen = choose_backend(attention_spec(spec, kind), device, plain=plain, invariant=self.invariant)
             self.backends[kind] = chosen[0]
             self.reasons += chosen[1]
-        self._reduce = reduce
+        self.ranks = ranks
         self._residual_scale = spec.residual_scale
-        self._plain_exit = reduce is None and spec.residual_scale == 1.0  # only a norm may come before the residual
+        self._plain_exit = ranks is None and spec.residual_scale == 1.0  # only a norm may come before the residual
 
     def norm(self, norm: Norm | None, x: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
         """residual += x (if there is an x yet), then its norm; without a norm, itself."""
@@ -155,9 +155,16 @@ class Stages:
     def norm_all_heads(self, block: AttentionBlock, qkv: torch.Tensor) -> None:
         """Queries and keys [tokens, heads * dim] normed as wholes, in place."""
         q, k, _ = qkv.split(block.qkv.parts, dim=1)
-        for side, norm in ((q, block.q_norm), (k, block.k_norm)):
-            assert norm is not None
-            side.copy_(self.ops.rms_norm(side, norm.weight, norm.eps))
+        assert block.q_norm is not None and block.k_norm is not None
+        sides = ((q, block.q_norm), (k, block.k_norm))
+        if self.ranks is None:
+            for side, norm in sides:
+                side.copy_(self.ops.rms_norm(side, norm.weight, norm.eps))
+            return
+        own = torch.stack([side.float().pow(2).mean(1) for side, _ in sides], dim=1)
+        squares = self.ranks.reduce(own) / self.ranks.size  # every rank has as many heads
+        for (side, norm), square in zip(sides, squares.split(1, dim=1), strict=True):
+            side.copy_(side.float() * torch.rsqrt(square + norm.eps) * norm.weight.float())
 
     def attend(self, block: MixerBlock, q: torch.Tensor, residual: torch.Tensor, step: Step) -> torch.Tensor | None:
         """Attention over pages and the output projection, [tokens, hidden]."""
@@ -199,11 +206,12 @@ class Stages:
     ) -> torch.Tensor | None:
         normed = self.norm(block.norm, x, residual)
         if isinstance(block, ExpertsBlock):
-            out = block.forward(normed, self.ops, residual)
+            out = block.forward(normed, self.ops, residual, None if self.ranks is None else self.ranks.reduce)
         else:
             act = self.ops.act_and_mul if block.gated else self.ops.act
             out = self.product(block.down, act(self.product(block.up, normed, step), block.activation), step)
-        return out if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, out)
+        straight = block.post_norm is None and self._plain_exit
+        return out if straight else self.leave(block.post_norm, out, whole=block.adds_up)
 
     def product(self, linear: Linear, x: torch.Tensor, step: Step) -> torch.Tensor:
         """x [tokens, columns] by a matrix, and what each token's adapter adds to it."""
@@ -219,11 +227,11 @@ class Stages:
             self.lora.add_lora(out, x, lora.a, lora.b, lora.parts, step.segments)
         return out
 
-    def leave(self, post_norm: Norm | None, out: torch.Tensor) -> torch.Tensor:
-        """What comes between a block's last product and the residual: ranks add up, the norm behind it, the scale of
-        all that is added."""
-        if self._reduce is not None:
-            out = self._reduce(out)
+    def leave(self, post_norm: Norm | None, out: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+        """What comes between a block's last product and the residual: ranks add up, unless it is `whole`, the norm
+        behind it, the scale of all that is added."""
+        if self.ranks is not None and not whole:
+            out = self.ranks.reduce(out)
         if post_norm is not None:
             out = self.norm(post_norm, None, out)
         return out if self._residual_scale == 1.0 else out * self._residual_scale

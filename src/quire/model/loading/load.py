@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from quire.kernels import cpu
-from quire.model.blocks.linear import Linear
+from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.compiled import CompiledModel, refusal
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec, SparseAttention
@@ -26,9 +26,11 @@ from quire.model.loading.gguf_config import is_gguf
 from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.quantize_on_load import FourBitSource
-from quire.model.loading.stored_tensor import SLICE
+from quire.model.loading.stored_tensor import SLICE, StoredTensor
 from quire.model.quantization.scheme import QuantScheme
+from quire.model.ranks import Ranks
 from quire.model.runnable import Runnable
+from quire.model.sharding import Shard, sharded_spec, shards
 from quire.types.errors import ConfigError, ModelFileError
 from quire.types.seams import WeightSource
 
@@ -52,6 +54,7 @@ def load_model(
     scheme: QuantScheme | None = None,
     invariant: bool = False,
     sparse: SparseAttention | None = None,
+    ranks: Ranks | None = None,
     progress: Progress | None = None,
 ) -> Runnable:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
@@ -61,18 +64,20 @@ def load_model(
     many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch; "int4" is for GPUs too, where
     matrices that are stored in 4 bits stay so. `scheme`: how the layers' others are kept; dense in `dtype` if not said.
     `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do). `sparse`: how queries
-    choose pages, where they do.
+    choose pages, where they do. `ranks`: with which it is divided (tensor parallelism): a rank's part is loaded.
     """
     family, spec = read_family(source)
     spec = spec if sparse is None else spec.sparsified(sparse)
     why_not = None
-    if compiled is not None:
+    if compiled is not None and ranks is not None:
+        why_not = "it runs in one process"
+    elif compiled is not None:
         why_not = compiled_refusal(source, torch.device(device), random_weights=random_weights, quantize=quantize)
         if why_not is None:
             source = _packable(source, quantize)
             targets = checked_targets(family, spec, source)
             return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
-    packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant
+    packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant and ranks is None
     if quantize == "int8" or (quantize == "int4" and not packs):
         why = why_not or "it runs on a CPU, with dtype auto"
         raise ConfigError(f"quantize {quantize} is for the compiled CPU decoder, which cannot run this: {why}")
@@ -80,13 +85,16 @@ def load_model(
     targets = {}
     if not random_weights:
         targets = checked_targets(family, spec, source)
-    model = Model(spec, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant)
+    part = spec if ranks is None else sharded_spec(spec, ranks.size)
+    model = Model(
+        part, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks
+    )
     if packs:
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     if random_weights:
-        fill_random(model, seed)
+        fill_random(model, seed, spec)
     else:
-        fill_weights(model, targets, source, progress)
+        fill_weights(model, targets, source, progress, spec)
     model.finish()
     model.notes += _other_modalities(family, spec, source)
     if why_not is not None:
@@ -209,26 +217,80 @@ def _places(
     return places
 
 
-def fill_weights(model: Model, targets: dict[str, Target], source: WeightSource, progress: Progress | None) -> None:
+def _whole(model: Model, spec: DecoderSpec | None) -> tuple[dict[str, Module], dict[str, Shard]]:
+    """The modules of the model of which this is a rank's part, and which part of each it has, where that is not all."""
+    if model.ranks is None or spec is None:
+        return model.modules(), {}
+    whole = Model(spec, device=torch.device("meta"), dtype=model.dtype)
+    return whole.modules(), shards(spec, model.ranks.rank, model.ranks.size)
+
+
+def fill_weights(
+    model: Model,
+    targets: dict[str, Target],
+    source: WeightSource,
+    progress: Progress | None,
+    whole: DecoderSpec | None = None,
+) -> None:
+    """`whole`: what the model is a rank's part of."""
     modules, tensors = model.modules(), source.tensors()
+    full, parts = _whole(model, whole)
     total, done = sum(tensors[name].nbytes for name in targets), 0
     for name, target in targets.items():
-        modules[target.module].load(target.kind, target.part, target.stored(tensors[name], source.read(name)))
+        stored, module = target.stored(tensors[name], source.read(name)), modules[target.module]
+        if (shard := parts.get(target.module)) is None:
+            module.load(target.kind, target.part, stored)
+        else:
+            _load_part(module, full[target.module], shard, target, stored)
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
 
 
-def fill_random(model: Model, seed: int) -> None:
-    """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there."""
+def _load_part(module: Module, full: Module, shard: Shard, target: Target, stored: StoredTensor) -> None:
+    """A rank's part of a stored tensor; all of it is unpacked on the way."""
+    if isinstance(module, Linear) and isinstance(full, Linear):
+        like = module.bias if target.kind == "bias" else None
+        numbers = torch.empty(stored.shape, dtype=module.dtype if like is None else like.dtype)
+        stored.copy_into(numbers)
+        put_rows(module, shard, target.kind, sum(full.parts[: target.part]), numbers)
+    elif isinstance(module, Plain) and isinstance(full, Plain):
+        own = module.tensors()[target.kind]
+        numbers = torch.empty(full.tensors()[target.kind].shape, dtype=own.dtype)
+        stored.copy_into(numbers)
+        _put_tensor(own, shard, numbers)
+
+
+def _put_tensor(own: torch.Tensor, shard: Shard, numbers: torch.Tensor) -> None:
+    """A rank's rows of a tensor; what stands for nothing (rows behind the vocabulary) is zeros."""
+    kept = shard.cut(numbers, shard.rows)
+    own[: len(kept)] = kept
+    own[len(kept) :] = 0
+
+
+def put_rows(module: Linear, shard: Shard, kind: str, first: int, numbers: torch.Tensor) -> None:
+    """What a rank has of rows of the whole matrix, from `first` on, or of its bias."""
+    begin, kept = shard.place(first, len(numbers))
+    if kind == "weight":
+        module.scheme.put(module.state, begin, shard.cut(numbers, kept).to(module.device))
+    elif module.bias is not None:
+        biases = numbers if kept is None else numbers[kept]
+        module.bias[begin : begin + len(biases)] = biases if shard.biased else 0
+
+
+def fill_random(model: Model, seed: int, whole: DecoderSpec | None = None) -> None:
+    """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there,
+    however many ranks share them."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    for module in model.modules().values():
-        if isinstance(module, Linear) and not module.tied:
-            rows = max(1, SLICE // module.columns)
-            for first in range(0, sum(module.parts), rows):
-                shape = (min(rows, sum(module.parts) - first), module.columns)
-                drawn = torch.empty(shape, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
-                module.scheme.put(module.state, first, drawn)
+    full, parts = _whole(model, whole)
+    for name, module in model.modules().items():
+        shape, shard = full[name], parts.get(name, Shard())
+        if isinstance(module, Linear) and isinstance(shape, Linear) and not module.tied:
+            step = max(1, SLICE // shape.columns)
+            for first in range(0, sum(shape.parts), step):
+                size = (min(step, sum(shape.parts) - first), shape.columns)
+                drawn = torch.empty(size, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
+                put_rows(module, shard, "weight", first, drawn)
             if module.bias is not None:
                 module.bias.zero_()
             continue
@@ -236,7 +298,8 @@ def fill_random(model: Model, seed: int) -> None:
             if tensor.dim() == 1:
                 tensor.fill_(0 if kind == "bias" else 1)
             else:
-                tensor.normal_(0, 0.02, generator=generator)
+                drawn = torch.empty(shape.tensors()[kind].shape, device=model.device, dtype=tensor.dtype)
+                _put_tensor(tensor, shard, drawn.normal_(0, 0.02, generator=generator))
 
 
 def _some(names: list[str]) -> str:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from quire.kernels.library import cublas
 from quire.kernels.triton import configs, moves_tiles
 from quire.model.loading.stored_tensor import StoredTensor
-from quire.model.quantization.scheme import Matrix, Parallel, QuantScheme, RMSNorm, State
+from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
 
 
 class DenseScheme:
@@ -37,9 +37,6 @@ class DenseScheme:
 
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["weight"] *= factors[:, None].to(state["weight"].dtype)
-
-    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
-        return {"weight": 0 if parallel == "column" else 1}
 
     def invariant(self) -> QuantScheme:
         return InvariantDenseScheme()

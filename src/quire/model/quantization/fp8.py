@@ -15,7 +15,7 @@ from quire.kernels.library import cublas
 from quire.kernels.triton import configs
 from quire.model.loading.stored_tensor import StoredTensor
 from quire.model.quantization.dense_scheme import invariant_input, joined_gate, single_row
-from quire.model.quantization.scheme import Matrix, Parallel, QuantScheme, RMSNorm, State
+from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
 
 LARGEST = 448.0  # of e4m3
 
@@ -47,9 +47,6 @@ class Fp8Scheme:
 
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["scale"] *= factors
-
-    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
-        return {"weight": 0, "scale": 0} if parallel == "column" else {"weight": 1, "scale": None}
 
     def invariant(self) -> QuantScheme:
         return InvariantFp8Scheme()

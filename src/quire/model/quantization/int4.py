@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from quire.kernels.reference.dequant import FOUR_BITS, four_bit_blocks
 from quire.kernels.reference.int4_words import CHUNK, packed, unpacked
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
-from quire.model.quantization.scheme import Matrix, Parallel, QuantScheme, RMSNorm, State
+from quire.model.quantization.scheme import Matrix, QuantScheme, RMSNorm, State
 from quire.types.errors import ConfigError
 
 BLOCK = 32  # columns that have a scale of their own until `finish` finds which share one
@@ -84,10 +84,6 @@ class Int4Scheme:
 
     def scale(self, state: State, factors: torch.Tensor) -> None:
         state["scale"] *= factors.to(state["scale"].dtype)
-
-    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
-        dim = 1 if parallel == "column" else 0
-        return {"weight": dim, "scale": dim, "zero": dim}
 
     def invariant(self) -> QuantScheme:
         raise ConfigError("invariant results are not to be had with weights of 4 bits; use dtype bfloat16 or fp8")

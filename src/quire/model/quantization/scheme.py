@@ -1,4 +1,4 @@
-"""The seam of a quantization scheme: the tensors that a matrix is kept as, how they get there, are cut and multiplied.
+"""The seam of a quantization scheme: the tensors that a matrix is kept as, how they get there and are multiplied.
 
 Two ways to multiply: `apply`, the plain product that everything else is checked against, and `product`, which on a GPU
 takes norm, gate and residual along where that is faster. Refuses to know: names, layers.
@@ -6,14 +6,13 @@ takes norm, gate and residual along where that is faster. Refuses to know: names
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from quire.model.loading.stored_tensor import StoredTensor
 
 State = dict[str, torch.Tensor]  # what a scheme keeps for one matrix
-Parallel = Literal["column", "row"]  # tensor parallelism: ranks have some of the outputs, or some of the inputs
 
 
 class Matrix(Protocol):
@@ -47,7 +46,7 @@ class QuantScheme(Protocol):
         ...
 
     def put(self, state: State, first_row: int, rows: torch.Tensor) -> None:
-        """Put plain numbers there."""
+        """Put plain numbers there: rows, or, of a tensor-parallel rank, a part of their columns."""
         ...
 
     def finish(self, state: State) -> None:
@@ -56,11 +55,6 @@ class QuantScheme(Protocol):
 
     def scale(self, state: State, factors: torch.Tensor) -> None:
         """Multiply each row by a factor, a power of two."""
-        ...
-
-    def shard_dims(self, parallel: Parallel) -> dict[str, int | None]:
-        """The dimension along which each tensor is cut for ranks; None: every rank has all of it. Row-parallel products
-        are then added up before anything else (`Stages.reduce`)."""
         ...
 
     def invariant(self) -> QuantScheme:

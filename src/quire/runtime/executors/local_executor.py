@@ -21,15 +21,15 @@ from msgspec.structs import replace
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
-from quire.model import load_model
-from quire.model.decoder_spec import SparseAttention, sparse_at
+from quire.model.decoder_spec import sparse_at
 from quire.model.families.registry import read_family
 from quire.model.loading.lora_adapter import adapter_rank, read_adapter
-from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.quantization.key_channel_scales import key_factors
+from quire.model.ranks import Ranks
 from quire.runtime.capacity import capacity_for, kv_layout
 from quire.runtime.drafters import load_drafter, load_mtp_layer, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
+from quire.runtime.load_runnable import load_runnable
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
 from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
@@ -40,7 +40,6 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.sampling_params import least_sparse_pages
 from quire.types.seams import ExecutorInfo, Proposer, Ticket, WeightSource
 
 log = logging.getLogger(__name__)
@@ -56,41 +55,19 @@ class LocalExecutor:
         *,
         vocabulary: Callable[[int], Vocabulary],  # given how many ids the model knows; called when a grammar needs it
         progress: bool = False,
+        ranks: Ranks | None = None,
     ):
+        """`ranks`: with which the model is divided."""
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
-        if hardware.device == "cpu":
-            torch.set_num_threads(resolved.threads)
         self._device = torch.device(resolved.device)
         self._dtype = DTYPES[resolved.dtype]
         self._startup_s: dict[str, float] = {}  # by stage
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
-        cache = options.cache
-        if hardware.gpu and cache.sparse_pages:
-            raise ConfigError("sparse_pages is for CPUs: on a GPU attention reads all pages")
-        if 0 < cache.sparse_pages < least_sparse_pages(cache.page_size):
-            least = least_sparse_pages(cache.page_size)
-            raise ConfigError(f"sparse_pages must be 0 or at least {least} with pages of {cache.page_size} tokens")
         began = time.perf_counter()
         with load_bar(progress) as report:
-            self.model = load_model(
-                source,
-                device=self._device,
-                dtype=self._dtype,
-                random_weights=options.model.random_weights,
-                length=options.model.max_model_len,
-                compiled=resolved.threads if options.model.dtype == "auto" and not hardware.gpu else None,
-                quantize=resolved.quantize,
-                scheme=Fp8Scheme() if resolved.fp8 else None,
-                invariant=options.device.invariant,
-                sparse=None
-                if hardware.gpu or resolved.kv_residual
-                else SparseAttention(cache.sparse_attention, cache.sparse_pages),
-                progress=report,
-            )
+            self.model = load_runnable(options, hardware, resolved, source, ranks=ranks, progress=report)
         self._startup_s["weights"] = time.perf_counter() - began
-        if self.model.threads is not None:
-            torch.set_num_threads(1)  # the decoder has its own; torch's would spin on its cores after every draw
         spec = self.model.spec
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
         self._reasons = [*resolved.reasons, *resolved.idle, *self.model.describe()]
@@ -105,7 +82,7 @@ class LocalExecutor:
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
         self._speculation, self._drafter = options.speculation, drafter or mtp
-        self._graphs = self._device.type == "cuda" and options.device.graphs and not spec.encoder
+        self._graphs = self._device.type == "cuda" and options.device.graphs and not spec.encoder and ranks is None
         if self._graphs and self.layout.states:
             self._reasons.append("captured steps: of one token a row, because layers are recurrent")
         if spec.encoder:
@@ -119,6 +96,8 @@ class LocalExecutor:
         how = (self._device.type, type(self.model).__name__, model.dtype, model.random_weights, device.invariant, *kivi)
         if resolved.quantize == "int4":
             how = (*how, resolved.quantize)
+        if ranks is not None:
+            how = (*how, ranks.rank, ranks.size)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
         self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
@@ -199,7 +178,7 @@ class LocalExecutor:
         speculation = make_speculation(
             self._speculation, self.model, self._drafter, self._capacity, self._grammars, moves=moves
         )
-        worker = ForwardWorker(self.model, self.layout, self._capacity, self._device)
+        worker = self._new_worker()
         head = SamplingHead(worker, self._grammars, speculation)
         self._startup_s["KV pages"] = time.perf_counter() - began
         if self._graphs:
@@ -213,6 +192,12 @@ class LocalExecutor:
             torch.cuda.synchronize(self._device)
             self._startup_s["largest step"] = time.perf_counter() - began
         return worker, head
+
+    def _new_worker(self) -> ForwardWorker:
+        return ForwardWorker(self.model, self.layout, self._capacity, self._device)
+
+    def check(self) -> None:
+        pass  # there is nothing that could end by itself
 
     def sleep(self, pages: list[int]) -> None:
         if self._device.type == "cpu":

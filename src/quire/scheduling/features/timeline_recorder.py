@@ -137,6 +137,7 @@ class TimelineRecorder(SchedulingFeature):
         stats.waste["padding"] += result.padding
         stats.sparse_bytes += result.attention_bytes[0]
         stats.sparse_bytes_of_all += result.attention_bytes[1]
+        stats.exchanged_bytes += result.exchanged_bytes
         stats.waste["draft"] += drafted - accepted
         stats.step_seconds += result.seconds
         stats.step_tokens.observe(tokens)

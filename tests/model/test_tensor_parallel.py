@@ -1,0 +1,132 @@
+"""Tensor-parallel engines of real processes: the answers of one process, and an end that is said, never a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_engine import GREEDY, Engine
+from tiny_models import prompts, tiny
+
+from quire.assets import resolve
+from quire.model import read_spec
+from quire.model.sharding import exchanged_bytes
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError, EngineDeadError
+from quire.types.request import Request
+from quire.types.sampling_params import SamplingParams
+
+SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=12, n=2, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama3")
+    tiny("llama3").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def engines(files):
+    """One process, and two ranks, with drafts."""
+    options = {"kv_pages": 300, "speculation": "ngram", "draft_tokens": 3, "draft_adapt": False}
+    one, two = Engine(files, **options), Engine(files, tensor_parallel=2, **options)
+    yield one, two
+    two.core.close()
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded branches"])
+def test_answers_are_one_process_s(engines, params):
+    asked = prompts(33, 21, 40, 5)
+    one, two = engines
+    for _ in range(2):  # the second time on prefix hits
+        assert two.answers(asked, params=params) == one.answers(asked, params=params)
+    assert two.core.scheduler.stats.cached_tokens >= 64 and two.core.scheduler.stats.drafted_tokens > 0
+    assert two.answers(asked, params=params, preempt=5) == one.answers(asked, params=params)
+
+
+def test_prompt_log_probabilities_are_one_process_s(engines):
+    """Logits that are computed as they are read are read by every rank."""
+    (prompt,), found = prompts(70), []
+    for engine in engines:
+        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+        engine.core.submit(Request(id="p", prompt=prompt[:60], params=params))
+        scores = []
+        while engine.core.busy:
+            scores += [entry for event in engine.core.step() for entry in event.prompt_logprobs or []]
+        found.append([entry.logprob for entry in scores])
+    assert len(found[0]) >= 59 and found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+def test_bytes_are_counted_by_the_formula(files):
+    engine = Engine(files, tensor_parallel=2, kv_pages=100, prefix_cache=False)
+    try:
+        (prompt,) = prompts(20)
+        engine.answers([prompt], params=SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+        spec = read_spec(resolve(str(files)).open())
+        first, later = (exchanged_bytes(spec, 2, 4, tokens=n, rows=1, samples=1) for n in (20, 1))
+        assert engine.core.scheduler.stats.exchanged_bytes == first + 4 * later
+        assert any(
+            line.startswith("tensor parallel: 2 ranks by gloo") for line in engine.core.executor.describe().reasons
+        )
+    finally:
+        engine.core.close()
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["under a request", "idle"])
+def test_a_rank_that_dies_ends_the_engine_and_is_named(files, busy):
+    engine = Engine(files, tensor_parallel=2, kv_pages=100)
+    processes = engine.core.executor._processes
+    (pid,) = processes.pids
+    if busy:
+        engine.core.submit(Request(id="a", prompt=prompts(20)[0], params=GREEDY))
+        engine.core.step()
+    os.kill(pid, signal.SIGKILL)
+    processes._processes[0].wait()
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(process {pid}\) was ended by signal 9"):
+        while True:
+            engine.core.step() if busy else engine.core.settle()
+    engine.core.executor.close()
+
+
+def test_ranks_end_with_their_parent(files, tmp_path):
+    """However it ends."""
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]; from tiny_engine import Engine; "
+        "engine = Engine(sys.argv[1], tensor_parallel=2, kv_pages=50); "
+        "print(*engine.core.executor._processes.pids, flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", script, str(files), str(Path(__file__).parent)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        descriptor = os.pidfd_open(pid)
+        parent.kill()
+    import select
+
+    assert select.select([descriptor], [], [], 60)[0], "the rank outlives its parent"
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"tensor_parallel": 4}, "cannot divide llama: 6 attention heads"),
+        ({"tensor_parallel": 2, "speculation": "mtp"}, "drafts with the target's embeddings"),
+        ({"tensor_parallel": 2, "depth": 2}, "depth is 1 with tensor_parallel on CPUs"),
+        ({"tensor_parallel": 2, "kv_host": "1M"}, "kv_host has no effect beside tensor_parallel"),
+        ({"tensor_parallel": 2, "max_loras": 1}, "max_loras has no effect beside tensor_parallel"),
+    ],
+)
+def test_what_cannot_run_on_ranks_is_refused(files, options, why):
+    with pytest.raises(ConfigError, match=why):
+        Engine(files, **options)
+
+
+def test_named_as_others_name_it():
+    with pytest.raises(ConfigError, match="it is called tensor_parallel here"):
+        EngineOptions.of(tensor_parallel_size=2)
