@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from quire.assets import resolve
 from quire.model import load_model, read_spec
+from quire.model.decoder_spec import Experts
 from quire.model.sharding import exchanged_bytes, sharded_spec
 from quire.types.errors import ConfigError
 
@@ -23,14 +24,18 @@ QUICK = [
     "falcon-40b", "glm4-moe", "deepseek-v3", "qwen3-next", "granite-hybrid", "nemotron-h", "lfm2-moe", "llama4",
     "gemma4-moe",
 ]  # fmt: skip
+EXPERTS = {
+    "qwen2-moe", "granite-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "granite-hybrid",
+    "nemotron-h-moe", "lfm2-moe", "llama4", "gemma4-moe",
+}  # fmt: skip
 EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
 
 
 class ThreadRanks:
     """Ranks of one process that meet at a barrier; `sent` as `RankGroup` counts it."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: list):
-        self.rank, self.size, self.sent = rank, size, 0
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: list, whole_experts: bool = False):
+        self.rank, self.size, self.sent, self.whole_experts = rank, size, 0, whole_experts
         self._barrier, self._given = barrier, given
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -49,13 +54,13 @@ class ThreadRanks:
         return torch.cat(self._all(x), dim=1)
 
 
-def on_ranks(size, work):
+def on_ranks(size, work, **how):
     """What `work` makes of each rank."""
     barrier, given = threading.Barrier(size, timeout=60), [None] * size
 
     def one(rank):
         try:
-            return work(ThreadRanks(rank, size, barrier, given))
+            return work(ThreadRanks(rank, size, barrier, given, **how))
         except BaseException:
             barrier.abort()
             raise
@@ -64,7 +69,7 @@ def on_ranks(size, work):
         return list(pool.map(one, range(size)))
 
 
-def same_logits(source, size=2, **options):
+def same_logits(source, size=2, whole_experts=False, **options):
     """All ranks' logits are one process's."""
     asked = prompts(41, 29)
     whole = load_model(source, device="cpu", dtype=torch.float32, **options)
@@ -74,7 +79,7 @@ def same_logits(source, size=2, **options):
     def run(ranks):
         return run_model(load_model(source, device="cpu", dtype=torch.float32, ranks=ranks, **options), asked, chunk=13)
 
-    for found in on_ranks(size, run):
+    for found in on_ranks(size, run, whole_experts=whole_experts):
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
@@ -93,6 +98,22 @@ def test_more_ranks_than_kv_heads_share_them(tmp_path):
     """Six heads on as many ranks, two KV heads: three ranks have copies of the same."""
     filled(LlamaConfig(**SIZES | {"intermediate_size": 84})).save_pretrained(tmp_path)
     same_logits(resolve(str(tmp_path)).open(), size=6)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3-moe", "gpt-oss", "mixtral", *(pytest.param(n, marks=pytest.mark.slow) for n in sorted(EXPERTS))],
+)
+def test_expert_parallel_ranks_have_whole_experts(name, tmp_path):
+    """Also such a number of them that ranks cannot have as many each."""
+    tiny(name).save_pretrained(tmp_path)
+    source = resolve(str(tmp_path)).open()
+    same_logits(source, whole_experts=True)
+    counts = {feed.count for layer in read_spec(source).layers if isinstance(feed := layer.feed, Experts)}
+    for count in counts:
+        parts = [sharded_spec(read_spec(source), 2, rank, whole_experts=True) for rank in range(2)]
+        held = [next(f.held for layer in part.layers if isinstance(f := layer.feed, Experts)) for part in parts]
+        assert [*held[0], *held[1]] == list(range(count))
 
 
 def test_random_weights_are_the_same_however_they_are_divided(tmp_path):

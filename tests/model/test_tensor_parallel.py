@@ -117,6 +117,8 @@ def test_ranks_end_with_their_parent(files, tmp_path):
     [
         ({"tensor_parallel": 4}, "cannot divide llama: 6 attention heads"),
         ({"tensor_parallel": 2, "speculation": "mtp"}, "drafts with the target's embeddings"),
+        ({"tensor_parallel": 2, "expert_parallel": True}, "expert_parallel has no effect: llama has no experts"),
+        ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel"),
         ({"tensor_parallel": 2, "depth": 2}, "depth is 1 with tensor_parallel on CPUs"),
         ({"tensor_parallel": 2, "kv_host": "1M"}, "kv_host has no effect beside tensor_parallel"),
         ({"tensor_parallel": 2, "max_loras": 1}, "max_loras has no effect beside tensor_parallel"),
@@ -125,6 +127,17 @@ def test_ranks_end_with_their_parent(files, tmp_path):
 def test_what_cannot_run_on_ranks_is_refused(files, options, why):
     with pytest.raises(ConfigError, match=why):
         Engine(files, **options)
+
+
+def test_expert_parallel_answers_are_one_process_s(tmp_path):
+    tiny("qwen3-moe").save_pretrained(tmp_path)
+    asked = prompts(33, 21)
+    one = Engine(tmp_path, kv_pages=200)
+    two = Engine(tmp_path, kv_pages=200, tensor_parallel=2, expert_parallel=True)
+    try:
+        assert two.answers(asked) == one.answers(asked)
+    finally:
+        two.core.close()
 
 
 def test_named_as_others_name_it():

@@ -189,6 +189,11 @@ class Experts:
     shared_gate: bool = False  # its output is multiplied with the sigmoid of a product
     gated: bool = True  # act(gate) * up, else act(up)
     own_norms: bool = False  # shared and routed ones are normed apart, before and behind; the router's input is too
+    held: range | None = None  # of an expert-parallel rank: those that it has; None: all
+
+    @property
+    def matrices(self) -> int:
+        return self.count if self.held is None else len(self.held)
 
     def width(self, hidden: int) -> int:
         """Between the products and behind them, until what experts say is added up."""

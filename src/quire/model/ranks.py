@@ -13,6 +13,7 @@ import torch
 class Ranks(Protocol):
     rank: int
     size: int
+    whole_experts: bool  # expert parallelism: each has some of the experts, not a part of every one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on each of them; `x` may be overwritten."""

@@ -3,7 +3,7 @@
     attention    heads; KV heads, or copies of one where there are fewer than ranks      o by columns
     latent       heads, of queries and of what leaves the latent space; pages are whole   o by columns
     recurrent    heads or channels, with their convolutions and states                    o by columns
-    feed         intermediate size, of each expert too                                    down by columns
+    feed         intermediate size, of each expert too, or (expert parallelism) experts   down by columns
     vocabulary   rows of the embeddings and of the head
 
 What row-parallel products leave is added up over ranks (`Stages.leave`); norms, routers and per-layer inputs are whole
@@ -47,23 +47,26 @@ def vocabulary_rows(vocabulary: int, size: int) -> int:
     return -(-vocabulary // size)
 
 
-def sharded_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
-    """What each of `size` ranks runs; ConfigError says what cannot be divided."""
+def sharded_spec(spec: DecoderSpec, size: int, rank: int = 0, *, whole_experts: bool = False) -> DecoderSpec:
+    """What one of `size` ranks runs; ConfigError says what cannot be divided."""
     try:
-        layers = [replace(layer, mixer=_mixer(layer.mixer, size), feed=_feed(layer, size)) for layer in spec.layers]
+        layers = [
+            replace(layer, mixer=_mixer(layer.mixer, size), feed=_feed(layer, size, rank if whole_experts else None))
+            for layer in spec.layers
+        ]
     except _Indivisible as error:
         raise ConfigError(f"tensor_parallel {size} cannot divide {spec.architecture}: {error}") from None
     return replace(spec, layers=tuple(layers))
 
 
-def shards(spec: DecoderSpec, rank: int, size: int) -> dict[str, Shard]:
+def shards(spec: DecoderSpec, rank: int, size: int, *, whole_experts: bool = False) -> dict[str, Shard]:
     """By module, of those that are not whole; `spec` is that of the whole."""
     rows = vocabulary_rows(spec.vocab_size, size)
     tokens = Shard(torch.arange(rank * rows, min((rank + 1) * rows, spec.vocab_size)))
     found = {"embed": tokens, "head": tokens}
     for index, layer in enumerate(spec.layers):
-        cut = _Cut(rank, size)
-        for name, shard in (cut.mixer(layer.mixer) | cut.feed(layer)).items():
+        cut = _Cut(rank, size, whole_experts)
+        for name, shard in (cut.mixer(layer.mixer) | cut.feed(layer, spec.hidden)).items():
             found[f"layers.{index}.{name}"] = shard
     return found
 
@@ -104,13 +107,20 @@ def _mixer(mixer: Mixer, size: int) -> Mixer:
             return replace(mixer, width=_divided(mixer.width, size, "channels of a convolution"))
 
 
-def _feed(layer: LayerSpec, size: int) -> Dense | Experts | None:
+def _held(count: int, size: int, rank: int) -> range:
+    """The experts of an expert-parallel rank; some may have one more than others."""
+    return range(rank * count // size, (rank + 1) * count // size)
+
+
+def _feed(layer: LayerSpec, size: int, whole_experts_of: int | None) -> Dense | Experts | None:
     match layer.feed:
         case Dense() as feed:
             return replace(feed, intermediate=_divided(feed.intermediate, size, "numbers between the MLP's products"))
         case Experts() as feed:
-            inner = _divided(feed.intermediate, size, "numbers between an expert's products")
             shared = _divided(feed.shared, size, "numbers between the shared expert's products")
+            if whole_experts_of is not None:
+                return replace(feed, shared=shared, held=_held(feed.count, size, whole_experts_of))
+            inner = _divided(feed.intermediate, size, "numbers between an expert's products")
             return replace(feed, intermediate=inner, shared=shared)
         case _:
             return None
@@ -120,6 +130,7 @@ def _feed(layer: LayerSpec, size: int) -> Dense | Experts | None:
 class _Cut:
     rank: int
     size: int
+    whole_experts: bool
 
     def own(self, count: int) -> torch.Tensor:
         """Of so many heads, channels or numbers, this rank's."""
@@ -189,7 +200,7 @@ class _Cut:
             "o": self.row_parallel(inner[1]),
         }
 
-    def feed(self, layer: LayerSpec) -> dict[str, Shard]:
+    def feed(self, layer: LayerSpec, hidden: int) -> dict[str, Shard]:
         match layer.feed:
             case Dense() as feed:
                 own, parts = self.own(feed.intermediate), 2 if feed.gated else 1
@@ -198,9 +209,14 @@ class _Cut:
             case Experts() as feed:
                 own, parts = self.own(feed.intermediate), 2 if feed.gated else 1
                 shared = self.own(feed.shared) if feed.shared else own
+                up = Shard(_stacked(*((feed.intermediate, own),) * parts * feed.count))
+                down = self.row_parallel(own)
+                if self.whole_experts:
+                    held = torch.tensor(_held(feed.count, self.size, self.rank), dtype=torch.long)
+                    up, down = Shard(_wide(held, parts * feed.intermediate)), Shard(_wide(held, hidden))
                 return {
-                    "experts_up": Shard(_stacked(*((feed.intermediate, own),) * parts * feed.count)),
-                    "experts_down": self.row_parallel(own),
+                    "experts_up": up,
+                    "experts_down": down,
                     "shared_up": Shard(_stacked(*((feed.shared, shared),) * parts)),
                     "shared_down": self.row_parallel(shared),
                 }

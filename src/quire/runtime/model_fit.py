@@ -88,7 +88,7 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
     weights, form, kernels, own, kinds = _weights(source, spec, options, decisions)
     ranks, part = options.device.tensor_parallel, spec
     if ranks > 1:
-        part = sharded_spec(spec, ranks)
+        part = sharded_spec(spec, ranks, whole_experts=options.device.expert_parallel)
         backend, itemsize = "NCCL" if hardware.gpu else "gloo", DTYPES[decisions.dtype].itemsize
         kernels.append(describe_ranks(spec, ranks, itemsize, backend))
         weights = weights // ranks if hardware.gpu else weights  # on CPUs they share one memory

@@ -60,6 +60,11 @@ class DeviceOptions(Checked):
         high=1024,
         alias="--tensor-parallel-size",
     )
+    expert_parallel: bool = option(
+        False,
+        "with tensor_parallel: each process has some of the experts, whole, instead of a part of every one",
+        alias="--enable-expert-parallel",
+    )
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
     invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
 
@@ -241,6 +246,7 @@ PAIRS = (
     *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
     *(Pair(tier, _DIVIDED, excludes="tensor_parallel") for tier in _TIERS),
     *(Pair(name, "adapters are not divided", excludes="tensor_parallel") for name in ("lora", "max_loras")),
+    Pair("expert_parallel", "there are no ranks to divide experts", needs=("tensor_parallel",)),
     Pair("invariant", "ranks add up in an order of their own", excludes="tensor_parallel"),
     Pair("quantize", "the compiled decoder runs in one process", value="int8", excludes="tensor_parallel"),
     Pair("quantize", "its groups are not divided", value="int4", excludes="tensor_parallel"),

@@ -45,7 +45,7 @@ COUNTERPARTS = {
     "pipeline_parallel_size": "",
     "data_parallel_size": "replicas (of `quire serve`)",
     "dp_size": "replicas (of `quire serve`)",
-    "enable_expert_parallel": "",
+    "enable_expert_parallel": "expert_parallel (with tensor_parallel)",
     "n_gpu_layers": "device (all layers are on one device)",
     "revision": "model (org/name@revision)",
     "download_dir": "QUIRE_CACHE in the environment",

@@ -82,8 +82,8 @@ class ExpertsBlock:
             norm=norm(hidden, norms) if norms.before and layer.parallel != "one_norm" else None,
             router=router,
             correction=correction if feed.router.correction else None,
-            up=linear(hidden, (feed.intermediate,) * (2 if feed.gated else 1) * feed.count, feed.bias),
-            down=linear(feed.intermediate, (hidden,) * feed.count, feed.bias),
+            up=linear(hidden, (feed.intermediate,) * (2 if feed.gated else 1) * feed.matrices, feed.bias),
+            down=linear(feed.intermediate, (hidden,) * feed.matrices, feed.bias),
             shared_up=linear(hidden, (feed.shared,) * (2 if feed.gated else 1), False) if feed.shared else None,
             shared_down=linear(feed.shared, (hidden,), False) if feed.shared else None,
             shared_gate=linear(hidden, (1,), False) if feed.shared_gate else None,
@@ -152,15 +152,24 @@ class ExpertsBlock:
         if self.norms is not None:
             weights = weights * self.norms.scales.weight[chosen]
         inputs, chosen = self._weighed(x, chosen, weights)
-        sorted_experts, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(sorted_experts, torch.arange(self.spec.count, device=x.device), right=True)
+        sorted_experts, order = self._sorted(chosen.flatten())
+        count = self.spec.matrices
+        ends = torch.searchsorted(sorted_experts, torch.arange(count, device=x.device), right=True)
         rows = inputs[order.div(chosen.shape[1], rounding_mode="floor")]
-        up = _grouped(self.up, rows, sorted_experts, ends, self.spec.count)
-        down = _grouped(self.down, self._activated(up, ops), sorted_experts, ends, self.spec.count)
-        back = torch.empty_like(down)
-        back[order] = down
+        back = x.new_zeros(chosen.numel(), x.shape[1])  # what other ranks' experts say stays nothing
+        if len(order):
+            up = _grouped(self.up, rows, sorted_experts, ends, count)
+            back[order] = _grouped(self.down, self._activated(up, ops), sorted_experts, ends, count)
         parts = back.unflatten(0, weights.shape)
         return (parts if self.spec.router.weighs_input else parts * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+    def _sorted(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choices of experts that are here, by expert, and which choices those are."""
+        if (held := self.spec.held) is None:
+            return chosen.sort(stable=True)
+        here = ((chosen >= held.start) & (chosen < held.stop)).nonzero().squeeze(1)
+        experts, order = (chosen[here] - held.start).sort(stable=True)
+        return experts, here[order]
 
     def _weighed(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor

@@ -158,7 +158,8 @@ class FusedStages(Stages):
         self, block: DenseBlock | ExpertsBlock, x: torch.Tensor | None, residual: torch.Tensor, step: Step
     ) -> torch.Tensor | None:
         if isinstance(block, ExpertsBlock):
-            if block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated or block.spec.own_norms:
+            plain = block.spec.own_norms or block.spec.held is not None
+            if plain or block.spec.activation not in ("silu", "swiglu_oai") or not block.spec.gated:
                 return super().feed(block, x, residual, step)
             mixed = block.fused(self.norm(block.norm, x, residual), self.ops)
             return mixed if block.post_norm is None and self._plain_exit else self.leave(block.post_norm, mixed)

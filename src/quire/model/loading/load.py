@@ -85,7 +85,7 @@ def load_model(
     targets = {}
     if not random_weights:
         targets = checked_targets(family, spec, source)
-    part = spec if ranks is None else sharded_spec(spec, ranks.size)
+    part = spec if ranks is None else sharded_spec(spec, ranks.size, ranks.rank, whole_experts=ranks.whole_experts)
     model = Model(
         part, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks
     )
@@ -222,7 +222,8 @@ def _whole(model: Model, spec: DecoderSpec | None) -> tuple[dict[str, Module], d
     if model.ranks is None or spec is None:
         return model.modules(), {}
     whole = Model(spec, device=torch.device("meta"), dtype=model.dtype)
-    return whole.modules(), shards(spec, model.ranks.rank, model.ranks.size)
+    ranks = model.ranks
+    return whole.modules(), shards(spec, ranks.rank, ranks.size, whole_experts=ranks.whole_experts)
 
 
 def fill_weights(

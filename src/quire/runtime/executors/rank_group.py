@@ -20,9 +20,10 @@ class RankGroup:
     """`sent` counts the bytes that this rank sends, as rings of ranks do it: 2 (n - 1) / n of what is added up, n - 1
     times what is gathered."""
 
-    def __init__(self, store: Path, rank: int, size: int, device: torch.device):
+    def __init__(self, store: Path, rank: int, size: int, device: torch.device, *, whole_experts: bool):
         self.rank = rank
         self.size = size
+        self.whole_experts = whole_experts
         self.sent = 0
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         files = dist.FileStore(str(store), size)

@@ -64,7 +64,8 @@ class RankProcess:
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
         device = torch.device(resolved.device)
-        group = RankGroup(directory / "store", rank, options.device.tensor_parallel, device)
+        size, whole_experts = options.device.tensor_parallel, options.device.expert_parallel
+        group = RankGroup(directory / "store", rank, size, device, whole_experts=whole_experts)
         source = find_model(options.model.model).open()
         model = load_runnable(options, hardware, resolved, source, ranks=group)
         layout = kv_layout(options, resolved, model.spec, model.kv_dtype, model.kv_kinds)

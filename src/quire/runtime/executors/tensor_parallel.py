@@ -16,6 +16,7 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.model import Runnable, read_spec
+from quire.model.decoder_spec import Experts
 from quire.model.sharding import describe_ranks, sharded_spec
 from quire.runtime.capacity import capacity_for
 from quire.runtime.executors.local_executor import LocalExecutor
@@ -58,7 +59,8 @@ class TensorParallelExecutor(LocalExecutor):
         try:
             self._processes.receive(RankJoined)
             device = torch.device(probe(every[0].device.device).device)
-            self._group = RankGroup(self._processes.directory / "store", 0, len(every), device)
+            store, whole_experts = self._processes.directory / "store", options.device.expert_parallel
+            self._group = RankGroup(store, 0, len(every), device, whole_experts=whole_experts)
             self._processes.when_one_dies(self._group.abort)
             super().__init__(every[0], source, vocabulary=vocabulary, progress=progress, ranks=self._group)
             self._fit(every[0], min(ready.pages for ready in self._processes.receive(RankReady)))
@@ -150,7 +152,10 @@ class LeadingWorker(ForwardWorker):
 def rank_options(options: EngineOptions, source: WeightSource) -> list[EngineOptions]:
     """What each rank is told: a GPU of its own, or its share of the threads. ConfigError: why there can be no ranks."""
     size, drafter = options.device.tensor_parallel, options.speculation.speculation.partition(":")[0]
-    sharded_spec(read_spec(source), size)
+    spec = read_spec(source)
+    sharded_spec(spec, size, whole_experts=options.device.expert_parallel)
+    if options.device.expert_parallel and not any(isinstance(layer.feed, Experts) for layer in spec.layers):
+        raise ConfigError(f"expert_parallel has no effect: {spec.architecture} has no experts")
     if drafter in HIDDEN_STATE_DRAFTERS:
         raise ConfigError(
             f"speculation {drafter} drafts with the target's embeddings, which tensor_parallel divides; "
