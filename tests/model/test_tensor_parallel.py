@@ -116,10 +116,10 @@ def test_ranks_end_with_their_parent(files, tmp_path):
     ("options", "why"),
     [
         ({"tensor_parallel": 4}, "cannot divide llama: 6 attention heads"),
-        ({"tensor_parallel": 2, "speculation": "mtp"}, "drafts with the target's embeddings"),
+        ({"tensor_parallel": 2, "speculation": "mtp"}, "reads the target's embeddings"),
         ({"tensor_parallel": 2, "expert_parallel": True}, "expert_parallel has no effect: llama has no experts"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel"),
-        ({"tensor_parallel": 2, "depth": 2}, "depth is 1 with tensor_parallel on CPUs"),
+        ({"tensor_parallel": 2, "depth": 2}, "depth is 1 for ranks on CPUs"),
         ({"tensor_parallel": 2, "kv_host": "1M"}, "kv_host has no effect beside tensor_parallel"),
         ({"tensor_parallel": 2, "max_loras": 1}, "max_loras has no effect beside tensor_parallel"),
     ],

@@ -54,7 +54,7 @@ class Model:
 
     `length` is the longest context that will be served; it matters only to RoPE scalings that depend on it.
     `invariant`: a row's bits may not depend on what runs beside it. `ranks`: with which it runs a model that `spec` is
-    a part of (`sharding.py`).
+    a part of (`sharding.py`, `pipeline.py`).
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Model:
         ranks: Ranks | None = None,
     ):
         self.spec = spec
-        self.ranks = ranks
+        self.pipeline = ranks if ranks is not None and ranks.pipeline else None
+        ranks = self.ranks = None if self.pipeline is not None else ranks
         self.device = device
         self.dtype = dtype
         self.length = length or spec.max_position
@@ -85,8 +86,10 @@ class Model:
         self.stages = choose_stages(spec, device, invariant=invariant, ranks=ranks)
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         tokens = spec.vocab_size if ranks is None else vocabulary_rows(spec.vocab_size, ranks.size)
-        self.embed = self._plain(tokens, spec.hidden)
         places = spec.max_position + spec.position_offset
+        if self.pipeline is not None and self.pipeline.rank:  # only the first stage embeds, and has the head
+            tokens = places = 0
+        self.embed = self._plain(tokens, spec.hidden)
         self.positions = self._plain(places, spec.hidden) if spec.learned_positions else None
         self.token_types = self._plain(spec.token_types, spec.hidden) if spec.token_types else None
         self.class_head = ClassHeadBlock.build(spec, partial(self._linear, scheme=self._dense))
@@ -272,13 +275,13 @@ class Model:
         """Token ids [tokens] → hidden states after the final norm [tokens, hidden]; K and V go to their pages.
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer that
         keeps any."""
-        stages = self.stages
+        stages, pipeline = self.stages, self.pipeline
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
-        shown = []
+        shown, cut = [], last and (pipeline is None or pipeline.rank == pipeline.size - 1)
         for layer in self.layers:
             q = stages.qkv(layer.mixer, x, residual, step)
-            if last and layer.index == self.spec.last_kept and batch.tokens > batch.rows:
+            if cut and layer.index == self.spec.last_kept and batch.tokens > batch.rows:
                 q, residual, step = q[batch.ends], residual[batch.ends], step.last()
             x = self._attend_and_feed(layer, q, residual, step)
             if tap is not None and layer.index in tap.layers:
@@ -286,6 +289,11 @@ class Model:
                 shown.append(here if len(here) == batch.rows else here[batch.ends])
         if tap is not None:
             tap.states = shown
+        if pipeline is not None:
+            pipeline.send(residual if x is None else residual + x)
+            if pipeline.rank:
+                return residual  # only the first stage goes on with what the last one has made
+            x, residual = None, pipeline.receive(self._hidden(batch.rows if last else batch.tokens))
         hidden = stages.norm(self.final_norm, x, residual)
         return hidden[batch.ends] if last and self.spec.encoder else hidden
 
@@ -322,6 +330,8 @@ class Model:
     def _begin(self, input_ids: torch.Tensor, batch: Batch, kv: KVViews) -> tuple[torch.Tensor, Step]:
         """Embeddings [tokens, hidden], and what the layers share."""
         ops = self.stages.ops
+        if self.pipeline is not None and self.pipeline.rank:
+            return self.pipeline.receive(self._hidden(batch.tokens)), self._step(batch, kv)
         types, vocabulary = None, self.spec.vocab_size
         if self.token_types is not None:
             types, input_ids = input_ids.div(vocabulary, rounding_mode="floor"), input_ids.remainder(vocabulary)
@@ -335,6 +345,9 @@ class Model:
         step = self._step(batch, kv)
         step.inputs = None if self.layer_inputs is None else self.layer_inputs(input_ids, residual, ops)
         return residual, step
+
+    def _hidden(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, self.spec.hidden, device=self.device, dtype=self.dtype)
 
     def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks is None:

@@ -1,4 +1,4 @@
-"""What a model knows of tensor-parallel ranks: who it is among them, and how numbers get from one to the others.
+"""What a model knows of parallel ranks: who it is among them, and how numbers get from one to the others.
 
 Refuses to know: processes, what carries the bytes.
 """
@@ -11,8 +11,11 @@ import torch
 
 
 class Ranks(Protocol):
+    """Tensor-parallel ranks, which share every layer, or the stages of a pipeline, which have some layers each."""
+
     rank: int
     size: int
+    pipeline: bool
     whole_experts: bool  # expert parallelism: each has some of the experts, not a part of every one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -21,4 +24,12 @@ class Ranks(Protocol):
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, n] of each rank → [rows, size * n], in the order of ranks, on each of them."""
+        ...
+
+    def send(self, x: torch.Tensor) -> None:
+        """To the next stage; from the last, to the first."""
+        ...
+
+    def receive(self, into: torch.Tensor) -> torch.Tensor:
+        """From the stage before; on the first, from the last."""
         ...

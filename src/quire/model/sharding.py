@@ -255,12 +255,3 @@ def exchanged_bytes(spec: DecoderSpec, size: int, itemsize: int, *, tokens: int,
             total += added(behind * hidden) * (2 if isinstance(layer.feed, Experts) and layer.feed.own_norms else 1)
     logits = samples * vocabulary_rows(spec.vocab_size, size) * itemsize
     return total + (size - 1) * (logits + 8 * samples)
-
-
-def describe_ranks(spec: DecoderSpec, size: int, itemsize: int, backend: str) -> str:
-    """What ranks cost beside what they compute, for people."""
-    token, sample = (exchanged_bytes(spec, size, itemsize, tokens=n, rows=n, samples=1 - n) for n in (1, 0))
-    return (
-        f"tensor parallel: {size} ranks by {backend}; a rank sends {token:,} bytes for each token of a step and "
-        f"{sample:,} for each sample"
-    )

@@ -107,7 +107,7 @@ def kv_bytes(
         return parse_size(options.cache.kv_memory), "as asked"
     if hardware.gpu:
         return max(0, left - working), f"what is free on the GPU but for {working / GIB:.1f} GiB to work in"
-    ranks = options.device.tensor_parallel
+    ranks = options.device.ranks
     shared = "" if ranks == 1 else f", shared by {ranks} ranks"
     return min(left // 4, 4 * GIB) // ranks, f"a quarter of free memory, at most 4 GiB{shared}"
 

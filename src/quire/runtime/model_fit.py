@@ -29,9 +29,9 @@ from quire.model.compiled import refusal
 from quire.model.decoder_spec import Experts
 from quire.model.families.registry import read_family
 from quire.model.loading.keep_quantised import can_keep
+from quire.model.parallel import check_parallel, describe_parallel
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
-from quire.model.sharding import describe_ranks, sharded_spec
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe, resolve
 from quire.types.config import EngineOptions
@@ -86,11 +86,11 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
     decisions = resolve(options, hardware)
     spec = read_spec(source)
     weights, form, kernels, own, kinds = _weights(source, spec, options, decisions)
-    ranks, part = options.device.tensor_parallel, spec
+    ranks, part = options.device.ranks, spec
     if ranks > 1:
-        part = sharded_spec(spec, ranks, whole_experts=options.device.expert_parallel)
+        part = check_parallel(spec, options.device)
         backend, itemsize = "NCCL" if hardware.gpu else "gloo", DTYPES[decisions.dtype].itemsize
-        kernels.append(describe_ranks(spec, ranks, itemsize, backend))
+        kernels.append(describe_parallel(spec, options.device, itemsize, backend))
         weights = weights // ranks if hardware.gpu else weights  # on CPUs they share one memory
     layout = kv_layout(options, decisions, part, own, kinds)
     working = working_memory(options, decisions, spec, layout, hardware.memory - weights)
@@ -115,7 +115,7 @@ def _weights(
     try:
         refused = (
             "it runs in one process"
-            if options.device.tensor_parallel > 1
+            if options.device.ranks > 1
             else "dtype was chosen"
             if options.model.dtype != "auto"
             else compiled_refusal(

@@ -194,7 +194,7 @@ class ForwardWorker:
         plan = expanded.plan
         self._apply(plan)
         deviations = probe(plan.probes, self.model, self._kv, self.slots, self.staging) if plan.probes else None
-        if deviations is not None and self._ranks is not None:
+        if deviations is not None and self._ranks is not None and not self._ranks.pipeline:
             deviations = self._ranks.reduce(deviations)
         output = self._forward(expanded, greedy) if plan.rows else ForwardOutput()
         output.deviations = deviations

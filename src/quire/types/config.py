@@ -60,6 +60,14 @@ class DeviceOptions(Checked):
         high=1024,
         alias="--tensor-parallel-size",
     )
+    pipeline_parallel: int = option(
+        1,
+        "processes that have some of the layers each, one behind the other: one for each GPU, or on the cores of this "
+        "machine",
+        low=1,
+        high=1024,
+        alias="--pipeline-parallel-size",
+    )
     expert_parallel: bool = option(
         False,
         "with tensor_parallel: each process has some of the experts, whole, instead of a part of every one",
@@ -67,6 +75,11 @@ class DeviceOptions(Checked):
     )
     graphs: bool = option(True, "on a GPU, capture steps as CUDA graphs at start")
     invariant: bool = option(False, "give a request the same bits whatever runs beside it (on a GPU: slower)")
+
+    @property
+    def ranks(self) -> int:
+        """Processes that a model is divided between."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,8 @@ class LoraOptions(Checked):
 
 _TIERS = ("kv_host", "kv_disk", "kv_remote")
 _SHARED = "tiers hold shared prefixes"
+_PARALLEL = ("tensor_parallel", "pipeline_parallel")
+_COMPILED = "the compiled decoder runs in one process"
 _DIVIDED = "ranks have a part of each page"
 _RESIDUAL = "the latest tokens lie in pages of another kind, and pages are read in order"
 _CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to share or to move"
@@ -244,12 +259,14 @@ PAIRS = (
     Pair("draft_adapt", "nothing is drafted", needs=("speculation",)),
     Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
     *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
-    *(Pair(tier, _DIVIDED, excludes="tensor_parallel") for tier in _TIERS),
-    *(Pair(name, "adapters are not divided", excludes="tensor_parallel") for name in ("lora", "max_loras")),
+    Pair("pipeline_parallel", "a model is divided in one way or the other", excludes="tensor_parallel"),
+    *(Pair(tier, _DIVIDED, excludes=how) for tier in _TIERS for how in _PARALLEL),
+    *(Pair(name, "adapters are not divided", excludes=how) for name in ("lora", "max_loras") for how in _PARALLEL),
+    Pair("invariant", "ranks have kernels of their own", excludes="pipeline_parallel"),
+    *(Pair("quantize", _COMPILED, value="int8", excludes=how) for how in _PARALLEL),
+    *(Pair("quantize", "4 bits are not divided", value="int4", excludes=how) for how in _PARALLEL),
     Pair("expert_parallel", "there are no ranks to divide experts", needs=("tensor_parallel",)),
     Pair("invariant", "ranks add up in an order of their own", excludes="tensor_parallel"),
-    Pair("quantize", "the compiled decoder runs in one process", value="int8", excludes="tensor_parallel"),
-    Pair("quantize", "its groups are not divided", value="int4", excludes="tensor_parallel"),
     Pair("lora", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
     Pair("max_loras", "keys are scaled by channel as the base has them", excludes="kv_dtype", excluded="int8-kivi"),
 )

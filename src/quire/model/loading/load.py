@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ from quire.model.loading.gguf_tensors import GgufTensors
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
+from quire.model.pipeline import own_module, stage_shards, staged_spec
 from quire.model.quantization.scheme import QuantScheme
 from quire.model.ranks import Ranks
 from quire.model.runnable import Runnable
@@ -85,7 +87,7 @@ def load_model(
     targets = {}
     if not random_weights:
         targets = checked_targets(family, spec, source)
-    part = spec if ranks is None else sharded_spec(spec, ranks.size, ranks.rank, whole_experts=ranks.whole_experts)
+    part = spec if ranks is None else rank_spec(spec, ranks)
     model = Model(
         part, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks
     )
@@ -217,13 +219,39 @@ def _places(
     return places
 
 
-def _whole(model: Model, spec: DecoderSpec | None) -> tuple[dict[str, Module], dict[str, Shard]]:
-    """The modules of the model of which this is a rank's part, and which part of each it has, where that is not all."""
-    if model.ranks is None or spec is None:
-        return model.modules(), {}
-    whole = Model(spec, device=torch.device("meta"), dtype=model.dtype)
-    ranks = model.ranks
-    return whole.modules(), shards(spec, ranks.rank, ranks.size, whole_experts=ranks.whole_experts)
+def rank_spec(spec: DecoderSpec, ranks: Ranks) -> DecoderSpec:
+    """What a rank runs of a model."""
+    if ranks.pipeline:
+        return staged_spec(spec, ranks.rank, ranks.size)
+    return sharded_spec(spec, ranks.size, ranks.rank, whole_experts=ranks.whole_experts)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a module of a whole model is in a rank's, and which part of it, if not all, the rank has."""
+
+    whole: Module
+    module: Module
+    shard: Shard | None
+
+
+def _placed(model: Model, spec: DecoderSpec | None) -> dict[str, _Place | None]:
+    """By the whole model's names; None: the rank has nothing of it."""
+    own, ranks = model.modules(), model.pipeline or model.ranks
+    if ranks is None or spec is None:
+        return {name: _Place(module, module, None) for name, module in own.items()}
+    names, parts = {}, {}
+    whole = Model(spec, device=torch.device("meta"), dtype=model.dtype).modules()
+    if ranks.pipeline:
+        parts = stage_shards(ranks.rank)
+        names = {name: own_module(name, len(spec.layers), ranks.rank, ranks.size) for name in whole}
+    else:
+        parts = shards(spec, ranks.rank, ranks.size, whole_experts=ranks.whole_experts)
+        names = {name: name for name in whole}
+    return {
+        name: None if (here := names[name]) is None or here not in own else _Place(module, own[here], parts.get(name))
+        for name, module in whole.items()
+    }
 
 
 def fill_weights(
@@ -234,15 +262,15 @@ def fill_weights(
     whole: DecoderSpec | None = None,
 ) -> None:
     """`whole`: what the model is a rank's part of."""
-    modules, tensors = model.modules(), source.tensors()
-    full, parts = _whole(model, whole)
+    tensors, placed = source.tensors(), _placed(model, whole)
     total, done = sum(tensors[name].nbytes for name in targets), 0
     for name, target in targets.items():
-        stored, module = target.stored(tensors[name], source.read(name)), modules[target.module]
-        if (shard := parts.get(target.module)) is None:
-            module.load(target.kind, target.part, stored)
-        else:
-            _load_part(module, full[target.module], shard, target, stored)
+        if (place := placed[target.module]) is not None:
+            stored = target.stored(tensors[name], source.read(name))
+            if place.shard is None:
+                place.module.load(target.kind, target.part, stored)
+            else:
+                _load_part(place.module, place.whole, place.shard, target, stored)
         done += tensors[name].nbytes
         if progress is not None:
             progress(done, total)
@@ -283,24 +311,35 @@ def fill_random(model: Model, seed: int, whole: DecoderSpec | None = None) -> No
     """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there,
     however many ranks share them."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    full, parts = _whole(model, whole)
-    for name, module in model.modules().items():
-        shape, shard = full[name], parts.get(name, Shard())
-        if isinstance(module, Linear) and isinstance(shape, Linear) and not module.tied:
-            step = max(1, SLICE // shape.columns)
-            for first in range(0, sum(shape.parts), step):
-                size = (min(step, sum(shape.parts) - first), shape.columns)
-                drawn = torch.empty(size, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
-                put_rows(module, shard, "weight", first, drawn)
-            if module.bias is not None:
-                module.bias.zero_()
+    placed = _placed(model, whole)
+    modules = (
+        model.modules() if whole is None else Model(whole, device=torch.device("meta"), dtype=model.dtype).modules()
+    )
+    for name, shape in modules.items():
+        place = placed[name]
+        if isinstance(shape, Linear) and not shape.tied:
+            _draw_matrix(shape, place, model, generator)
             continue
-        for kind, tensor in module.tensors().items():
-            if tensor.dim() == 1:
-                tensor.fill_(0 if kind == "bias" else 1)
-            else:
-                drawn = torch.empty(shape.tensors()[kind].shape, device=model.device, dtype=tensor.dtype)
-                _put_tensor(tensor, shard, drawn.normal_(0, 0.02, generator=generator))
+        for kind, tensor in shape.tensors().items():
+            own = None if place is None else place.module.tensors()[kind]
+            if tensor.dim() > 1:
+                drawn = torch.empty(tensor.shape, device=model.device, dtype=tensor.dtype)
+                drawn.normal_(0, 0.02, generator=generator)
+                if own is not None and place is not None:
+                    _put_tensor(own, place.shard or Shard(), drawn)
+            elif own is not None:
+                own.fill_(0 if kind == "bias" else 1)
+
+
+def _draw_matrix(shape: Linear, place: _Place | None, model: Model, generator: torch.Generator) -> None:
+    step, module = max(1, SLICE // shape.columns), None if place is None else place.module
+    for first in range(0, sum(shape.parts), step):
+        size = (min(step, sum(shape.parts) - first), shape.columns)
+        drawn = torch.empty(size, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
+        if place is not None and isinstance(module, Linear):
+            put_rows(module, place.shard or Shard(), "weight", first, drawn)
+    if isinstance(module, Linear) and module.bias is not None:
+        module.bias.zero_()
 
 
 def _some(names: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.runtime.executors.local_executor import LocalExecutor
-from quire.runtime.executors.tensor_parallel import TensorParallelExecutor
+from quire.runtime.executors.parallel_executor import ParallelExecutor
 from quire.types.config import EngineOptions
 from quire.types.grammar import Vocabulary
 from quire.types.seams import WeightSource
@@ -19,5 +19,5 @@ def open_executor(
     progress: bool = False,
 ) -> LocalExecutor:
     """`vocabulary`: given how many ids the model knows; called when a grammar needs it."""
-    kind = TensorParallelExecutor if options.device.tensor_parallel > 1 else LocalExecutor
+    kind = ParallelExecutor if options.device.ranks > 1 else LocalExecutor
     return kind(options, source, vocabulary=vocabulary, progress=progress)

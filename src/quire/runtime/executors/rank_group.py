@@ -13,17 +13,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quire.types.config import DeviceOptions
+
 COLLECTIVE_TIMEOUT_S = 120.0  # that a rank waits for the others: all begin a step at the same time
 
 
 class RankGroup:
     """`sent` counts the bytes that this rank sends, as rings of ranks do it: 2 (n - 1) / n of what is added up, n - 1
-    times what is gathered."""
+    times what is gathered, all that goes to the next stage."""
 
-    def __init__(self, store: Path, rank: int, size: int, device: torch.device, *, whole_experts: bool):
+    def __init__(self, store: Path, rank: int, options: DeviceOptions, device: torch.device):
+        size = options.ranks
         self.rank = rank
         self.size = size
-        self.whole_experts = whole_experts
+        self.whole_experts = options.expert_parallel
+        self.pipeline = options.pipeline_parallel > 1
         self.sent = 0
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         files = dist.FileStore(str(store), size)
@@ -32,15 +36,15 @@ class RankGroup:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            self._group, self.backend = nccl(files, rank, size, options), "NCCL"
+            settings = nccl.Options()
+            settings._timeout = timeout
+            self._group, self.backend = nccl(files, rank, size, settings), "NCCL"
         else:
             gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]
-            options._timeout = timeout
-            self._group, self.backend = gloo(files, rank, size, options), "gloo"
+            settings = gloo._Options()
+            settings._devices = [gloo.create_device(hostname="127.0.0.1")]
+            settings._timeout = timeout
+            self._group, self.backend = gloo(files, rank, size, settings), "gloo"
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
@@ -59,6 +63,15 @@ class RankGroup:
         """From rank 0 to all others, in place."""
         self._group.broadcast([x], dist.BroadcastOptions()).wait()
         self.sent += (self.size - 1) * x.nbytes if self.rank == 0 else 0
+
+    def send(self, x: torch.Tensor) -> None:
+        x = x.contiguous()
+        self._group.send([x], (self.rank + 1) % self.size, 0).wait()
+        self.sent += x.nbytes
+
+    def receive(self, into: torch.Tensor) -> torch.Tensor:
+        self._group.recv([into], (self.rank - 1) % self.size, 0).wait()
+        return into
 
     def abort(self) -> None:
         """Nothing waits for the others any more."""

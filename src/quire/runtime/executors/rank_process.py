@@ -1,7 +1,7 @@
-"""A rank of a tensor-parallel engine, other than rank 0, in a process of its own:
+"""A rank of a parallel engine, other than rank 0, in a process of its own:
 `python -m quire.runtime.executors.rank_process FD PARENT-PID DIRECTORY RANK OPTIONS-JSON`.
 
-It has its part of every weight and of the KV pages, follows the plans that rank 0 sends in the order it sends them, and
+It has its part of the weights and of the KV pages, follows the plans that rank 0 sends in the order it sends them, and
 meets the others in the collectives of the forward pass. It ends when told to, or when rank 0 is gone. Refuses to know:
 requests, how tokens are sampled.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from msgspec.structs import replace
 
 from quire.assets import resolve as find_model
 from quire.generation.drafting.speculation import ExpandedPlan
@@ -64,8 +65,7 @@ class RankProcess:
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
         device = torch.device(resolved.device)
-        size, whole_experts = options.device.tensor_parallel, options.device.expert_parallel
-        group = RankGroup(directory / "store", rank, size, device, whole_experts=whole_experts)
+        group = RankGroup(directory / "store", rank, options.device, device)
         source = find_model(options.model.model).open()
         model = load_runnable(options, hardware, resolved, source, ranks=group)
         layout = kv_layout(options, resolved, model.spec, model.kv_dtype, model.kv_kinds)
@@ -86,8 +86,10 @@ def follow(message: ToRank, worker: ForwardWorker, group: RankGroup) -> None:
     """What rank 0 does to its own worker, done to this one."""
     match message:
         case Forward(plan, tree_rows):
+            if group.pipeline:  # the first stage alone has the head, and the layers that are probed
+                plan = replace(plan, samples=[], probes=[])
             output = worker.forward(ExpandedPlan(plan, [], tree_rows), greedy=False)
-            for _ in output.prompt_logits:  # computed as they are read, by all ranks
+            for _ in () if group.pipeline else output.prompt_logits:  # computed as they are read, by all ranks
                 pass
         case StoreSamples(slots, positions):
             sampled = torch.empty(len(slots), dtype=torch.int64, device=worker.device)

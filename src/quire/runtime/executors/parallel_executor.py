@@ -1,11 +1,12 @@
-"""The tensor-parallel executor: rank 0 in this process, the other ranks in processes of their own on this machine.
+"""The parallel executor: rank 0 in this process, the other ranks in processes of their own on this machine.
 
     plan ──► rank 0: drafts, masks ──► Forward to all ranks ──► forward on each, added up between layers ──► logits
                                                                                                                │
          all ranks: tokens stored in their slots ◄── broadcast ◄── rank 0: samples ◄───────────────────────────┘
 
-Every rank keeps slots and page tables as rank 0 does, and pages with its own KV heads. A failure leaves ranks out of
-step with each other, so that it ends the engine. Refuses to know: how matrices are divided (`model/sharding.py`).
+Every rank keeps slots and page tables as rank 0 does, and pages with its own KV heads (tensor parallelism) or layers
+(stages of a pipeline, of which rank 0 is the first). A failure leaves ranks out of step with each other, so that it
+ends the engine. Refuses to know: how a model is divided (`model/parallel.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.model import Runnable, read_spec
-from quire.model.decoder_spec import Experts
-from quire.model.sharding import describe_ranks, sharded_spec
+from quire.model.parallel import check_parallel, describe_parallel
 from quire.runtime.capacity import capacity_for
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.runtime.executors.rank_group import RankGroup
@@ -45,7 +45,7 @@ from quire.types.seams import WeightSource
 HIDDEN_STATE_DRAFTERS = ("medusa", "eagle", "mtp")
 
 
-class TensorParallelExecutor(LocalExecutor):
+class ParallelExecutor(LocalExecutor):
     def __init__(
         self,
         options: EngineOptions,
@@ -59,8 +59,7 @@ class TensorParallelExecutor(LocalExecutor):
         try:
             self._processes.receive(RankJoined)
             device = torch.device(probe(every[0].device.device).device)
-            store, whole_experts = self._processes.directory / "store", options.device.expert_parallel
-            self._group = RankGroup(store, 0, len(every), device, whole_experts=whole_experts)
+            self._group = RankGroup(self._processes.directory / "store", 0, every[0].device, device)
             self._processes.when_one_dies(self._group.abort)
             super().__init__(every[0], source, vocabulary=vocabulary, progress=progress, ranks=self._group)
             self._fit(every[0], min(ready.pages for ready in self._processes.receive(RankReady)))
@@ -72,7 +71,7 @@ class TensorParallelExecutor(LocalExecutor):
             self._processes.close()
             raise failure from error
         spec, itemsize = read_spec(source), self.model.dtype.itemsize
-        self._reasons.append(describe_ranks(spec, len(every), itemsize, self._group.backend))
+        self._reasons.append(describe_parallel(spec, options.device, itemsize, self._group.backend))
 
     def _fit(self, options: EngineOptions, pages: int) -> None:
         """On GPUs, no more pages than the fullest of them has room for; ranks on CPUs share one memory."""
@@ -102,13 +101,13 @@ class TensorParallelExecutor(LocalExecutor):
         return step
 
     def sleep(self, pages: list[int]) -> None:
-        raise ConfigError("sleeping is for engines of one process, not for tensor_parallel")
+        raise ConfigError("sleeping is for engines of one process")
 
     def read_pages(self, pages: list[int]) -> list[bytes]:
-        raise ConfigError("KV pages are divided between tensor-parallel ranks, and cannot be exported")
+        raise ConfigError("KV pages are divided between ranks, and cannot be exported")
 
     def write_pages(self, pages: list[int], content: list[bytes]) -> None:
-        raise ConfigError("KV pages are divided between tensor-parallel ranks, and cannot be imported")
+        raise ConfigError("KV pages are divided between ranks, and cannot be imported")
 
     def close(self) -> None:
         super().close()
@@ -136,8 +135,9 @@ class LeadingWorker(ForwardWorker):
         return super().forward(expanded, greedy=greedy)
 
     def store(self, slots: list[int], positions: list[int], token_ids: torch.Tensor) -> None:
-        self._processes.send(StoreSamples(slots, positions))
-        self._group.broadcast(token_ids.long().contiguous())
+        if not self._group.pipeline:  # later stages are given hidden states, and know no tokens
+            self._processes.send(StoreSamples(slots, positions))
+            self._group.broadcast(token_ids.long().contiguous())
         super().store(slots, positions, token_ids)
 
     def keep_branch(self, slot: int, position: int, tokens: list[int], indices: list[int]) -> None:
@@ -151,22 +151,19 @@ class LeadingWorker(ForwardWorker):
 
 def rank_options(options: EngineOptions, source: WeightSource) -> list[EngineOptions]:
     """What each rank is told: a GPU of its own, or its share of the threads. ConfigError: why there can be no ranks."""
-    size, drafter = options.device.tensor_parallel, options.speculation.speculation.partition(":")[0]
-    spec = read_spec(source)
-    sharded_spec(spec, size, whole_experts=options.device.expert_parallel)
-    if options.device.expert_parallel and not any(isinstance(layer.feed, Experts) for layer in spec.layers):
-        raise ConfigError(f"expert_parallel has no effect: {spec.architecture} has no experts")
+    size, drafter = options.device.ranks, options.speculation.speculation.partition(":")[0]
+    check_parallel(read_spec(source), options.device)
     if drafter in HIDDEN_STATE_DRAFTERS:
         raise ConfigError(
-            f"speculation {drafter} drafts with the target's embeddings, which tensor_parallel divides; "
+            f"speculation {drafter} reads the target's embeddings and hidden states, which ranks divide; "
             "take ngram, suffix or draft:MODEL"
         )
     hardware = probe(options.device.device)
     if not hardware.gpu:
         if (options.device.depth or 1) > 1:
-            raise ConfigError("depth is 1 with tensor_parallel on CPUs: ranks compute one step at a time, together")
+            raise ConfigError("depth is 1 for ranks on CPUs: they compute one step at a time, together")
         threads = max(1, resolve(options, hardware).threads // size)
         return [options.but(threads=threads, device="cpu")] * size
     if torch.cuda.device_count() < size:
-        raise ConfigError(f"tensor_parallel {size} takes as many GPUs; there are {torch.cuda.device_count()}")
+        raise ConfigError(f"{size} ranks take as many GPUs; there are {torch.cuda.device_count()}")
     return [options.but(device=f"cuda:{rank}") for rank in range(size)]
