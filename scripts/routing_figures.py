@@ -8,7 +8,7 @@ recently used pages leaving first, as large as all replicas' together.
 from __future__ import annotations
 
 import argparse
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +18,7 @@ from quire.simulation import fleet as simulated
 from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise
 from quire.simulation.fleet import Fleet, simulate
+from quire.simulation.planning import shared_tokens
 from quire.simulation.traces import Arrival, read_trace
 from quire.types.config import EngineOptions, SchedulerOptions
 
@@ -50,22 +51,9 @@ def _arriving(prompts: list[tuple[int, ...]], rate: float, rng: Random) -> list[
 
 def best_hit_rate(trace: list[Arrival], tokens: int) -> float:
     """Of one cache of so many tokens; the last token of a prompt is always computed."""
-    seen: OrderedDict[int, None] = OrderedDict()
-    cached = total = 0
-    for one in trace:
-        matched = 0
-        for block in one.blocks:
-            if block not in seen:
-                break
-            matched += one.block
-        for block in one.blocks:
-            seen[block] = None
-            seen.move_to_end(block)
-        while len(seen) * one.block > tokens:
-            seen.popitem(last=False)
-        cached += min(matched, (one.prompt - 1) // BLOCK * BLOCK)
-        total += one.prompt
-    return cached / total
+    hits = zip(trace, shared_tokens(trace, tokens), strict=True)
+    cached = sum(min(hit, (one.prompt - 1) // BLOCK * BLOCK) for one, hit in hits)
+    return cached / sum(one.prompt for one in trace)
 
 
 def figures(name: str, trace: list[Arrival], replicas: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 import zmq
@@ -20,7 +21,7 @@ from quire.types.counts import Counts, added
 from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
-from quire.types.membership import CurveKeys
+from quire.types.membership import CurveKeys, ReplicaView
 from quire.types.messages import AdapterInfo, Heartbeat
 from quire.types.request import FinishReason, Request
 
@@ -215,13 +216,19 @@ async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere(
             await client.drain("replica-7", 0.0)
 
 
+async def drain_under_way(client: ClusterClient, timeout: float) -> tuple[Reader, Any, asyncio.Task[ReplicaView]]:
+    """A request, its replica, and the drain of that."""
+    reader = Reader(client, ask("r", [1, 2]))
+    await until(lambda: bool(client._where))
+    mine = client._where["r"]
+    drained = asyncio.create_task(client.drain(mine.id, timeout))
+    await until(lambda: mine.state == "draining")
+    return reader, mine, drained
+
+
 async def test_a_drain_lets_requests_finish_in_time() -> None:
     async with cluster(2, gated=True) as (client, made):
-        reader = Reader(client, ask("r", [1, 2]))
-        await until(lambda: bool(client._where))
-        mine = client._where["r"]
-        drained = asyncio.create_task(client.drain(mine.id, 20.0))
-        await until(lambda: mine.state == "draining")
+        reader, _, drained = await drain_under_way(client, 20.0)
         process_of(client, made, "r").free()
         (await reader.task).check()
         assert (await drained).state == "drained"
@@ -300,11 +307,7 @@ async def test_who_closes_second_waits_as_well() -> None:
 
 async def test_activating_a_replica_ends_its_drain() -> None:
     async with cluster(2, gated=True) as (client, made):
-        reader = Reader(client, ask("r", [1, 2]))
-        await until(lambda: bool(client._where))
-        mine = client._where["r"]
-        drained = asyncio.create_task(client.drain(mine.id, 0.2))
-        await until(lambda: mine.state == "draining")
+        reader, mine, drained = await drain_under_way(client, 0.2)
         client.activate(mine.id)
         assert (await drained).state == "ready" and client._where["r"] is mine
         for replica in made:

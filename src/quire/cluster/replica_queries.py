@@ -13,34 +13,14 @@ from msgspec.structs import replace
 from quire.cluster.aggregation import one_report, one_view, summed
 from quire.cluster.replica_handle import Replica
 from quire.cluster.replica_hub import ReplicaHub
+from quire.types import messages
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import EngineDeadError, from_wire
 from quire.types.events import EngineStats
-from quire.types.messages import (
-    Adapted,
-    AdapterInfo,
-    Answer,
-    Cache,
-    Cached,
-    GetStats,
-    GetTimelines,
-    GetView,
-    LoadAdapter,
-    Power,
-    Powered,
-    Query,
-    Question,
-    Refused,
-    Reset,
-    Stats,
-    Timelines,
-    UnloadAdapter,
-    View,
-)
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
-Kind = TypeVar("Kind", bound=Answer)
+Kind = TypeVar("Kind", bound=messages.Answer)
 
 MAX_RESUMED = 4096  # requests whose further ids are remembered
 
@@ -53,22 +33,22 @@ class ReplicaQueries:
     def __init__(self, hub: ReplicaHub) -> None:
         self.loop = asyncio.get_running_loop()
         self.hub = hub
-        self.adapters: list[AdapterInfo] = []
+        self.adapters: list[messages.AdapterInfo] = []
         self._by_identity: dict[str, Replica] = {}
         self._resumed: dict[str, list[str]] = {}  # ids that requests went on under, the latest last
 
     async def stats(self) -> EngineStats:
-        return summed([answer.stats for _, answer in await self._ask_all(GetStats(), Stats)])
+        return summed([answer.stats for _, answer in await self._ask_all(messages.GetStats(), messages.Stats)])
 
     async def view(self) -> EngineView:
-        answers = await self._ask_all(GetView(), View)
+        answers = await self._ask_all(messages.GetView(), messages.View)
         return one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
 
     async def timelines(self, request_id: str) -> list[Timeline]:
         """Of all parts that replicas remember, where a request went on on others."""
         found: list[Timeline] = []
         for part in (request_id, *self._resumed.get(request_id, ())):
-            for _, answer in await self._ask_all(GetTimelines(part), Timelines):
+            for _, answer in await self._ask_all(messages.GetTimelines(part), messages.Timelines):
                 found += [replace(timeline, request=request_id) for timeline in answer.timelines]
         return found
 
@@ -79,28 +59,30 @@ class ReplicaQueries:
             del self._resumed[next(iter(self._resumed))]
 
     async def power(self, *, asleep: bool) -> None:
-        await self._ask_all(Power(asleep), Powered)
+        await self._ask_all(messages.Power(asleep), messages.Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Of an export, the bundle of the replica that holds most of the prompt."""
         export = order.action == "export"
-        answers = [answer for _, answer in await self._ask_all(Cache(order), Cached, one=export)]
+        answers = [answer for _, answer in await self._ask_all(messages.Cache(order), messages.Cached, one=export)]
         if export:
             best = max(answers, key=lambda answer: answer.report.pages)
             return best.report, best.data
         return one_report([answer.report for answer in answers]), b""
 
     async def load_adapter(self, name: str, path: str) -> None:
-        self.adapters = (await self._ask_all(LoadAdapter(name, path), Adapted))[0][1].adapters
+        self.adapters = (await self._ask_all(messages.LoadAdapter(name, path), messages.Adapted))[0][1].adapters
 
     async def unload_adapter(self, name: str) -> None:
-        self.adapters = (await self._ask_all(UnloadAdapter(name), Adapted))[0][1].adapters
+        self.adapters = (await self._ask_all(messages.UnloadAdapter(name), messages.Adapted))[0][1].adapters
 
     def reset(self) -> None:
         for identity in self._by_identity:
-            self.hub.send(identity, Reset())
+            self.hub.send(identity, messages.Reset())
 
-    async def _ask_all(self, question: Question, kind: type[Kind], *, one: bool = False) -> list[tuple[Replica, Kind]]:
+    async def _ask_all(
+        self, question: messages.Question, kind: type[Kind], *, one: bool = False
+    ) -> list[tuple[Replica, Kind]]:
         """What all replicas that are there answer; those that are lost meanwhile are left out. A refusal is raised,
         with `one` only if all refuse."""
         asked = list(self._by_identity.values())
@@ -118,15 +100,15 @@ class ReplicaQueries:
             raise EngineDeadError(NO_REPLICA)
         return found
 
-    async def _ask(self, replica: Replica, question: Question, kind: type[Kind]) -> Kind:
-        query = Query(question)
+    async def _ask(self, replica: Replica, question: messages.Question, kind: type[Kind]) -> Kind:
+        query = messages.Query(question)
         future = replica.asked[query.id] = self.loop.create_future()
         self.hub.send(replica.identity, query)
         try:
             answer = await future
         finally:
             replica.asked.pop(query.id, None)
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise from_wire(answer.error, answer.message)
         assert isinstance(answer, kind)
         return answer

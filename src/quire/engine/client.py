@@ -23,45 +23,19 @@ from typing import TypeVar
 
 from quire.engine.event_queue import EventQueue
 from quire.engine.link import Link, open_link
+from quire.types import messages
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.membership import ReplicaView
-from quire.types.messages import (
-    Abort,
-    Adapted,
-    Answer,
-    Cache,
-    Cached,
-    Events,
-    FinishAt,
-    GetStats,
-    GetTimelines,
-    GetView,
-    LoadAdapter,
-    Power,
-    Powered,
-    Query,
-    Question,
-    Refused,
-    Reply,
-    Reset,
-    Stats,
-    Submit,
-    Timelines,
-    ToClient,
-    ToEngine,
-    UnloadAdapter,
-    View,
-)
 from quire.types.request import Request
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
 
-Kind = TypeVar("Kind", bound=Answer)
+Kind = TypeVar("Kind", bound=messages.Answer)
 
 RESTART_WINDOW_S = 600.0  # over which restarts are counted
 FIRST_BACKOFF_S = 0.25  # before the first restart; each further one waits twice as long
@@ -97,9 +71,9 @@ class AsyncClient:
         self._link = link
         self._reopen = reopen
         self.loop = asyncio.get_running_loop()
-        self._outbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[messages.ToEngine] = queue.SimpleQueue()
         self._queues: dict[str, EventQueue] = {}  # by request
-        self._asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
+        self._asked: dict[int, asyncio.Future[messages.Answer]] = {}  # queries under way, by their ids
         self._closing = threading.Event()
         self._dead = ""  # why there is no engine now, in words for callers
         self._lost: asyncio.Future[QuireError] = self.loop.create_future()
@@ -154,7 +128,7 @@ class AsyncClient:
         """Submit a request whose events go to that queue."""
         self._require_alive()
         self._queues[request.id] = events
-        self._send(Submit(request))
+        self._send(messages.Submit(request))
 
     def unfollow(self, events: EventQueue) -> bool:
         """Whether the queue was followed until now."""
@@ -162,14 +136,14 @@ class AsyncClient:
 
     def abort(self, request_id: str) -> None:
         if self.alive:
-            self._send(Abort(request_id))
+            self._send(messages.Abort(request_id))
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None:
         if self.alive:
-            self._send(FinishAt(request_id, branch, tokens))
+            self._send(messages.FinishAt(request_id, branch, tokens))
 
     async def stats(self) -> EngineStats:
-        return (await self._ask(GetStats(), Stats)).stats
+        return (await self._ask(messages.GetStats(), messages.Stats)).stats
 
     async def replicas(self) -> list[ReplicaView]:
         """This one engine."""
@@ -183,44 +157,44 @@ class AsyncClient:
         ]  # fmt: skip
 
     async def view(self) -> EngineView:
-        return (await self._ask(GetView(), View)).view
+        return (await self._ask(messages.GetView(), messages.View)).view
 
     async def timelines(self, request_id: str) -> list[Timeline]:
-        return (await self._ask(GetTimelines(request_id), Timelines)).timelines
+        return (await self._ask(messages.GetTimelines(request_id), messages.Timelines)).timelines
 
     async def power(self, *, asleep: bool) -> None:
         """Free the device's memory until a request comes, or take it again now."""
-        await self._ask(Power(asleep), Powered)
+        await self._ask(messages.Power(asleep), messages.Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Look at the KV cache, or change it; of an export, the bundle too."""
-        reply = await self._ask(Cache(order), Cached)
+        reply = await self._ask(messages.Cache(order), messages.Cached)
         return reply.report, reply.data
 
     async def load_adapter(self, name: str, path: str) -> None:
         """Load a LoRA adapter by this name; an engine that replaces this one has it too."""
-        self.adapters = (await self._ask(LoadAdapter(name, path), Adapted)).adapters
+        self.adapters = (await self._ask(messages.LoadAdapter(name, path), messages.Adapted)).adapters
 
     async def unload_adapter(self, name: str) -> None:
         """No new request may name it; those that have it finish with it."""
-        self.adapters = (await self._ask(UnloadAdapter(name), Adapted)).adapters
+        self.adapters = (await self._ask(messages.UnloadAdapter(name), messages.Adapted)).adapters
 
-    async def _ask(self, question: Question, kind: type[Kind]) -> Kind:
+    async def _ask(self, question: messages.Question, kind: type[Kind]) -> Kind:
         self._require_alive()
-        query = Query(question)
+        query = messages.Query(question)
         future = self._asked[query.id] = self.loop.create_future()
         self._send(query)
         try:
             answer = await future
         finally:
             self._asked.pop(query.id, None)
-        if isinstance(answer, Refused):
+        if isinstance(answer, messages.Refused):
             raise from_wire(answer.error, answer.message)
         assert isinstance(answer, kind)
         return answer
 
     def reset(self) -> None:
-        self._send(Reset())
+        self._send(messages.Reset())
 
     async def close(self) -> None:
         """End the engine; what is still open ends with an error first."""
@@ -234,7 +208,7 @@ class AsyncClient:
         if not self.alive:
             raise EngineDeadError(self._dead)
 
-    def _send(self, message: ToEngine) -> None:
+    def _send(self, message: messages.ToEngine) -> None:
         self._outbox.put(message)
         self._link.wake()
 
@@ -258,14 +232,14 @@ class AsyncClient:
                 outbox = queue.SimpleQueue()  # what the old engine did not take is void
                 self._on_loop(self._revive, link, outbox)
 
-    def _pump(self, link: Link, outbox: queue.SimpleQueue[ToEngine]) -> QuireError | None:
+    def _pump(self, link: Link, outbox: queue.SimpleQueue[messages.ToEngine]) -> QuireError | None:
         """Carry messages both ways until told to stop (None) or the engine is dead (why)."""
         try:
             while not self._closing.is_set():
                 while not outbox.empty():
                     link.send(outbox.get())
-                if messages := link.receive(POLL_INTERVAL_S):
-                    self._on_loop(self._deliver, messages)
+                if received := link.receive(POLL_INTERVAL_S):
+                    self._on_loop(self._deliver, received)
                 silent = time.monotonic() - link.heard
                 if 0 < self.policy.hang_timeout < silent:
                     return EngineDeadError(f"the engine gave no sign of life for {silent:.0f} s")
@@ -297,18 +271,18 @@ class AsyncClient:
 
     # ---- the event loop -------------------------------------------------------------------------------------
 
-    def _deliver(self, messages: list[ToClient]) -> None:
-        for message in messages:
-            if isinstance(message, Events):
+    def _deliver(self, received: list[messages.ToClient]) -> None:
+        for message in received:
+            if isinstance(message, messages.Events):
                 queues = self._queues
                 for event in message.events:
                     if (events := queues.get(event.request)) is not None:
                         events.put(event)
-            elif isinstance(message, Reply):
+            elif isinstance(message, messages.Reply):
                 future = self._asked.get(message.id)
                 if future is not None and not future.done():
                     future.set_result(message.answer)
-                elif isinstance(message.answer, Refused):  # of what a new engine was told to have
+                elif isinstance(message.answer, messages.Refused):  # of what a new engine was told to have
                     log.warning("the engine refused: %s", message.answer.message)
 
     def _fail(self, why: str) -> None:
@@ -321,7 +295,7 @@ class AsyncClient:
                 future.set_exception(EngineDeadError(why))
         self._asked.clear()
 
-    def _revive(self, link: Link, outbox: queue.SimpleQueue[ToEngine]) -> None:
+    def _revive(self, link: Link, outbox: queue.SimpleQueue[messages.ToEngine]) -> None:
         self._link, self._outbox, self.info = link, outbox, link.info
         self.restarts += 1
         self._adapt_again()
@@ -332,9 +306,9 @@ class AsyncClient:
         """A new engine has the adapters named at start: bring it to what the old one had, before any request."""
         there = set(self.info.adapters)
         for one in there - set(self.adapters):
-            self._send(Query(UnloadAdapter(one.name)))
+            self._send(messages.Query(messages.UnloadAdapter(one.name)))
         for one in (one for one in self.adapters if one not in there):
-            self._send(Query(LoadAdapter(one.name, one.path)))
+            self._send(messages.Query(messages.LoadAdapter(one.name, one.path)))
 
     def _lose(self, error: QuireError) -> None:
         if not self._closing.is_set() and not self._lost.done():

@@ -6,6 +6,7 @@ Refuses to know: order, waiting; a simulation tells of these.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from quire.simulation.traces import Arrival
@@ -26,9 +27,10 @@ def request_seconds(model: CostModel, one: Arrival, cached: int = 0) -> float:
     )
 
 
-def shared_tokens(trace: Sequence[Arrival]) -> list[int]:
-    """Of each prompt, the tokens whose blocks were asked for before: hits of a prefix cache that forgets nothing."""
-    known: set[int] = set()
+def shared_tokens(trace: Sequence[Arrival], room: float = math.inf) -> list[int]:
+    """Of each prompt, the tokens whose blocks were asked for before: hits of a prefix cache with `room` for so many
+    tokens, which forgets those asked for longest ago first."""
+    known: OrderedDict[int, None] = OrderedDict()
     found = []
     for one in trace:
         hit = 0
@@ -36,7 +38,11 @@ def shared_tokens(trace: Sequence[Arrival]) -> list[int]:
             if block not in known:
                 break
             hit += one.block
-        known.update(one.blocks)
+        for block in one.blocks:
+            known[block] = None
+            known.move_to_end(block)
+        while len(known) * one.block > room:
+            known.popitem(last=False)
         found.append(min(hit, one.prompt - 1))
     return found
 
