@@ -41,14 +41,14 @@ def held(replica: FakeReplica) -> set[bytes]:
 def test_changes_are_told_once_and_the_last_counts() -> None:
     recorder = CacheEventRecorder(2)
     for name, parent in ((b"a", Root()), (b"b", b"a"), (b"c", b"b"), (b"d", b"c"), (b"lost", b"never")):
-        recorder.published(name, parent)
+        recorder.published(name, parent, b"")
     recorder.removed(b"d")
     assert recorder.take() == ([b"b"], [b"d"], False) and recorder.take() is None
     recorder.removed(b"c")
-    recorder.published(b"d2", b"c")  # behind a page that is gone: its place is not known
+    recorder.published(b"d2", b"c", b"")  # behind a page that is gone: its place is not known
     assert recorder.take() is None
     recorder.cleared()
-    recorder.published(b"a", b"")
+    recorder.published(b"a", b"", b"")
     assert recorder.take() == ([], [], True)
 
 

@@ -46,6 +46,8 @@ def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptio
     """Of each replica: on this machine they share the cores; a model's path means the same wherever they start."""
     if serving.ray_address is None and (serving.replicas or 1) > 1 and engine.cache.kv_disk is not None:
         raise ConfigError("kv_disk is one engine's: replicas on one machine share pages through kv_remote")
+    if serving.ray_address is None and (serving.replicas or 1) > 1 and engine.cache.kv_events is not None:
+        raise ConfigError("kv_events is one engine's endpoint: replicas on one machine cannot all bind it")
     path = Path(engine.model.model)
     said = {"model": str(path.resolve())} if path.exists() else {}
     if serving.ray_address is None and engine.device.threads is None:

@@ -11,7 +11,7 @@ from quire.engine.core import EngineCore
 from quire.runtime.executors.open_executor import open_executor
 from quire.runtime.model_fit import ModelFit, misfit, model_fit, other_forms
 from quire.text import load_tokenizer, vocabulary_of
-from quire.types.config import EngineOptions
+from quire.types.config import CacheOptions, EngineOptions
 from quire.types.errors import ConfigError, ModelFileError, ModelNotFoundError
 from quire.types.messages import EngineInfo, WeightsInfo
 from quire.types.request import Request
@@ -73,6 +73,8 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
     capacity = core.capacity
     about = executor.describe()
     startup_s = about.startup_s | {"first token": first_token(core)}
+    if options.cache.kv_events is not None:
+        publish_kv_events(core, options.cache, about.device)
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in startup_s.items())
     info = EngineInfo(
         model=model.name,
@@ -98,6 +100,18 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         ),
     )
     return core, info
+
+
+def publish_kv_events(core: EngineCore, options: CacheOptions, device: str) -> None:
+    from quire.engine.kv_event_publisher import KVEventPublisher  # ZMQ is not needed without it
+
+    assert options.kv_events is not None
+    medium = "CPU" if device == "cpu" else "GPU"
+    publisher = KVEventPublisher(
+        options.kv_events, replay=options.kv_events_replay, topic=options.kv_events_topic, medium=medium
+    )
+    core.scheduler.memory.tell_of_pages(publisher)
+    core.beside.append(publisher)
 
 
 def weights_info(found: ModelInfo) -> WeightsInfo:

@@ -21,7 +21,7 @@ from quire.types.events import EngineStats, TokenEvent
 from quire.types.memory_use import resident_bytes
 from quire.types.plan import StepPlan
 from quire.types.request import Request
-from quire.types.seams import Executor, Ticket
+from quire.types.seams import Closable, Executor, Ticket
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
@@ -59,6 +59,7 @@ class EngineCore:
         self.adapters = Adapters(options.adapters, executor)
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
+        self.beside: list[Closable] = []  # what ends with the engine
         self._asleep = False
 
     def power(self, *, asleep: bool) -> None:
@@ -188,3 +189,5 @@ class EngineCore:
         self._tickets.clear()
         self.flush()  # pages that were about to go to a tier that outlives the engine still go there
         self.executor.close()
+        for one in self.beside:
+            one.close()

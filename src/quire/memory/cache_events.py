@@ -6,7 +6,21 @@ who asks, how pages are named.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from quire.types.hashing import Root
+
+
+class PageListener(Protocol):
+    """Hears of changes of a prefix index."""
+
+    def published(self, name: bytes, parent: bytes, tokens: bytes) -> None:
+        """`parent`: the page before it, or the root that a prompt's first page comes after; `tokens`: packed."""
+        ...
+
+    def removed(self, name: bytes) -> None: ...
+
+    def cleared(self) -> None: ...
 
 
 class CacheEventRecorder:
@@ -17,8 +31,7 @@ class CacheEventRecorder:
         self._changes: dict[bytes, bool] = {}  # whether it is held now, in the order of the changes
         self._cleared = False
 
-    def published(self, name: bytes, parent: bytes) -> None:
-        """`parent`: the page before it, or the root that a prompt's first page comes after."""
+    def published(self, name: bytes, parent: bytes, tokens: bytes) -> None:
         before = 0 if isinstance(parent, Root) else self._place.get(parent, -1)
         place = self._place[name] = before + 1 if before >= 0 else 0
         if place and place % self._every == 0:

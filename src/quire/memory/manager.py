@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from quire.memory.cache_events import CacheEventRecorder
+from quire.memory.cache_events import CacheEventRecorder, PageListener
 from quire.memory.page_table import UNCHANGED, UNLIMITED, Change, Hit, PageTable
 from quire.memory.partial_pages import pack
 from quire.memory.pool import ContiguousPool, PagePool
@@ -76,8 +76,13 @@ class KVManager:
 
     def record_events(self, block_tokens: int) -> CacheEventRecorder:
         """Have changes of the prefix index recorded, by blocks of so many tokens (at least a page)."""
-        self.index.recorder = CacheEventRecorder(max(1, block_tokens // self._sizes[0]))
-        return self.index.recorder
+        recorder = CacheEventRecorder(max(1, block_tokens // self._sizes[0]))
+        self.index.listeners.append(recorder)
+        return recorder
+
+    def tell_of_pages(self, listener: PageListener) -> None:
+        """Have it hear of all pages that the prefix index holds from now on."""
+        self.index.listeners.append(listener)
 
     def hash_pages(self, table: PageTable, tokens: Sequence[int], salt: str) -> None:
         """Name all full pages of `tokens`, continuing from those already named."""

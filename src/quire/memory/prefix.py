@@ -16,7 +16,7 @@ from itertools import islice, repeat
 from math import inf
 from typing import Any, NamedTuple
 
-from quire.memory.cache_events import CacheEventRecorder
+from quire.memory.cache_events import PageListener
 from quire.memory.partial_pages import TOKEN_BYTES, Parent, PartialPages
 from quire.types.clock import Clock
 from quire.types.transfer import Key
@@ -41,7 +41,7 @@ class PrefixIndex:
         self._evicted: OrderedDict[Key, Eviction] = OrderedDict()
         self._promised: dict[Key, Hashable] = {}
         self.partial = PartialPages()
-        self.recorder: CacheEventRecorder | None = None  # of the first group's pages
+        self.listeners: list[PageListener] = []  # to changes of the first group's pages
 
     def __len__(self) -> int:
         return len(self._page)
@@ -84,8 +84,9 @@ class PrefixIndex:
             self._evicted.pop(key, None)
             if tokens:
                 self.partial.enter(page, (key[0], parent), tokens)
-            if self.recorder is not None and not key[0]:
-                self.recorder.published(key[1], parent)
+            if not key[0]:
+                for listener in self.listeners:
+                    listener.published(key[1], parent, tokens)
 
     def publish_tail(self, parent: Parent, page: int, tokens: bytes) -> None:
         """Enter a page that is filled in part, unless another begins with as much."""
@@ -99,8 +100,9 @@ class PrefixIndex:
         key = self._key.pop(page, None)
         if key is not None:
             del self._page[key], self._parent[key]
-            if self.recorder is not None and not key[0]:
-                self.recorder.removed(key[1])
+            if not key[0]:
+                for listener in self.listeners:
+                    listener.removed(key[1])
             self._evicted[key] = Eviction(self._clock.now, taker)
             if len(self._evicted) > MAX_EVICTED_NAMES:
                 self._evicted.popitem(last=False)
@@ -138,8 +140,8 @@ class PrefixIndex:
         self._parent.clear()
         self._evicted.clear()
         self.partial.clear()
-        if self.recorder is not None:
-            self.recorder.cleared()
+        for listener in self.listeners:
+            listener.cleared()
 
     def check(self) -> None:
         assert {p: k for k, p in self._page.items()} == self._key, "prefix index maps disagree"

@@ -133,6 +133,17 @@ class CacheOptions(Checked):
     sparse_pages: int = option(
         0, "KV pages that decoding reads of each KV head, for requests that do not say; 0: all (on CPUs)", low=0
     )
+    kv_events: str | None = option(
+        None,
+        "ZMQ endpoint at which KV cache events are published in vLLM's format, for routers: tcp://127.0.0.1:5557",
+        forms=("tcp://ADDRESS", "ipc://PATH"),
+    )
+    kv_events_replay: str | None = option(
+        None,
+        "ZMQ endpoint at which those who missed events get them again: tcp://127.0.0.1:5558",
+        forms=("tcp://ADDRESS", "ipc://PATH"),
+    )
+    kv_events_topic: str = option("kv-events", "topic of published KV cache events")
     kv_fsync: bool = option(False, "have the disk tier survive power loss too, not only a crash (slower writes)")
 
 
@@ -246,6 +257,9 @@ _CONTIGUOUS = "static batching reserves contiguous memory, and has no pages to s
 
 PAIRS = (
     Pair("kv_pages", "both say how large the pool is", excludes="kv_memory"),
+    *(Pair(name, "no events are published", needs=("kv_events",)) for name in ("kv_events_replay", "kv_events_topic")),
+    Pair("kv_events", "they tell of shared prefixes", excludes="prefix_cache", excluded=False),
+    Pair("kv_events", _CONTIGUOUS, excludes="scheduler", excluded="static"),
     Pair("kv_fsync", "it is how the disk tier writes", needs=("kv_disk",)),
     Pair("kv_policy", "it says which page leaves a full tier", needs=("kv_host", "kv_disk")),
     Pair("preempt", "pages are moved to a tier below the device", value="swap", needs=_TIERS),

@@ -18,6 +18,7 @@ COUNTERPARTS = {
     "num_gpu_blocks_override": "kv_pages",
     "enable_prefix_caching": "prefix_cache (on, unless told otherwise)",
     "disable_radix_cache": "prefix_cache (False switches it off)",
+    "kv_events_config": "kv_events, kv_events_replay and kv_events_topic",
     "swap_space": "kv_host",
     "kv_offloading_size": "kv_host",
     "max_num_seqs": "max_seqs",

@@ -23,6 +23,10 @@ from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
 class Ticket(Protocol):
     """A step under way. `result` waits for it; tickets end in the order they were submitted."""
 
