@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repea
 
 from quire.assets import resolve
 from quire.engine.core import EngineCore
-from quire.runtime.executors.local_executor import LocalExecutor
+from quire.runtime.executors.open_executor import open_executor
 from quire.types.blend import Blend
 from quire.types.config import EngineOptions
 from quire.types.request import Request
@@ -79,12 +79,16 @@ def plain(tmp_path):
     return Oracle(model)
 
 
-@pytest.fixture
-def core(plain, tmp_path):
+RANKS = [pytest.param({how: 2}, marks=pytest.mark.slow, id=how) for how in ("tensor_parallel", "pipeline_parallel")]
+
+
+@pytest.fixture(params=[pytest.param({}, id="one process"), *RANKS])
+def core(plain, tmp_path, request):
     options = EngineOptions.of(
-        model=str(tmp_path), dtype="float32", kv_pages=100, page_size=4, max_model_len=100, max_batch_tokens=20
-    )
-    core = EngineCore(options, LocalExecutor(options, resolve(str(tmp_path)).open(), vocabulary=None))
+        model=str(tmp_path), dtype="float32", kv_pages=100, page_size=4, max_model_len=100, max_batch_tokens=20,
+        **request.param,
+    )  # fmt: skip
+    core = EngineCore(options, open_executor(options, resolve(str(tmp_path)).open(), vocabulary=None))
     yield core
     core.close()
 

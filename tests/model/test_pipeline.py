@@ -37,12 +37,12 @@ class ThreadStages:
         return into.copy_(self._links[self.rank].get(timeout=60))
 
 
-def first_stage(source, size, work):
+def first_stage(source, size, work, **options):
     """What `work` makes of the first stage's model, while the others do the same."""
     links = [queue.Queue() for _ in range(size)]
 
     def one(rank):
-        return work(load_model(source, device="cpu", dtype=torch.float32, ranks=ThreadStages(rank, links)))
+        return work(load_model(source, device="cpu", dtype=torch.float32, ranks=ThreadStages(rank, links), **options))
 
     with ThreadPoolExecutor(size) as pool:
         first, *_ = pool.map(one, range(size))
@@ -74,6 +74,15 @@ def test_stages_compute_one_process_s_logits(name, tmp_path):
         found = first_stage(source, 2, lambda part, chunk=chunk, last=last: logits(part, chunk, last))
         for got, want in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+
+
+def test_random_weights_are_the_same_however_they_are_divided(tmp_path):
+    tiny("llama-biased-tied").save_pretrained(tmp_path)
+    source = resolve(str(tmp_path)).open()
+    wanted = logits(load_model(source, device="cpu", dtype=torch.float32, random_weights=True), 13, False)
+    found = first_stage(source, 2, lambda part: logits(part, 13, False), random_weights=True)
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
 def test_layers_are_all_there_once():

@@ -120,6 +120,8 @@ def test_ranks_end_with_their_parent(files, tmp_path):
         ({"tensor_parallel": 2, "expert_parallel": True}, "expert_parallel has no effect: llama has no experts"),
         ({"expert_parallel": True}, "expert_parallel has no effect without tensor_parallel"),
         ({"tensor_parallel": 2, "depth": 2}, "depth is 1 for ranks on CPUs"),
+        ({"tensor_parallel": 2, "kv_dtype": "int8-kivi"}, "kv_dtype int8-kivi has no effect beside tensor_parallel"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, "pipeline_parallel has no effect beside tensor_parallel"),
         ({"tensor_parallel": 2, "kv_host": "1M"}, "kv_host has no effect beside tensor_parallel"),
         ({"tensor_parallel": 2, "max_loras": 1}, "max_loras has no effect beside tensor_parallel"),
     ],
@@ -143,3 +145,18 @@ def test_expert_parallel_answers_are_one_process_s(tmp_path):
 def test_named_as_others_name_it():
     with pytest.raises(ConfigError, match="it is called tensor_parallel here"):
         EngineOptions.of(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("how", ["tensor_parallel", "pipeline_parallel"])
+def test_attention_on_all_ranks_says_what_is_evicted(files, how):
+    """A page's attention is that of all heads and layers, wherever they are."""
+    options = {"kv_pages": 100, "max_model_len": 120, "prefix_cache": False}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, kv_budget=64, kv_eviction="h2o")
+    one, two = Engine(files, **options), Engine(files, **options, **{how: 2})
+    try:
+        asked = prompts(100, 90)
+        assert two.answers(asked, params=params) == one.answers(asked, params=params)
+        evicted = [engine.core.scheduler.stats.evicted_tokens for engine in (one, two)]
+        assert evicted[0] == evicted[1] > 60
+    finally:
+        two.core.close()

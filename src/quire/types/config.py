@@ -277,6 +277,7 @@ PAIRS = (
     *(Pair(tier, _DIVIDED, excludes=how) for tier in _TIERS for how in _PARALLEL),
     *(Pair(name, "adapters are not divided", excludes=how) for name in ("lora", "max_loras") for how in _PARALLEL),
     Pair("invariant", "ranks have kernels of their own", excludes="pipeline_parallel"),
+    *(Pair("kv_dtype", "keys are scaled on one rank", value="int8-kivi", excludes=how) for how in _PARALLEL),
     *(Pair("quantize", _COMPILED, value="int8", excludes=how) for how in _PARALLEL),
     *(Pair("quantize", "4 bits are not divided", value="int4", excludes=how) for how in _PARALLEL),
     Pair("expert_parallel", "there are no ranks to divide experts", needs=("tensor_parallel",)),

@@ -66,7 +66,7 @@ def load_model(
     many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch; "int4" is for GPUs too, where
     matrices that are stored in 4 bits stay so. `scheme`: how the layers' others are kept; dense in `dtype` if not said.
     `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do). `sparse`: how queries
-    choose pages, where they do. `ranks`: with which it is divided (tensor parallelism): a rank's part is loaded.
+    choose pages, where they do. `ranks`: with which it is divided; a rank's part is loaded.
     """
     family, spec = read_family(source)
     spec = spec if sparse is None else spec.sparsified(sparse)
@@ -87,16 +87,16 @@ def load_model(
     targets = {}
     if not random_weights:
         targets = checked_targets(family, spec, source)
-    part = spec if ranks is None else rank_spec(spec, ranks)
+    part, whole = (spec, None) if ranks is None else (rank_spec(spec, ranks), spec)
     model = Model(
         part, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks
     )
     if packs:
         keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
     if random_weights:
-        fill_random(model, seed, spec)
+        fill_random(model, seed, whole)
     else:
-        fill_weights(model, targets, source, progress, spec)
+        fill_weights(model, targets, source, progress, whole)
     model.finish()
     model.notes += _other_modalities(family, spec, source)
     if why_not is not None:
@@ -228,30 +228,25 @@ def rank_spec(spec: DecoderSpec, ranks: Ranks) -> DecoderSpec:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a module of a whole model is in a rank's, and which part of it, if not all, the rank has."""
+    """A module of a whole model, what a rank has in its place, if anything, and which part of it that is; None: all."""
 
     whole: Module
-    module: Module
-    shard: Shard | None
+    module: Module | None
+    shard: Shard | None = None
 
 
-def _placed(model: Model, spec: DecoderSpec | None) -> dict[str, _Place | None]:
-    """By the whole model's names; None: the rank has nothing of it."""
+def _placed(model: Model, spec: DecoderSpec | None) -> dict[str, _Place]:
+    """By the names of the whole model, of which `spec` is; None: this is the whole."""
     own, ranks = model.modules(), model.pipeline or model.ranks
     if ranks is None or spec is None:
-        return {name: _Place(module, module, None) for name, module in own.items()}
-    names, parts = {}, {}
+        return {name: _Place(module, module) for name, module in own.items()}
     whole = Model(spec, device=torch.device("meta"), dtype=model.dtype).modules()
-    if ranks.pipeline:
-        parts = stage_shards(ranks.rank)
-        names = {name: own_module(name, len(spec.layers), ranks.rank, ranks.size) for name in whole}
-    else:
+    if not ranks.pipeline:
         parts = shards(spec, ranks.rank, ranks.size, whole_experts=ranks.whole_experts)
-        names = {name: name for name in whole}
-    return {
-        name: None if (here := names[name]) is None or here not in own else _Place(module, own[here], parts.get(name))
-        for name, module in whole.items()
-    }
+        return {name: _Place(module, own[name], parts.get(name)) for name, module in whole.items()}
+    parts, count = stage_shards(ranks.rank), len(spec.layers)
+    here = {name: own_module(name, count, ranks.rank, ranks.size) for name in whole}
+    return {name: _Place(module, own.get(here[name] or ""), parts.get(name)) for name, module in whole.items()}
 
 
 def fill_weights(
@@ -265,7 +260,8 @@ def fill_weights(
     tensors, placed = source.tensors(), _placed(model, whole)
     total, done = sum(tensors[name].nbytes for name in targets), 0
     for name, target in targets.items():
-        if (place := placed[target.module]) is not None:
+        place = placed[target.module]
+        if place.module is not None:
             stored = target.stored(tensors[name], source.read(name))
             if place.shard is None:
                 place.module.load(target.kind, target.part, stored)
@@ -311,32 +307,29 @@ def fill_random(model: Model, seed: int, whole: DecoderSpec | None = None) -> No
     """Small normal matrices, norms that change nothing, no biases: drawn on the device, the same for a seed there,
     however many ranks share them."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    placed = _placed(model, whole)
-    modules = (
-        model.modules() if whole is None else Model(whole, device=torch.device("meta"), dtype=model.dtype).modules()
-    )
-    for name, shape in modules.items():
-        place = placed[name]
-        if isinstance(shape, Linear) and not shape.tied:
-            _draw_matrix(shape, place, model, generator)
+    for place in _placed(model, whole).values():
+        if isinstance(place.whole, Linear) and not place.whole.tied:
+            _draw_matrix(place.whole, place, model, generator)
             continue
-        for kind, tensor in shape.tensors().items():
-            own = None if place is None else place.module.tensors()[kind]
-            if tensor.dim() > 1:
+        for kind, tensor in place.whole.tensors().items():
+            own = None if place.module is None else place.module.tensors()[kind]
+            if tensor.dim() > 1 and own is tensor:
+                tensor.normal_(0, 0.02, generator=generator)
+            elif tensor.dim() > 1:
                 drawn = torch.empty(tensor.shape, device=model.device, dtype=tensor.dtype)
                 drawn.normal_(0, 0.02, generator=generator)
-                if own is not None and place is not None:
+                if own is not None:
                     _put_tensor(own, place.shard or Shard(), drawn)
             elif own is not None:
                 own.fill_(0 if kind == "bias" else 1)
 
 
-def _draw_matrix(shape: Linear, place: _Place | None, model: Model, generator: torch.Generator) -> None:
-    step, module = max(1, SLICE // shape.columns), None if place is None else place.module
+def _draw_matrix(shape: Linear, place: _Place, model: Model, generator: torch.Generator) -> None:
+    step, module = max(1, SLICE // shape.columns), place.module
     for first in range(0, sum(shape.parts), step):
         size = (min(step, sum(shape.parts) - first), shape.columns)
         drawn = torch.empty(size, device=model.device, dtype=model.dtype).normal_(0, 0.02, generator=generator)
-        if place is not None and isinstance(module, Linear):
+        if isinstance(module, Linear):
             put_rows(module, place.shard or Shard(), "weight", first, drawn)
     if isinstance(module, Linear) and module.bias is not None:
         module.bias.zero_()
