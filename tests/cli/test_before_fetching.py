@@ -253,6 +253,7 @@ def test_gguf_repositories(hub: Hub, tmp_path: Path) -> None:
     before = hub.sent
     text = said("show", "org/small-GGUF")
     assert "org/small-GGUF:small-Q4_K_M.gguf" in text and "context 2,048" in text  # what others take too
+    assert "about 24,000 tok/s" in text
     assert hub.sent - before == header > (1 << 20)  # the first read was too short, and nothing was read twice
     assert "name one of them: org/odd-GGUF:Q5_0 (0.00 GB), org/odd-GGUF:Q8_0" in said("pull", "org/odd-GGUF")
     assert "has no Q2_K; name one of them" in said("pull", "org/odd-GGUF:Q2_K")

@@ -66,7 +66,7 @@ def fit_rows(fit: Any, engine: EngineOptions, source: Any) -> Rows:
     return [
         *rows,
         ("fits", f"{size(fit.weights)} of weights {kept}, {free} free; context {fit.context:,}{cut}"),
-        ("speed", f"about {fit.tokens_per_second:.2g} tok/s for one request, as fast as memory is read"),
+        ("speed", f"about {float(f'{fit.tokens_per_second:.2g}'):,g} tok/s for one request, as fast as memory is read"),
     ]
 
 
