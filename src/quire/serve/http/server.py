@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -57,9 +57,10 @@ class ServerUrl(str):
     grpc_port: int | None = None  # where gRPC is served, if it is
 
     @classmethod
-    def of(cls, public: socket.socket, admin: socket.socket, scheme: str = "http") -> ServerUrl:
+    def of(cls, public: socket.socket, admin: socket.socket, *rpc: socket.socket, scheme: str = "http") -> ServerUrl:
         url = cls(url_of(public, scheme))
         url.admin = url_of(admin, scheme)
+        url.grpc_port = next((listener.getsockname()[1] for listener in rpc), None)
         return url
 
 
@@ -83,7 +84,6 @@ def run_server(
         def ready(life: Life) -> None:
             gc.collect()
             gc.freeze()  # what lives now stays: no stream waits while it is searched for garbage
-            url.grpc_port = life.grpc_port
             welcome(url, life.serving.frontend.model_name, not keys.open)
 
         _run(frontend_factory, options, keys, listeners, ready)
@@ -109,7 +109,6 @@ def background_server(
         thread = threading.Thread(target=work, name="quire-server", daemon=True)
         thread.start()
         life = started.result()
-        url.grpc_port = life.grpc_port
         try:
             yield url
         finally:
@@ -147,24 +146,22 @@ class Life:
         self.loop = asyncio.get_running_loop()
         self.servers = [Server(app, serving.options) for app in (create_app(serving), create_admin_app(serving))]
         self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
-        self.grpc_port: int | None = None
         self._drain: asyncio.Task[None] | None = None
 
     async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
-        """Serve until stopped; raises the engine's error if it is lost for good."""
+        """Serve until stopped; raises the engine's error if it is lost for good. The third listener is gRPC's."""
         client = self.serving.frontend.client
         lag = asyncio.ensure_future(self.serving.lag.run())
         lost = asyncio.ensure_future(client.lost())
         lost.add_done_callback(lambda _: self.stop())
         try:
             with self._signals():
-                pairs = zip(self.servers, listeners, strict=True)
+                pairs = zip(self.servers, listeners[:2], strict=True)
                 serving = asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
                 for server in self.servers:
                     await server.up.wait()
                 if self._rpc is not None:
-                    options = self.serving.options
-                    self.grpc_port = await self._rpc.start(options.host, options.grpc_port or 0)
+                    await self._rpc.start(listeners[2])
                 ready(self)
                 threading.Thread(target=self._warm_up, name="quire-warm-up", daemon=True).start()
                 await serving
@@ -255,13 +252,19 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def listening(options: ServeOptions, keys: KeyRing) -> Iterator[tuple[list[socket.socket], ServerUrl]]:
-    """Both listeners, checked against who could reach them."""
+    """All listeners (of the API, of its administration, of gRPC if it is served), checked against who could reach
+    them."""
     check_certificate(options)
-    with listen(options.host, options.port) as public:
-        check_exposure(public, options, keys, INFERENCE)
-        with listen(options.admin_host, options.admin_port_wanted, "--admin-port") as admin:
-            check_exposure(admin, options, keys, ADMIN)
-            yield [public, admin], ServerUrl.of(public, admin, "https" if options.ssl_certfile else "http")
+    ports = [(options.host, options.port, "--port", INFERENCE)]
+    ports.append((options.admin_host, options.admin_port_wanted, "--admin-port", ADMIN))
+    if options.grpc_port is not None:
+        ports.append((options.host, options.grpc_port, "--grpc-port", INFERENCE))
+    with ExitStack() as stack:
+        listeners: list[socket.socket] = []
+        for host, port, flag, scope in ports:
+            listeners.append(stack.enter_context(listen(host, port, flag)))
+            check_exposure(listeners[-1], options, keys, scope)
+        yield listeners, ServerUrl.of(*listeners, scheme="https" if options.ssl_certfile else "http")
 
 
 def check_certificate(options: ServeOptions) -> None:
