@@ -95,6 +95,18 @@ def test_what_was_paused_goes_on_before_its_time_is_up(monkeypatch):
     assert ends["runs"] <= 20 * 0.5 + 0.1, "and it met its target"
 
 
+def test_auto_looks_up_what_is_cached_of_interactive_requests_alone(monkeypatch):
+    """A batch goes as it came: naming the pages of all its prompts first would hold up its first step."""
+    scheduler, _ = engine("auto")
+    asked = []
+    monkeypatch.setattr(scheduler.policy.services, "matched", lambda id: asked.append(id) or 0)
+    for i in range(3):
+        scheduler.submit(ask(f"batch{i}", [i, 2, 3], background=True))
+    assert not asked
+    scheduler.submit(ask("chat", [9, 2, 3]))
+    assert len(asked) == 1
+
+
 def test_service_demotes_and_long_prompts_skip_levels(monkeypatch):
     monkeypatch.setattr(mlfq, "QUANTA", (20.0, 60.0))
     scheduler, executor = engine("mlfq", slots=1)

@@ -80,7 +80,8 @@ class Auto(Fair):
         for seq, _ in event.sequences:
             if event.kind is EventKind.ARRIVED:
                 targets.arrived(seq, self.services)
-                self._work[seq.id] = self._weigh(seq)
+                if not seq.background:  # that goes as it came, and is not weighed: a batch of prompts begins at once
+                    self._work[seq.id] = self._weigh(seq)
             elif event.kind is EventKind.FINISHED:
                 targets.finished(seq.id)
                 self._pauses.finished(seq.id)
