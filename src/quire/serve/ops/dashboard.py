@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from importlib import resources
-from string import Template
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
@@ -37,14 +36,15 @@ HEADERS = {
 def _files() -> dict[str, tuple[bytes, dict[str, str]]]:
     """Name → content and headers."""
     found, folder = {}, resources.files("quire.serve").joinpath("static")
-    frame = Template(folder.joinpath(FRAME).read_text(encoding="utf-8"))
+    frame = folder.joinpath(FRAME).read_text(encoding="utf-8")
     for file in folder.iterdir():
         kind = TYPES.get(file.name[file.name.rfind(".") :])
         if kind is not None and file.name != FRAME:
             content = file.read_bytes()
             if file.name in PAGES:
                 title, script = PAGES[file.name]
-                content = frame.substitute(title=title, script=script, body=content.decode()).encode()
+                page = frame.replace("$title", title).replace("$script", script)
+                content = page.replace("$body", content.decode()).encode()
             tag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
             found[file.name] = (content, {**HEADERS, "content-type": kind, "etag": tag})
     return found
