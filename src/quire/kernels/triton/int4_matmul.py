@@ -178,8 +178,6 @@ def choose_tile(rows: int, outputs: int, chunks: int) -> Int4Tile | None:
     if rows <= 16:
         width, warps, programs = (128, 4, 1024) if wide else (64, 2, 512)
         return Int4Tile(16, width, warps, 3, splits=_splits(programs, outputs, width, chunks))
-    if rows <= 32 and wide:
-        return Int4Tile(32, 256, 8, 3)
     return Int4Tile(32 if rows <= 32 else 64, 128, 4, 3, splits=_splits(192, outputs, 128, chunks))
 
 
