@@ -57,11 +57,7 @@ def logits(model, chunk, last):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_compute_one_process_s_logits(name, tmp_path):
-    try:
-        model = tiny(name)
-    except AttributeError as error:
-        pytest.skip(f"this transformers has none: {error}")
-    model.save_pretrained(tmp_path)
+    tiny(name).save_pretrained(tmp_path)
     source = resolve(str(tmp_path)).open()
     try:
         staged_spec(read_spec(source), 0, 2)

@@ -87,11 +87,7 @@ def same_logits(source, size=2, whole_experts=False, **options):
 
 @pytest.mark.parametrize("name", EVERY)
 def test_two_ranks_compute_one_process_s_logits(name, tmp_path):
-    try:
-        model = tiny(name)
-    except AttributeError as error:
-        pytest.skip(f"this transformers has none: {error}")
-    model.save_pretrained(tmp_path)
+    tiny(name).save_pretrained(tmp_path)
     same_logits(resolve(str(tmp_path)).open())
 
 

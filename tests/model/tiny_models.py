@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import transformers as hf
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -381,7 +382,12 @@ CONFIGS = {
 
 
 def tiny(name: str, seed: int = 0) -> PreTrainedModel:
-    return filled(CONFIGS[name](), seed)
+    """Skips the test where the transformers that is installed has no such family."""
+    try:
+        config = CONFIGS[name]()
+    except AttributeError as error:
+        pytest.skip(f"this transformers has none: {error}")
+    return filled(config, seed)
 
 
 def filled(config: hf.PretrainedConfig, seed: int = 0) -> PreTrainedModel:
