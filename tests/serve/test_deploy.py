@@ -206,6 +206,13 @@ def test_nothing_runs_as_root_or_holds_a_secret() -> None:
         assert not re.search(r"sk-quire-|BEGIN [A-Z ]*PRIVATE KEY|(?i:password)\s*[:=]", file.read_text()), file
 
 
+def test_stages_declare_the_arguments_they_use() -> None:
+    """podman and buildah hand none down from one stage to the next."""
+    for stage in re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]:
+        used = set(re.findall(r"\$\{(PIP_ARGS|EXTRAS)\b", stage))
+        assert used <= set(re.findall(r"^ARG (\w+)", stage, re.MULTILINE)), stage.partition("\n")[0]
+
+
 def test_time_to_stop_is_longer_than_the_grace() -> None:
     grace = next(float(word.partition("=")[2]) for word in container()["args"] if word.startswith("--grace="))
     pod = next(part for part in MANIFEST if part["kind"] == "Deployment")["spec"]["template"]["spec"]
