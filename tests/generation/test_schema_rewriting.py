@@ -27,6 +27,7 @@ def taken(judge, grammar, texts):
 
 
 BIG = 2**53
+NOT_SEVEN = {"not": {"const": 7}}
 EXACT = {
     "escaped names": (
         {"properties": {"a": {"type": "integer"}}},
@@ -47,6 +48,21 @@ EXACT = {
         ['{"a": 1}', '{"a": 1, "a": 2}'],
     ),
     "numbers that are equal": ({"enum": [1.0, 2]}, ["1", "2"], ["1.5", "3"]),
+    "an open end near the other": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+        ["0.1", "0.5", "0.0001"],
+        ["0", "0.0", "0.00", "0.6"],
+    ),
+    "an open end near the other, further on": (
+        {"anyOf": [{"exclusiveMinimum": 1, "exclusiveMaximum": 1.25}, NOT_SEVEN | {"minimum": 7, "maximum": 7.5}]},
+        ["1.1", "7.5"],
+        ["1", "1.0", "1.25", "7", "7.0"],
+    ),
+    "an open end below nothing": (
+        {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0},
+        ["-0.5", "-0.001"],
+        ["0", "-0", "-0.0"],
+    ),
     "no true for one": ({"const": 1}, ["1"], ["true"]),
 }  # fmt: skip
 
@@ -67,6 +83,13 @@ REFUSED = {
     "what a pattern is not": ({"type": "string", "not": {"pattern": "a.*b"}}, "pattern"),
     "remote": ({"$ref": "https://example.com/schema"}, "retrieved"),
     "nothing fits": ({"allOf": [{"type": "string"}, {"type": "null"}]}, "no value fits"),
+    "no number": ({"enum": [1, float("nan")]}, "nan is no number"),
+    "no bound": ({"type": "integer", "minimum": float("inf")}, "minimum must be a number"),
+    "names that are none": ({"type": "object", "required": "ab"}, "required must be a list of names"),
+    "too narrow": ({"exclusiveMinimum": 1, "maximum": 1.00000000000001}, "too narrow"),
+    "too many digits": ({"type": "number", "minimum": 1e-300}, "too many digits"),
+    "only itself": ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "itself"),
+    "an anchor inside": ({"type": "string", "pattern": "a^b"}, "only where a pattern begins"),
     "too many ways": ({"oneOf": [{"properties": {f"p{i}": {"minimum": i} for i in range(9)}}] * 9}, "too many ways"),
 }  # fmt: skip
 
@@ -75,7 +98,16 @@ REFUSED = {
 def test_what_cannot_be_kept_to_is_refused_in_plain_words(judge, schema, reason):
     with pytest.raises(InputError, match=reason) as caught:
         judge.compile(schema)
-    assert not any(word in str(caught.value).lower() for word in ("lexer", "derivre", "earley", "llguidance", "fuel"))
+    names = ("lexer", "derivre", "earley", "llguidance", "fuel", "extensionbias", "lookarounds not supported yet")
+    assert not any(word in str(caught.value).lower() for word in names)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "reason"), [('start: "a" "b', "1\\(14\\)"), ("start: fuel", 'unknown name: "fuel"')]
+)
+def test_an_error_of_syntax_is_not_called_complex(judge, grammar, reason):
+    with pytest.raises(InputError, match=reason):
+        compiled(judge, GrammarSpec("lark", grammar))
 
 
 def closed_object(**properties):

@@ -15,9 +15,14 @@ PLAIN = [
     (re.compile(r"Current row has \d+ items|too many items|items? limit", re.IGNORECASE), TOO_MANY_WAYS),
     (re.compile(r"Unable to determine if regex is empty"), TOO_COMPLEX),
     (re.compile(r"Regex is empty: .*", re.DOTALL), "no string fits a pattern together with what else is said of it"),
+    (re.compile(r"number of nested parentheses"), "a pattern is nested too deeply, or a number has too many digits"),
+    (re.compile(r"NoExtensionBias"), "it leads back to itself without an end"),
     (re.compile(r"coerce_one_of|verifiably disjoint"), "the options of a oneOf cannot be told apart"),
     (re.compile(r"grammar (size|limit)|symbols? .*limit|too large", re.IGNORECASE), "it is too large"),
 ]
+LOCATED = re.compile(r"(at )?\d+\(\d+\): ")  # in the source, which is then quoted
+ASSERTION = re.compile(r"lookarounds not supported yet; \w+")
+ANCHORS = r"^ and $ are kept to only where a pattern begins and ends, \\b nowhere:"
 NOISE = re.compile(
     r"<non-verbose/>|<state>.*|Unsatisfiable schema: |(?<=\W)derivre:*|Parser Error: |; consider .*"
     r"|Enable '\w+' option.*|Unimplemented keys:",
@@ -27,7 +32,8 @@ NOISE = re.compile(
 
 def plain_reason(message: str) -> str:
     for pattern, words in PLAIN:
-        if pattern.search(message):
+        if not LOCATED.match(message) and pattern.search(message):
             return words
+    message = ASSERTION.sub(ANCHORS, message)
     text = " ".join(NOISE.sub(" ", message).split()).strip(" ;")
     return text if len(text) <= MAX_REASON_CHARS else text[:MAX_REASON_CHARS] + " ..."

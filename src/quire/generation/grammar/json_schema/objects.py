@@ -35,6 +35,9 @@ def objects(schemas: list[tuple[Node, Origins]], emits: Emits, closed: bool) -> 
         for key in ("properties", "patternProperties"):
             if not isinstance(node.get(key, {}), dict):
                 raise SchemaRefusal(f"{key} must be an object")
+        names = node.get("required", [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise SchemaRefusal("required must be a list of names")
     required = list(dict.fromkeys(name for node in nodes for name in node.get("required", ())))
     names = list(dict.fromkeys([*(name for node in nodes for name in node.get("properties", {})), *required]))
     patterns = list(dict.fromkeys(pattern for node in nodes for pattern in node.get("patternProperties", {})))

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.schema_document import Node
-from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE
+from quire.generation.grammar.json_schema.values import MAX_EXACT, TYPES, UNWRITABLE, loose_edge
 from quire.types.grammar import CLOSED
 
 VALUES = ("type", "required", "minItems", "maxItems", "minLength", "maxLength", "pattern", "minimum", "maximum",
@@ -113,6 +113,15 @@ def _exact(copy: Node) -> bool:
         elif isinstance(value, str):
             if UNWRITABLE.search(value):
                 return False
-        elif (isinstance(value, float) and value.is_integer()) or (value is not None and abs(value) > MAX_EXACT):
+        elif (isinstance(value, float) and value.is_integer()) or (value is not None and not abs(value) <= MAX_EXACT):
             return False
-    return True
+    return _kept_open(copy)
+
+
+def _kept_open(copy: Node) -> bool:
+    """Whether the compiler leaves out the ends of a range that are to be left out."""
+    low, high = copy.get("exclusiveMinimum"), copy.get("exclusiveMaximum")
+    if low is None and high is None:
+        return True
+    ends = (copy.get("minimum") if low is None else low), (copy.get("maximum") if high is None else high)
+    return all(isinstance(end, int | float | None) for end in ends) and loose_edge(*ends) is None

@@ -10,6 +10,7 @@ Refuses to know: the compiler.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from quire.generation.grammar.json_schema.alternatives import Alternative, Alternatives
@@ -240,5 +241,7 @@ def _check_exact(value: Any) -> None:
             _check_exact(inner)
     elif isinstance(value, int) and abs(value) > MAX_EXACT:
         raise SchemaRefusal(f"the number {value} is beyond 2^53, and cannot be said exactly")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise SchemaRefusal(f"{value} is no number of JSON")
     elif isinstance(value, str) and UNWRITABLE.search(value):
         raise SchemaRefusal(f"the string {value!r} has a control character that is never written")

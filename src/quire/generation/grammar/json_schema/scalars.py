@@ -14,8 +14,16 @@ from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.lookaheads import without_lookaheads
 from quire.generation.grammar.json_schema.negation import NOT_IN
 from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
-from quire.generation.grammar.json_schema.values import MAX_EXACT, exact_number, json_type, matches, none_of
+from quire.generation.grammar.json_schema.values import (
+    MAX_EXACT,
+    exact_number,
+    json_type,
+    loose_edge,
+    matches,
+    none_of,
+)
 
+DIGITS_BEHIND = 6  # the smallest numbers beside an open end, as a part of the range
 MAX_EXCLUDED = 64  # values that a `not` leaves out
 Bound = tuple[int | float, bool]  # and whether it is left out itself
 
@@ -71,12 +79,26 @@ def numbers(schemas: list[Node], *, integer: bool, fraction: bool) -> list[Node]
     for begin, end in pairwise(cuts):
         if begin and end and (begin[0] > end[0] or (begin[0] == end[0] and (begin[1] or end[1]))):
             continue
+        if fraction:
+            begin, end = _tightened(begin, end)
         ranges.append(
             base
             | _edge(begin, "minimum", "exclusiveMinimum", up=True)
             | _edge(end, "maximum", "exclusiveMaximum", up=False)
         )
     return [found for found in ranges if not _empty(found)]
+
+
+def _tightened(low: Bound | None, high: Bound | None) -> tuple[Bound | None, Bound | None]:
+    """The same range, or one that leaves out a little more at an end that the compiler would let in."""
+    if low is None or high is None or (edge := loose_edge(low[0], high[0])) is None:
+        return low, high
+    little = 10.0 ** (math.floor(math.log10(high[0] - low[0])) - DIGITS_BEHIND)
+    if edge + little == edge:
+        raise SchemaRefusal(f"the range between {low[0]} and {high[0]} is too narrow")
+    if edge == low[0]:
+        return ((edge + little, True) if low[1] else low), high
+    return low, ((edge - little, True) if high[1] else high)
 
 
 def _edge(bound: Bound | None, key: str, strict: str, *, up: bool) -> Node:

@@ -64,6 +64,16 @@ def exact_number(value: Any, keyword: str) -> int | float:
     return value
 
 
+def loose_edge(low: int | float | None, high: int | float | None) -> int | None:
+    """The end of an open range of numbers that the compiler would let in: an integer, the other end less than one
+    beyond it."""
+    if low is None or high is None or low == high:
+        return None
+    if low >= 0 and low == int(low) and high < low + 1:
+        return int(low)
+    return int(high) if high <= 0 and high == int(high) and low > high - 1 else None
+
+
 def matches(pattern: str, text: str) -> bool:
     """Whether a pattern of a schema is found in a text."""
     try:
