@@ -16,16 +16,49 @@ import pytest
 import torch
 from model_harness import run_model
 from test_gguf_models import convert
-from tiny_models import tiny
+from tiny_models import CONFIGS, tiny
 
 from quire.assets import resolve
 from quire.model import load_model
+from quire.model.families.registry import read_spec
 from quire.types.errors import QuireError
 
 FAMILIES = ("llama3", "qwen3", "gemma2", "gpt2")
 COUNTS = [pytest.param(100, id="100"), pytest.param(1000, id="1000", marks=pytest.mark.slow)]
 NUMBERS = (-1, 0, 1, 2, 3, 7, 47, 48, 49, 96, 97, 98, 1 << 20, 1 << 31, 1 << 40, 1 << 62, 0.0, 0.5, -1.5, 1e300)
 OTHERS = (None, True, "", "48", [], [1, 2], {}, {"type": "x"}, "relu", float("inf"), "gelu", "silu", "llama")
+
+
+class ConfigAlone:
+    """A source that has no tensors."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.metadata = lambda: config
+        self.tensors = dict
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_mutated_configs(family: str) -> None:
+    rng = random.Random(family)
+    model = tiny(family)
+    written = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    read_spec(ConfigAlone(written))
+    for _ in range(100):
+        config = json.loads(json.dumps(written))
+        name, value = rng.choice(sorted(config)), rng.choice((*NUMBERS, *OTHERS))
+        inner = config[name]
+        if isinstance(inner, dict) and inner and rng.random() < 0.7:
+            inner[rng.choice(sorted(inner))] = value
+        elif isinstance(inner, list) and inner and rng.random() < 0.5:
+            inner[rng.randrange(len(inner))] = value
+        else:
+            config[name] = value
+        try:
+            read_spec(ConfigAlone(config))
+        except QuireError as error:
+            assert str(error)
+        except Exception as error:
+            raise AssertionError(f"{name} = {value!r}: {type(error).__name__}: {error}") from error
 
 
 def outcome(path: Path) -> str:

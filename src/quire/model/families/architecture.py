@@ -96,6 +96,19 @@ class Fields:
         value = self.config.get(name)
         return default if value is None else bool(value)
 
+    def mapping(self, *names: str) -> Mapping[str, Any]:
+        """Of several names for the same, the first that says something."""
+        value: Any = next((self.config[name] for name in names if self.config.get(name)), {})
+        if not isinstance(value, Mapping):
+            raise ModelFileError(f"model config: {' or '.join(names)} should be an object, got {value!r}")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        value = self.config.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+            raise ModelFileError(f"model config: {name!r} should be a list of integers, got {value!r}")
+        return value
+
     def choice(self, name: str, default: str, known: Mapping[str, Any]) -> Any:
         value = self.config.get(name) or default
         if not isinstance(value, str) or value not in known:
@@ -106,14 +119,14 @@ class Fields:
 def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int, layer_type: str | None = None) -> RopeSpec:
     """From `rope_parameters` (newer configs; where they differ, those of a type of layers) or `rope_theta` and
     `rope_scaling` (older ones)."""
-    said = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if isinstance(said, Mapping) and layer_type is not None and isinstance(said.get(layer_type), Mapping):
+    said = Fields(config).mapping("rope_parameters", "rope_scaling")
+    if layer_type is not None and isinstance(said.get(layer_type), Mapping):
         said = said[layer_type]
-    if not isinstance(said, Mapping) or any(isinstance(value, Mapping) for value in said.values()):
+    if any(isinstance(value, Mapping) for value in said.values()):
         raise ModelFileError(f"model config: RoPE parameters should be one set of values, got {said!r}")
     params = dict(said)
     kinds = [params.pop(name, None) for name in ("rope_type", "type")]
-    kind = next((kind for kind in kinds if kind), "default")
+    kind = str(next((kind for kind in kinds if kind), "default"))
     kind = {"su": "longrope", "none": "default"}.get(kind, kind)
     for name in [name for name, value in params.items() if value is None]:
         del params[name]
@@ -125,7 +138,7 @@ def rope_spec(config: Mapping[str, Any], head_dim: int, max_position: int, layer
     if kind == "yarn" and isinstance(original, int) and original > 0:
         params.setdefault("factor", max_position / original)
     dim = head_dim if kind == "proportional" else int(head_dim * partial)
-    rope = RopeSpec(theta=theta, dim=dim, kind=str(kind), params=params)
+    rope = RopeSpec(theta=theta, dim=dim, kind=kind, params=params)
     if rope.dim > head_dim:
         raise ModelFileError(f"model config: RoPE cannot rotate {rope.dim} dimensions of heads of {head_dim}")
     check_rope(rope, max_position)

@@ -118,7 +118,7 @@ def _from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _scale(config: Mapping[str, Any], head_dim: int) -> float:
     """YaRN of these models sharpens scores by `mscale_all_dim` where others scale cos and sin."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = Fields(config).mapping("rope_parameters", "rope_scaling")
     weight, factor = rope.get("mscale_all_dim"), rope.get("factor") or 1.0
     sharper = 0.1 * weight * math.log(factor) + 1.0 if weight and factor > 1 else 1.0
     return head_dim**-0.5 * sharper * sharper

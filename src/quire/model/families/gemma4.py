@@ -130,7 +130,7 @@ def _sizes(fields: DecoderConfig, layer: int, layer_type: str) -> tuple[int, int
     """KV heads and head dimension; configs say which layers have others, or what those that see everything have."""
     said = fields.raw("per_layer_config")
     if isinstance(said, Mapping):
-        own = Fields({**fields.config, **(said.get(str(layer)) or said.get(layer) or {})})
+        own = Fields({**fields.config, **Fields(said).mapping(str(layer))})
         return own.integer("num_key_value_heads"), own.integer("head_dim")
     if layer_type == "sliding_attention":
         return fields.kv_heads, fields.head_dim

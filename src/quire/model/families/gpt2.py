@@ -56,7 +56,7 @@ class Gpt2Family:
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         fields = Fields(config)
         hidden, layers = fields.integer("n_embd", most=1 << 20), fields.integer("n_layer", most=4096)
-        heads = fields.integer("n_head")
+        heads = fields.integer("n_head", most=hidden)
         head_dim = hidden // heads
         scale = head_dim**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
         by_depth = fields.flag("scale_attn_by_inverse_layer_idx")

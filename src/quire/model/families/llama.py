@@ -88,7 +88,7 @@ def _mixers(fields: DecoderConfig, kind: str, attention: Attention) -> list[Atte
 
 
 def _query_scaling(fields: DecoderConfig) -> QueryScaling | None:
-    params = fields.raw("rope_parameters") or {}
+    params = fields.mapping("rope_parameters")
     weight, period = params.get("llama_4_scaling_beta"), params.get("original_max_position_embeddings")
     return QueryScaling(float(weight), int(period)) if weight and period else None
 

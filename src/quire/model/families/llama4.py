@@ -51,9 +51,8 @@ class Llama4Family:
         experts = fields.experts("intermediate_size", router=router, shared=shared)
         dense = fields.dense(intermediate=fields.integer("intermediate_size_mlp", 16384, most=1 << 24), bias=False)
         every = fields.integer("interleave_moe_layer_step", 1)
-        sparse = fields.raw("moe_layers")
-        if sparse is None:
-            sparse = range(every - 1, fields.layers, every)
+        every_nth = range(every - 1, fields.layers, every)
+        sparse = every_nth if fields.raw("moe_layers") is None else fields.integers("moe_layers")
         norms = Norms(eps=fields.number("rms_norm_eps", 1e-5))
         mixers = _mixers(fields)
         return fields.decoder(

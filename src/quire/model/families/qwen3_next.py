@@ -145,7 +145,7 @@ def _delta(fields: DecoderConfig) -> GatedDelta:
 
 
 def _feed(fields: DecoderConfig, kind: str, layer: int) -> Dense | Experts:
-    every, dense = fields.integer("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
+    every, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
     if kind == "qwen3_5_text" or layer in dense or (layer + 1) % every or not fields.raw("num_experts"):
         return fields.dense()
     return fields.experts(

@@ -48,7 +48,7 @@ class QwenMoeFamily:
             shared=fields.integer("shared_expert_intermediate_size", most=1 << 24) if second else 0,
             shared_gate=second,
         )
-        every, dense = fields.integer("decoder_sparse_step", 1), fields.raw("mlp_only_layers") or []
+        every, dense = fields.integer("decoder_sparse_step", 1), fields.integers("mlp_only_layers")
         norms = Norms(eps=fields.number("rms_norm_eps", 1e-6))
         layers = [
             LayerSpec(attention, fields.dense() if i in dense or (i + 1) % every else experts, norms)
