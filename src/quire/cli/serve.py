@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import typer
 
 from quire.cli.model_report import fetch
 from quire.cli.options import EngineCommand, with_engine_options, with_serve_options
 from quire.types.config import EngineOptions
+from quire.types.installed import too_old
 from quire.types.seams import EngineClient
 from quire.types.serving import ServeOptions
 
+logger = logging.getLogger(__name__)
 EXAMPLES = """
 Examples:
 
@@ -37,6 +41,8 @@ def serve(*, engine: EngineOptions, serving: ServeOptions) -> None:
     from quire.types.logs import configure
 
     configure(serving.log_format, serving.log_level, request_id=lambda: current().request_id)
+    for line in too_old().values():
+        logger.warning("%s", line)
     keys = load_keys(serving.api_keys)
 
     async def open_frontend() -> Frontend:

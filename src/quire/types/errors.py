@@ -7,6 +7,7 @@
     ├── RequestNotFoundError  no such request of the asker, or not remembered any more (HTTP 404)
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
+    │   └── NotInstalledError     a package that this takes is missing or too old (HTTP 501)
     ├── UnauthorizedError     no key, or not one of ours (HTTP 401)
     ├── ForbiddenError        the key is ours but does not allow this (HTTP 403)
     ├── DeadlineError         the work was cancelled because its time was up (HTTP 408)
@@ -61,6 +62,11 @@ class ModelFileError(QuireError):
 
 class ConfigError(QuireError):
     code = "bad_config"
+
+
+class NotInstalledError(ConfigError):
+    status = 501
+    code = "not_installed"
 
 
 class UnauthorizedError(QuireError):

@@ -30,8 +30,9 @@ from quire.generation.grammar.gbnf import GbnfError, lark_of
 from quire.generation.grammar.plain_reasons import plain_reason
 from quire.generation.grammar.schema_sources import ESCAPES, JSON_STYLE, SchemaRefusal, as_is, in_plain_keywords
 from quire.generation.grammar.trial import openings, strings
-from quire.types.errors import ConfigError, InputError, OverloadedError
+from quire.types.errors import InputError, NotInstalledError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
+from quire.types.installed import too_old
 
 T = TypeVar("T")
 
@@ -55,10 +56,7 @@ class LLGuidanceBackend:
     def tokenizer(self, vocabulary: Vocabulary) -> Any:
         tokenizer = self._tokenizers.get(vocabulary)
         if tokenizer is None:
-            try:
-                tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
-            except ImportError as error:
-                raise ConfigError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
+            tokenizer = self._tokenizers[vocabulary] = make_tokenizer(vocabulary)
         return tokenizer
 
     def compile(self, spec: GrammarSpec, vocabulary: Vocabulary) -> LLGuidanceGrammar:
@@ -227,8 +225,12 @@ class _Tokens:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:
-    from llguidance import LLTokenizer, TokenizerWrapper
-
+    if reason := too_old().get("llguidance"):
+        raise NotInstalledError(f"grammars cannot be used: {reason}")
+    try:
+        from llguidance import LLTokenizer, TokenizerWrapper
+    except ImportError as error:
+        raise NotInstalledError(f"grammars need the llguidance package: pip install llguidance ({error})") from error
     tokens = _Tokens(vocabulary)
     return LLTokenizer(TokenizerWrapper(tokens), eos_token=tokens.ends)
 

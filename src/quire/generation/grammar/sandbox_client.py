@@ -23,7 +23,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from quire.types.errors import ConfigError, InputError, OverloadedError
+from quire.types.errors import ConfigError, InputError, NotInstalledError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 MAX_COMPILE_CPU_S = 0.5  # what takes longer is refused; the engine allows more for what passed
@@ -101,7 +101,7 @@ class GrammarSandbox:
         sent = SandboxVocabulary(list(vocabulary.tokens), sorted(vocabulary.special), list(vocabulary.ends))
         if (answer := _request(child, sent, START_TIMEOUT_S)) != "":
             _kill([child])
-            raise ConfigError(answer or "the process that tries grammars does not start")
+            raise NotInstalledError(answer) if answer else ConfigError("the process that tries grammars does not start")
         return child
 
 

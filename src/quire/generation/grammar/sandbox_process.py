@@ -16,7 +16,7 @@ import msgspec
 
 from quire.generation.grammar.llguidance_backend import STACK_BYTES, compile_grammar, make_tokenizer
 from quire.generation.grammar.sandbox_client import SandboxVocabulary
-from quire.types.errors import InputError
+from quire.types.errors import InputError, NotInstalledError
 from quire.types.grammar import GrammarSpec, Vocabulary
 
 MAX_ADDRESS_SPACE_BYTES = 2 << 30  # the stack included
@@ -36,8 +36,8 @@ def serve(seconds: float) -> None:
     requests = sys.stdin.buffer
     try:
         tokenizer = make_tokenizer(vocabulary_of(msgspec.json.decode(requests.readline(), type=SandboxVocabulary)))
-    except ImportError as error:
-        return reply(f"grammars need the llguidance package: pip install llguidance ({error})")
+    except NotInstalledError as error:
+        return reply(str(error))
     reply("")
     for line in requests:
         answer = ""
