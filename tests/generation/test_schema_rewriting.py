@@ -167,6 +167,17 @@ KEPT_TO = {
 }  # fmt: skip
 
 
+def test_what_is_wrong_with_a_part_is_said_without_the_grammar_around_it(judge):
+    part = json.dumps({"type": "object", "properties": {"a": {"type": "string", "pattern": "(a)\\1"}}})
+    for spec in (
+        GrammarSpec("lark", f'start: "<tool_call>" tool0\ntool0: %json {part}'),
+        GrammarSpec("regex", "(a)\\1"),
+    ):
+        with pytest.raises(InputError, match=r"backreferences are not supported$") as caught:
+            compiled(judge, spec)
+        assert not any(word in str(caught.value) for word in ("start", "tool", "json-schema:", "at "))
+
+
 @pytest.mark.parametrize(("schema", "good", "bad"), KEPT_TO.values(), ids=KEPT_TO)
 def test_ordinary_schemas_are_kept_to(judge, schema, good, bad):
     grammar = judge.compile(schema)

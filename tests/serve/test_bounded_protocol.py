@@ -223,7 +223,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, completion(["a", 1]), "prompt", "invalid_value"),
     (COMPLETIONS, completion([1.5]), "prompt[0]", "invalid_type"),
     (COMPLETIONS, completion([2**70]), "prompt[0]", "invalid_value"),
-    (COMPLETIONS, completion(["a"] * 1025), "prompt", "invalid_value"),
+    (COMPLETIONS, completion(["a"] * 2049), "prompt", "invalid_value"),
     (COMPLETIONS, completion(best_of=2, stream=True), "best_of", "invalid_value"),
     (COMPLETIONS, completion(best_of=1, n=2), "best_of", "invalid_value"),
     (COMPLETIONS, completion(suffix="x"), "suffix", "unsupported_parameter"),
@@ -310,6 +310,8 @@ def test_neutral_fields_are_accepted(http: httpx.Client) -> None:
         "safety_identifier": "s",
         "prompt_cache_key": "k",
         "prompt_cache_retention": "24h",
+        "length_penalty": 1.0,
+        "early_stopping": False,
     }
     nulls = dict.fromkeys(set(ChatRequest.__struct_fields__) - {"model", "messages", *fields})
     response = http.post(CHAT, json=chat(**fields, **nulls) | {"parallel_tool_calls": True})

@@ -143,8 +143,8 @@ def test_embed(fake: ollama.Client) -> None:
     assert fake.embeddings(model=MODEL, prompt="a").embedding == one.embeddings[0]
     with pytest.raises(ollama.ResponseError, match="context"):
         fake.embed(model=MODEL, input="b" * 600, truncate=False)
-    with pytest.raises(ollama.ResponseError, match="at most 1024"):
-        fake.embed(model=MODEL, input=["a"] * 1025)
+    with pytest.raises(ollama.ResponseError, match="at most 2048"):
+        fake.embed(model=MODEL, input=["a"] * 2049)
     with pytest.raises(ollama.ResponseError, match="empty"):
         fake.embed(model=MODEL, input=["a", ""])
     many = fake.embed(model=MODEL, input=[f"{i % 7}" for i in range(200)]).embeddings
@@ -153,7 +153,7 @@ def test_embed(fake: ollama.Client) -> None:
 
 ERRORS: list[tuple[dict[str, Any], int, str]] = [
     ({"model": "other"}, 404, "not found"),
-    ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "images"),
+    ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "only parts of text"),
     ({"options": {"temperatur": 1}}, 400, "temperatur"),
     ({"options": {"num_predict": "x"}}, 400, "num_predict"),
     ({"messages": [{"role": "user", "content": "overloaded"}]}, 503, "full"),

@@ -59,6 +59,10 @@ def test_one_model_need_not_be_named(fake: httpx.Client) -> None:
     assert answer(fake, "/v1/embeddings", input="x")["model"] == MODEL
 
 
+def test_as_many_texts_are_embedded_as_openai_takes(fake: httpx.Client) -> None:
+    assert len(answer(fake, "/v1/embeddings", input=["x"] * 2048)["data"]) == 2048
+
+
 def test_top_k_of_minus_one_is_off(fake: httpx.Client, fake_frontend: FakeFrontend) -> None:
     chat(fake, top_k=-1)
     assert fake_frontend.requests[-1].params.top_k == 0

@@ -21,6 +21,8 @@ PLAIN = [
     (re.compile(r"grammar (size|limit)|symbols? .*limit|too large", re.IGNORECASE), "it is too large"),
 ]
 LOCATED = re.compile(r"(at )?\d+\(\d+\): ")  # in the source, which is then quoted
+# What is wrong with a part, without the grammar around it, which may be our own
+EMBEDDED = re.compile(r"(?:compile JSON schema: |\(in regex\): )(.*?)(?: while processing |\s+\d+ \| |\Z)", re.DOTALL)
 ASSERTION = re.compile(r"lookarounds not supported yet; \w+")
 ANCHORS = r"^ and $ are kept to only where a pattern begins and ends, \\b nowhere:"
 NOISE = re.compile(
@@ -31,6 +33,8 @@ NOISE = re.compile(
 
 
 def plain_reason(message: str) -> str:
+    if embedded := EMBEDDED.search(message):
+        message = embedded[1]
     for pattern, words in PLAIN:
         if not LOCATED.match(message) and pattern.search(message):
             return words

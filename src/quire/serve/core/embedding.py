@@ -16,7 +16,7 @@ from quire.types.errors import InputError
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
-MAX_PROMPTS = 1024  # prompts in one body
+MAX_PROMPTS = 2048  # prompts in one body, as with OpenAI
 AT_ONCE = 64  # inputs of one request in the engine together
 
 

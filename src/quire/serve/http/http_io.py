@@ -125,7 +125,7 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         hint = f"; did you mean {near!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
     problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
-    if ".content[" in path and path.endswith("].type"):
+    if (".content[" in path and path.endswith("].type")) or path.endswith(".images"):
         problem += "; only parts of text are supported"
     code = "invalid_type" if ", got " in problem else "invalid_value"
     return InputError(f"{path or 'request body'}: {problem}", param=path or None, code=code)

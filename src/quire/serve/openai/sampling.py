@@ -60,8 +60,8 @@ def sampling_params(body: SamplingFields, **changes: Any) -> SamplingParams:
 def beam_of(body: GenerationRequest, params: SamplingParams) -> BeamParams | None:
     """The search that a body asks for, if it does."""
     if not body.use_beam_search:
-        for name in ("length_penalty", "early_stopping"):
-            if getattr(body, name) is not None:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):  # as vLLM's clients may send them
+            if getattr(body, name) not in (None, neutral):
                 raise InputError(f"{name} is of beam search; set use_beam_search to true", param=name)
         return None
     if params.grammar is not None:
