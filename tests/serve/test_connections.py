@@ -158,11 +158,19 @@ def test_what_is_no_http_never_follows_the_beginning_of_an_answer(server: Server
         assert (answer + received(peer)).count(b"HTTP/1.1") == 1
 
 
-def test_an_upgrade_is_answered_once(server: ServerUrl) -> None:
+def test_what_is_no_http_is_logged_like_all_else(server: ServerUrl, caplog: pytest.LogCaptureFixture) -> None:
+    with connect(server) as peer:
+        peer.sendall(b"hello\r\n\r\n")
+        assert b"HTTP/1.1 400" in received(peer)
+    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
+
+
+def test_an_upgrade_is_answered_once(server: ServerUrl, caplog: pytest.LogCaptureFixture) -> None:
     with connect(server) as peer:
         peer.sendall(GET[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + GET * 10)
         answer = received(peer)
     assert answer.count(b"HTTP/1.1 200") == 1 and b"connection: close" in answer
+    assert not caplog.records  # nobody is told to install what would not be used
 
 
 # ---- one protocol, turn by turn -----------------------------------------------------------------------------

@@ -9,6 +9,9 @@ from quire import __version__
 
 
 def test_ping_says_what_ready_says(fake_server: str, fake_frontend: FakeFrontend) -> None:
+    for route in ("health", "ready", "ping"):  # as balancers look
+        answer = httpx.head(f"{fake_server}/{route}")
+        assert (answer.status_code, answer.content) == (200, b"")
     for method in ("GET", "POST"):
         answer = httpx.request(method, f"{fake_server}/ping")
         assert (answer.status_code, answer.content) == (200, b"")

@@ -208,6 +208,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():  # to nothing that is spoken here: the answer is the last
             self.cycle.keep_alive = False
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: it would tell operators to install what is not used, at any stranger's wish."""
+
     def on_body(self, body: bytes) -> None:
         self._unseen = 0
         self._calls += 1

@@ -229,6 +229,7 @@ class Server(uvicorn.Server):
                 http=bounded_protocol(options.header_bytes, options.max_connections),
                 ws="none",
                 lifespan="on",
+                log_config=None,  # its lines are like all others
                 log_level="warning",
                 access_log=False,
                 server_header=False,

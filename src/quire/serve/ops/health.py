@@ -33,6 +33,7 @@ async def engine_stats(serving: Serving) -> EngineStats:
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
+    @routes.head("/health", include_in_schema=False)
     @routes.get("/health", summary="Is the server process up?")
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
@@ -43,13 +44,14 @@ def router(serving: Serving) -> APIRouter:
         if (trouble := serving.frontend.client.trouble()) is not None:
             raise EngineDeadError(trouble)
 
+    @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", summary="Would a request be served now?")
     async def ready() -> Response:
         check()
         return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
 
     # As SageMaker asks, by either method: an answer without words.
-    @routes.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    @routes.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
     async def ping() -> Response:
         check()
         return Response()
