@@ -39,6 +39,33 @@ def test_documents_are_reused_in_another_order(client, live_server):
     assert "blended_tokens" not in plain.usage.prompt_tokens_details.to_dict()
 
 
+TEXT = MARK.join(("Answer from the notes.\n", *DOCUMENTS, "\nWhere is the lantern?"))
+CHAT = [{"role": "user", "content": TEXT}]
+FAMILIES = {
+    "/v1/responses": {"input": TEXT, "max_output_tokens": 4},
+    "/v1/messages": {"messages": CHAT, "max_tokens": 4},
+    "/api/chat": {"messages": CHAT, "stream": False, "options": {"num_predict": 4}},
+    "/api/generate": {"prompt": TEXT, "raw": True, "stream": False, "options": {"num_predict": 4}},
+}
+
+
+@pytest.mark.parametrize("path", FAMILIES)
+def test_every_api_family_takes_chunks(live_server, path):
+    body = {"model": "smollm2-135m", "blend": {"separator": MARK, "recompute": 0.1}, **FAMILIES[path]}
+
+    def reused():
+        lines = httpx.get(f"{live_server}/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("quire_blended_tokens_total"))
+
+    for _ in range(2):
+        before = reused()
+        reply = httpx.post(f"{live_server}{path}", json=body, timeout=60)
+        assert reply.status_code == 200, reply.text
+    assert reused() - before > 100
+    wrong = httpx.post(f"{live_server}{path}", json={**body, "blend": {"separator": "nowhere"}}, timeout=60)
+    assert wrong.status_code == 400 and "separator" in wrong.text
+
+
 def test_completions_take_chunks_too(client):
     prompt = "|".join(("Notices.\n", *DOCUMENTS, "The lantern is"))
     for _ in range(2):

@@ -11,6 +11,7 @@ from quire.serve.anthropic.context_edits import AppliedEdit, ContextManagement
 from quire.serve.anthropic.message_blocks import CacheControl, Messages, SearchOutcome, TextBlock
 from quire.serve.anthropic.message_tools import Tools
 from quire.serve.core.fields import (
+    BlendField,
     Count,
     JsonSchema,
     Name,
@@ -98,6 +99,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
         | None
     ) = None
     output_format: Annotated[OutputSchema, extension("an older name of output_config.format")] | None = None
+    blend: BlendField | None = None
     mcp_servers: Annotated[Any, left_out([], why="this server contacts no others; give their tools as your own")] = None
     compaction: Annotated[Any, left_out()] = None
     speed: Annotated[Any, left_out("standard", why="there is one")] = None

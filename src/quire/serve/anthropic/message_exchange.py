@@ -168,6 +168,7 @@ class Exchange:
             constraint=CONSTRAINT,
             inline=self.tools.found,
             priority=self.priority,
+            blend=self.body.blend,
             thinking_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
         )
 

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from quire.serve.core.context import current
+from quire.types.blend import BlendParams
 from quire.types.errors import InputError
 from quire.types.request import MAX_HOLD
 
@@ -70,6 +71,7 @@ Temperature = Annotated[float, Meta(ge=0, le=100)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 SessionId = Annotated[str, extension("keep this conversation's pages when the answer has ended", max_length=256)]
 SessionTtl = Annotated[float, extension("for so many seconds (300)", gt=0, le=MAX_HOLD)]
+BlendField = Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from quire.serve.core.generation import Generation, Serving, kept_tail, naming, off_loop, preparing, search
 from quire.serve.core.request_warnings import warn
-from quire.text import TextModel, Tool, ToolFormat, chat_prompt
+from quire.text import TextModel, Tool, ToolFormat, chat_prompt, encode_chunks
 from quire.text.answer_reader import ChainedReader, Reader
 from quire.text.segments import CallBegun, Said, Segment, Thought
 from quire.text.text_inputs import TextCallReader
@@ -225,7 +225,10 @@ async def render(serving: Serving, turn: Turn) -> tuple[list[int], Blend | None]
     def work() -> tuple[list[int], Blend | None]:
         text = serving.frontend.text
         if turn.raw:
-            return text.tokenizer.encode(turn.messages[-1]["content"]), None
+            prompt = turn.messages[-1]["content"]
+            if turn.blend is None:
+                return text.tokenizer.encode(prompt), None
+            return encode_chunks(text.tokenizer, prompt, turn.blend, add_special=True)
         how = {"tools": tools, "add_generation_prompt": turn.begin, "prefix": turn.prefix, **_switched(turn.variables)}
         return chat_prompt(text, turn.messages, turn.blend, **how)
 

@@ -206,6 +206,7 @@ def chat_turn(body: OllamaChatRequest) -> Turn:
         tools=[tool.tool() for tool in body.tools or ()],
         variables=variables_of(body),
         constraint="format",
+        blend=body.blend,
     )
 
 
@@ -217,6 +218,7 @@ def generate_turn(body: OllamaGenerateRequest) -> Turn:
         params=params_of(body),
         variables=variables_of(body),
         constraint="format",
+        blend=body.blend,
         messages_param="prompt",
         raw=body.raw is True,
     )

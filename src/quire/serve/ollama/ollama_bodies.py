@@ -9,6 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from quire.serve.core.fields import (
     MAX_TOOLS,
+    BlendField,
     Int,
     JsonSchema,
     Name,
@@ -139,6 +140,7 @@ class OllamaAnswerRequest(OllamaRequest, kw_only=True, forbid_unknown_fields=Tru
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     session_id: SessionId | None = None
     session_ttl: SessionTtl | None = None
+    blend: BlendField | None = None
 
 
 class OllamaChatRequest(OllamaAnswerRequest, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from quire.serve.core.fields import (
     MAX_TOOLS,
+    BlendField,
     Count,
     Int,
     JsonSchema,
@@ -38,7 +39,6 @@ from quire.serve.openai.chat_parts import (
     ResponseFormat,
     TextPart,
 )
-from quire.types.blend import BlendParams
 from quire.types.messages import EngineInfo
 from quire.types.sampling_params import MAX_LOGPROBS, MAX_N
 
@@ -152,7 +152,7 @@ class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     prompt_logprobs: Annotated[int, extension("logprobs of the prompt's tokens", ge=0, le=MAX_LOGPROBS)] | None = None
     return_tokens_as_token_ids: Annotated[bool, extension("logprobs name tokens as token_id:N")] | None = None
     return_token_ids: Annotated[bool, extension("token ids of prompt and answer beside the text")] | None = None
-    blend: Annotated[BlendParams, extension("chunks (documents) whose KV may be reused at another place")] | None = None
+    blend: BlendField | None = None
 
 
 class Prediction(msgspec.Struct, forbid_unknown_fields=True):

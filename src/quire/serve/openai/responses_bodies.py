@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from quire.serve.core.fields import MAX_TOOLS, Count, JsonSchema, Metadata, Name, ToolName, noted, refused, unused
+from quire.serve.core.fields import (
+    MAX_TOOLS,
+    BlendField,
+    Count,
+    JsonSchema,
+    Metadata,
+    Name,
+    ToolName,
+    noted,
+    refused,
+    unused,
+)
 from quire.serve.core.turns import plain_call
 from quire.serve.openai.chat_parts import JsonObjectFormat, TextFormat
 from quire.serve.openai.custom_tools import custom_tool
@@ -228,6 +239,7 @@ class ResponseRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     service_tier: Tier | None = None
+    blend: BlendField | None = None
 
     metadata: Annotated[Metadata, noted("returned as given")] | None = None
     user: Annotated[str, unused()] | None = None

@@ -146,6 +146,7 @@ class Run:
             variables=variables,
             priority=TIERS[self.response.service_tier] if body.priority is None else body.priority,
             salt=body.cache_salt or "",
+            blend=body.blend,
             deadline_ms=body.deadline_ms,
             keep_tokens=body.truncate_prompt_tokens,
             drop_oldest=body.truncation == "auto",
