@@ -129,3 +129,15 @@ def test_a_small_step_says_little_about_large_ones():
     assert prefill_limiter.budget(decoding=True).work == pytest.approx(8700, rel=0.05)
     learn(prefill_limiter, 0.0, 15e-3 / 100, [100], now)
     assert prefill_limiter.budget(decoding=True).work > 7000
+
+
+def test_steps_that_prompts_fill_up_to_the_target_are_not_late():
+    """Else nobody would be admitted for as long as a long prompt takes, however much time each step has for others."""
+    prefill_limiter = PrefillLimiter(0.3, 8192)
+    prefill_limiter.budget(decoding=True, target=0.05)
+    now = learn(prefill_limiter, 0.01, 1e-5, [0] * 40 + [4100] * 40)
+    assert prefill_limiter.pace > 0.05 and not prefill_limiter.behind
+    now = learn(prefill_limiter, 0.01, 1e-5, [6000] * 40, now)
+    assert prefill_limiter.behind and 0 < prefill_limiter.recovery < 1, "much longer than they may be"
+    learn(prefill_limiter, 0.06, 1e-5, [0] * 40, now)
+    assert prefill_limiter.behind and prefill_limiter.room(10) < 0, "without prompts too"

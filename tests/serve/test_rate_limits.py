@@ -52,20 +52,6 @@ def drained_at(rate: int, clock: Clock, **limits: Any) -> RequestAdmission:
     return door
 
 
-def test_predicted_waits_are_compared_with_what_came_true() -> None:
-    clock = Clock()
-    door = drained_at(100, clock)
-    before = sum(door.wait_ratios.counts)
-    first, second = queue(door, 100), queue(door, 100)
-    assert first.predicted == 0 and second.predicted == pytest.approx(1.0), "one request is queued before it"
-    clock.now += 1.5
-    door.start(first)
-    clock.now += 1.5
-    door.start(second)
-    assert sum(door.wait_ratios.counts) == before + 1
-    assert dict(door.wait_ratios.cumulative())["4.0"] - dict(door.wait_ratios.cumulative())["2.0"] == 1
-
-
 def test_a_burst_of_as_many_as_run_at_once_is_let_in() -> None:
     frontend: Any = FakeFrontend()
     frontend.client.info = msgspec.structs.replace(frontend.client.info, slots=1024)

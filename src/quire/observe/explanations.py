@@ -67,6 +67,7 @@ class Branch(msgspec.Struct, kw_only=True):
     forced_tokens: int  # of them, forced by a grammar: steps saved
     drafted_tokens: int  # by speculation
     accepted_tokens: int  # ... of them, right: steps saved
+    predicted_wait_s: float | None  # to the first token, from when it was queued; null: nothing was known
     queue_s: float  # being admitted, waiting for a slot and pages
     pending_s: float  # of queue_s, waiting for pages another request was computing or loading
     prefill_s: float
@@ -134,6 +135,7 @@ def _branch(timeline: Timeline, now: float) -> Branch:
         forced_tokens=timeline.forced,
         drafted_tokens=timeline.drafted,
         accepted_tokens=timeline.accepted,
+        predicted_wait_s=timeline.predicted_wait or None,
         queue_s=lasted["queue"],
         pending_s=timeline.pending,
         prefill_s=lasted.get("prefill", 0.0) - stalled["prefill"],

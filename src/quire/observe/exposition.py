@@ -158,6 +158,8 @@ class _Exposition(Collector):
             sent = "Bytes that a parallel rank sent to the others."
             yield from self._counter("exchanged_bytes", sent, stats.exchanged_bytes, shared=False)
         yield from self._tiers(stats)
+        ratio = "Waits for a first token, over those predicted when the request was queued."
+        yield from self._histogram("admission_wait_ratio", ratio, stats.wait_ratios, theirs="")
         yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
         yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)
         yield from self._histogram("request_decode_time_seconds", "First token to last.", stats.decode_time)
@@ -205,8 +207,10 @@ class _Exposition(Collector):
             yield from self._gauge("energy_joules_per_token", help, sum(joules.values()) / tokens, shared=False)
 
     def _histogram(self, ours: str, help: str, histogram: Histogram, theirs: str | None = None) -> Iterator[Metric]:
+        """`theirs`: what vLLM calls it, if that is another name; empty: it has no such thing."""
         buckets = histogram.cumulative()
-        for name in (f"quire_{ours}", f"vllm:{theirs or ours}"):
+        names = [f"quire_{ours}"] if theirs == "" else [f"quire_{ours}", f"vllm:{theirs or ours}"]
+        for name in names:
             family = HistogramMetricFamily(name, help, labels=LABELS)
             family.add_metric(self.labels, buckets, histogram.total)
             yield family

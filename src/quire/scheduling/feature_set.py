@@ -16,8 +16,10 @@ from quire.scheduling.features.service_levels import ServiceLevels
 from quire.scheduling.features.sessions import Sessions
 from quire.scheduling.features.tier_prefetch import TierPrefetch
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.features.wait_prediction import WaitPrediction
 from quire.scheduling.length_predictor import LengthPredictor
 from quire.scheduling.preemption import PreemptionGuard
+from quire.scheduling.prefill_budget import PrefillLimiter
 from quire.scheduling.sequence_table import SequenceTable
 from quire.types.clock import Clock
 from quire.types.plan import Capacity
@@ -36,6 +38,8 @@ class FeatureSet:
         preempt: str,
         slo: tuple[float | None, float | None] = (None, None),
         predictor: LengthPredictor | None = None,
+        limiter: PrefillLimiter,
+        late_last: bool = False,
     ):
         directory = Directory(
             capacity.tiers,
@@ -48,6 +52,16 @@ class FeatureSet:
         )
         self.timeline = TimelineRecorder(memory, clock)
         self.service_levels = ServiceLevels(self.timeline, *slo)
+        self.waits = WaitPrediction(
+            table,
+            memory,
+            limiter,
+            self.timeline,
+            clock,
+            lengths=predictor is not None,
+            late_last=late_last,
+            slo_ttft=slo[0],
+        )
         self.preemption = PreemptionGuard(memory, self.timeline)
         self.tiers = TierPrefetch(
             memory, directory, self.timeline, table.waiting, lambda: self.preemption.spare, preempt
@@ -60,6 +74,6 @@ class FeatureSet:
 
     def __iter__(self) -> Iterator[SchedulingFeature]:
         optional = [feature for feature in (self.drafting, self.lengths) if feature is not None]
-        listening = [self.timeline, self.service_levels, self.preemption, *optional]
+        listening = [self.timeline, self.service_levels, self.waits, self.preemption, *optional]
         shared = [*listening, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
         return iter(shared)

@@ -7,19 +7,24 @@ and more the further back it attends. Refuses to know: sequences, pages.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import inf, log
 
 from quire.types.plan import StepPlan
 
 WORK_DOUBLING_CONTEXT = 16384  # tokens of context that double a token's work
 MIN_PREFILL_TOKENS = 64  # prompt tokens of a step, however slow: prompts must get on too
 EMA_WEIGHT = 0.2  # weight of the latest step
+LATE = 1.15  # times the target, from which on steps are late however little of them is prompts
 PACE_WEIGHT = 0.1  # the same, in how long steps take that draw tokens
 
 
 def _work(start: int, count: int) -> float:
     """Of so many tokens from position `start` on."""
     return count * (1 + start / WORK_DOUBLING_CONTEXT)
+
+
+def _plan_work(plan: StepPlan) -> float:
+    return sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,53 @@ class PrefillLimiter:
 
     @property
     def behind(self) -> bool:
-        """Whether steps take longer than the target that a policy set: one more sequence would make all of them
-        slower."""
-        return self._asked and self._pace > self._target
+        """Whether steps take longer than the target that a policy set, and would without prompts too or do so by much:
+        one more sequence would make all of them slower. Steps that prompts fill up to the target are not late."""
+        return self._asked and (self._base > self._target or self._pace > LATE * self._target)
 
     def seconds(self, start: int, count: int) -> float:
         """About how long so many prompt tokens take from `start` on, as the latest steps say; 0: nothing is known."""
         return _work(start, count) * self._seconds / self._work if self._work else 0.0
+
+    def step_seconds(self, plan: StepPlan) -> float:
+        """About how long a step takes."""
+        return self._base + _plan_work(plan) * self._seconds / self._work if self._work else self._base
+
+    def prompt_seconds(self, start: int, count: int, *, decoding: bool) -> float:
+        """About how long so many prompt tokens take from `start` on, among others: their part of steps that draw
+        tokens included."""
+        return self.seconds(start, count) + self._base * _work(start, count) / self._most_work(decoding)
+
+    def _most_work(self, decoding: bool) -> float:
+        """Of prompts, in a step of now."""
+        if not (decoding and self._target and self._work):
+            return float(self._most)
+        return min(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
+
+    def longest_step(self, *, decoding: bool) -> float:
+        """About how long a step takes that is full of prompts."""
+        return self._base + self._most_work(decoding) * self._seconds / self._work if self._work else self._base
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step without prompts; 0: nothing is known."""
+        return self._base
+
+    @property
+    def pace(self) -> float:
+        """Seconds of the latest steps that drew tokens."""
+        return self._pace
+
+    def room(self, running: int) -> float:
+        """How many sequences more would keep to the target that a policy set; below 0: so many are too many."""
+        return running * (self._target / self._base - 1) if self._asked and self._base else inf
+
+    @property
+    def recovery(self) -> float:
+        """Seconds until steps without prompts have brought the pace back to the target."""
+        if not self.behind or self._base >= self._target:
+            return 0.0
+        return self._base * log((self._pace - self._base) / (self._target - self._base)) / -log(1 - PACE_WEIGHT)
 
     @property
     def _fitting(self) -> float:
@@ -92,7 +137,7 @@ class PrefillLimiter:
             return
         if any(row.count == 1 for row in plan.rows):
             self._pace += PACE_WEIGHT * (took - self._pace)
-        work = sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
+        work = _plan_work(plan)
         if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so
             self._base += EMA_WEIGHT * (took - self._base)
             if (

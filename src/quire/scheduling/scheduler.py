@@ -77,6 +77,7 @@ class Scheduler:
             clock=self.clock,
         )
         self.sequences = SequenceTable(capacity.slots, memory=self.memory, policy=self.policy, clock=self.clock)
+        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
         self.features = FeatureSet(
             self.sequences,
             self.memory,
@@ -87,9 +88,10 @@ class Scheduler:
             preempt=options.preempt,
             slo=(options.slo_ttft, options.slo_tpot),
             predictor=(predictor or PREDICTORS[options.length_predictor]()) if self.policy.uses_lengths else None,
+            limiter=self._prefill_limiter,
+            late_last=self.policy.late_last,
         )
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
-        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
         self._admission = Admission(
             self.sequences,
             policy=self.policy,
@@ -124,7 +126,10 @@ class Scheduler:
         if request.priority and not self.policy.uses_priority:
             raise InputError("priority needs an engine with scheduler priority", param="priority")
         limit = check_request(request, self.memory, self.capacity, self.features.eviction.budget(request))
-        self.sequences.enter(request, limit)
+        wait = self.features.waits.queued(self.sequences.enter(request, limit), self._in_flight)
+        if 0 < request.longest_wait < wait and not request.outputs:
+            self.sequences.end(request.id, FinishReason.ERROR)
+            raise OverloadedError(f"others go first for about {wait:.1f} s, longer than it may wait; retry later")
         if request.deadline:
             self._deadlines.add(request, (group.request for group in requests.values()), len(requests))
         self.stats.prompt_tokens += len(request.prompt)

@@ -94,8 +94,8 @@ class SequenceTable:
 
     # ---- in -------------------------------------------------------------------------------------------------
 
-    def enter(self, request: Request, limit: int) -> None:
-        """Let a request wait, to become at most `limit` tokens long."""
+    def enter(self, request: Request, limit: int) -> Sequence:
+        """Let a request wait, to become at most `limit` tokens long; returns its first branch."""
         numbers = request.branches[:1] if request.beam else request.branches
         branches = [self._sequence(request, branch, limit) for branch in numbers]
         self.requests[request.id] = (
@@ -108,6 +108,7 @@ class SequenceTable:
             if len(branches) > 1:
                 self.children[branches[0]] = branches[1:]
             self.waiting.add(branches[0])
+        return branches[0]
 
     def enter_apart(self, request: Request) -> Sequence:
         """Let a prompt wait of which only the pages are wanted, before others of its age: no caller hears of it."""

@@ -60,3 +60,8 @@ class WaitingQueue:
             if self._entries.get(entry[2]) is entry:
                 self._head.append(entry)
         return [seq for _, _, seq in self._head[:most]]
+
+    def before(self, seq: Sequence) -> int:
+        """How many are ahead of one that waits, or of its place among those kept in order."""
+        entry = self._entries[seq]
+        return bisect_left(self._head, entry) if self._head and entry <= self._head[-1] else len(self._entries) - 1

@@ -67,12 +67,19 @@ def summarise(result: Result, requests: int, targets: Targets) -> dict[str, Any]
         "itl_s": result.gaps.spread(),
         "ttlt_s": spread(rows["ttlt"]),
         "hit_rate": result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0,
+        "wait_error": _wait_error(rows),
         "max_wait_s": float(rows["wait"].max()) if done else None,
         "preemptions": result.preemptions,
         "steps": result.steps,
         "busy_s": result.busy,
         "tenants": _tenants(result, rows, good),
     }
+
+
+def _wait_error(rows: dict[str, Column]) -> dict[str, float | None]:
+    """By which factor predicted waits for a first token were off, up or down."""
+    made = (rows["predicted"] > 0) & (rows["waited"] > 0)
+    return spread(np.exp(np.abs(np.log(rows["waited"][made] / rows["predicted"][made]))))
 
 
 def _tenants(result: Result, rows: dict[str, Column], good: npt.NDArray[np.bool_]) -> dict[str, Any]:
@@ -125,6 +132,7 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("time to last token s", times("ttlt_s")),
         ("prefix hit rate", f"{summary['hit_rate']:.1%}"),
         ("longest wait", "-" if wait is None else f"{wait:.2f} s"),
+        ("predicted waits off by", times("wait_error").replace("  ", " x  ") + " x"),
         ("preemptions", f"{summary['preemptions']:.0f}"),
         *(
             (

@@ -22,7 +22,8 @@ from quire.types.plan import StepResult
 from quire.types.request import FinishReason, Status
 
 GAP_RESOLUTION = 400  # buckets of gaps by a factor of e: percentiles are right to a quarter of a percent
-COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background")
+COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background",
+           "waited", "predicted")  # fmt: skip
 
 
 class Gaps(msgspec.Struct):
@@ -108,7 +109,7 @@ class Recorder(SchedulingFeature):
     def __init__(self, clock: Clock, lengths: dict[str, int]):
         self._clock = clock
         self._lengths = lengths
-        self._arrivals: dict[str, Arrival] = {}
+        self._arrivals: dict[str, tuple[Arrival, float]] = {}  # and when the engine was told of it
         self._rows: dict[str, array[float]] = {name: array("d") for name in COLUMNS}
         self._tenants: dict[str, int] = {}
         self._gaps = Gaps()
@@ -120,7 +121,7 @@ class Recorder(SchedulingFeature):
         self.ended: Callable[[], None] = lambda: None  # called when a request has ended, however
 
     def expect(self, request: str, one: Arrival) -> None:
-        self._arrivals[request] = one
+        self._arrivals[request] = one, self._clock.now
 
     def refused(self, one: Arrival, why: str) -> None:
         self._refused[why] += 1
@@ -146,7 +147,7 @@ class Recorder(SchedulingFeature):
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._drew.pop(seq, None)
         self._lengths.pop(seq.request.id, None)
-        one, log_ = self._arrivals.pop(seq.request.id), seq.log
+        (one, queued), log_ = self._arrivals.pop(seq.request.id), seq.log
         self._end = max(self._end, self._clock.now)
         self._served[one.tenant] += seq.attained
         self.ended()
@@ -156,7 +157,8 @@ class Recorder(SchedulingFeature):
         tenant = self._tenants.setdefault(one.tenant, len(self._tenants))
         start = log_.arrival
         values = (one.at, log_.first_token - start, self._clock.now - start, log_.admitted - start, seq.outputs,
-                  one.prompt, one.ttft, one.tpot, tenant, one.background)  # fmt: skip
+                  one.prompt, one.ttft, one.tpot, tenant, one.background, log_.first_token - queued,
+                  log_.predicted_wait)  # fmt: skip
         for column, value in zip(self._rows.values(), values, strict=True):
             column.append(value)
 

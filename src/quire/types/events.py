@@ -35,6 +35,9 @@ class TokenEvent(msgspec.Struct, array_like=True, gc=False):
 WASTE = ("recompute", "draft", "cancelled", "late", "overrun", "failed", "padding")
 
 
+WAIT_RATIOS = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
+
+
 def _latency() -> Histogram:
     return Histogram(LATENCY)
 
@@ -108,6 +111,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     tier_waits: float = 0.0  # seconds in which nothing could be computed because pages were being loaded
     tier_saved: float = 0.0  # estimated seconds of computing that pages from tiers saved, loading them subtracted
     swaps: int = 0  # preemptions whose pages were kept in a tier rather than computed again
+    wait_ratios: Histogram = msgspec.field(default_factory=lambda: Histogram(WAIT_RATIOS))  # real over predicted ones
     queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission
     prefill_time: Histogram = msgspec.field(default_factory=_latency)  # admission to first token
     decode_time: Histogram = msgspec.field(default_factory=_latency)  # first token to last

@@ -40,6 +40,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     keep: int = 0  # of its branches, the caller wants only the likeliest so many; 0: all
     outputs: list[int] = []  # tokens that another engine has drawn already: this one goes on behind them
     branch: int = 0  # number of its first branch: noise depends on it, wherever that branch goes on
+    longest_wait: float = 0.0  # refuse it if its first token is predicted to take longer, in seconds; 0: any time
     deadline: float = 0.0  # on the clock of `arrival`: work not done by then is cancelled; 0: no deadline
     beam: BeamParams | None = None  # answers are found by beam search; `params` only says how many
     session: str = ""  # whose pages stay for a while after its end

@@ -47,6 +47,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     finish: str = ""
     outputs: int = 0
     expected: tuple[float, float] = (0.0, 0.0)  # output tokens that were likely, and that nine of ten stay below
+    predicted_wait: float = 0.0  # seconds to the first token, as of when it was queued; 0: nothing was known
     forced: int = 0  # of outputs, forced by a grammar: they took no step
     drafted: int = 0  # draft tokens
     accepted: int = 0  # ... of them, right

@@ -30,6 +30,7 @@ DOUBT = 0.1  # weight of how much longer than likely an answer may become
 
 class Auto(Fair):
     starves = True
+    late_last = True
     uses_lengths = True
 
     def __init__(self, options: SchedulerOptions):

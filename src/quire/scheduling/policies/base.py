@@ -16,6 +16,7 @@ class Policy(ABC):
     observes: Collection[EventKind] = ()  # the kinds that `observe` wants to be told of
     uses_priority = False  # whether a request's priority has a meaning; where it has none, setting it is an error
     uses_lengths = False  # whether it looks at how long answers are expected to become
+    late_last = False  # whether one that can no longer have its first token in time goes behind all others
     contiguous = False  # whether KV memory is reserved whole and in one piece: the allocator's affair
     starves = True  # whether its order alone could keep a request waiting for ever, so that `max_wait` must see to it
 

@@ -12,6 +12,7 @@ from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 
 
 class SLO(Policy):
+    late_last = True
     observes = tuple(kind for kind in EventKind if kind is not EventKind.DREW)
 
     def __init__(self, options: SchedulerOptions):

@@ -34,6 +34,7 @@ from quire.types.errors import (
     EngineDeadError,
     InputError,
     ModelNotFoundError,
+    OverloadedError,
     QuireError,
 )
 from quire.types.messages import EngineInfo
@@ -212,10 +213,13 @@ class Generation:
             request.session, request.hold = context.session, context.hold
             request.lora = context.lora
             request.deadline = time.time() + left if allowed else 0.0
+            request.longest_wait = min(left, self.serving.options.max_queue_wait)
             request.weight = context.key.weight
             request.slo_ttft = context.slo[0] or request.slo_ttft or context.key.slo_ttft
             request.slo_tpot = context.slo[1] or request.slo_tpot or context.key.slo_tpot
             request.background = context.permit is not None and context.permit.background
+            if request.background:
+                request.longest_wait = 0.0
         if context.permit is not None:
             info = self.serving.frontend.client.info
             if context.permit.background and info.priorities:
@@ -250,6 +254,8 @@ class Generation:
                             if delta.finish_reason is not None:
                                 _raise_failure(delta)
                         yield deltas if len(deltas) == 1 else coalesced(deltas)
+            except OverloadedError as refusal:  # the engine knows its place in the queue, and what it would wait there
+                raise self.serving.admission.refused_later(refusal) from None
             finally:
                 if permit is not None:
                     permit.used += len(request.prompt) + meter.tokens

@@ -7,10 +7,12 @@ the key's budget cover them, could its deadline be met?
     enter ──► waiting ──charge──► queued tokens ──first token──► running ──► leave
 
 The price of a request is what it may at most need: its prompt and all tokens it may draw. What it did not use goes
-back to its key's budget. The queue drains at the rate at which priced tokens leave it, measured only while something
-is queued; waits and `Retry-After` are computed from that. While the engine has free slots, the queue drains as fast as
-prompts are computed; once all are taken, as fast as requests finish, so the two are measured apart. And since batches
-tend to finish in waves, how much longer than expected waits behind a full house turn out is learned.
+back to its key's budget. What a request would wait in its place in the queue, the engine knows, and refuses what may
+not wait so long; before that, those who could not be served at all are turned away here. The queue drains at the rate
+at which priced tokens leave it, measured only while something is queued; waits and `Retry-After` are computed from
+that. While the engine has free slots, the queue drains as fast as prompts are computed; once all are taken, as fast
+as requests finish, so the two are measured apart. And since batches tend to finish in waves, how much longer than
+expected waits behind a full house turn out is learned.
 Refuses to know: HTTP, engines.
 """
 
@@ -25,13 +27,11 @@ from dataclasses import dataclass, field
 
 from quire.serve.core.api_keys import Key
 from quire.types.errors import OverloadedError, RateLimitError
-from quire.types.histogram import Histogram
 
 DRAIN_HALF_LIFE_S = 10.0  # after which a measurement counts a half
 CAUTION_HALF_LIFE_S = 30.0  # the same, for what was learned of waits behind a full house
 MAX_CAUTION = 64.0
 MIN_MEASURED_SHARE = 1 / 30  # of a wait: measured for less time, a rate refuses no request
-WAIT_RATIOS = (0.1, 0.25, 0.5, 0.8, 1.0, 1.25, 2.0, 4.0, 10.0)
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
 
@@ -46,7 +46,6 @@ class Permit:
     sequences: int = 0
     charged: float = 0.0  # when
     expected: float = 0.0  # the wait it was let in with, if it found every slot taken
-    predicted: float = 0.0  # the same with caution, wherever something was queued: what refusals go by
     started: bool = False
     released: bool = False
     background: bool = False  # others do not wait for it, nor it for them: whoever starts it sees to that
@@ -119,7 +118,6 @@ class RequestAdmission:
     refused: Counter[str] = field(default_factory=Counter)  # by reason
     drains: tuple[DrainMeter, DrainMeter] = field(default_factory=lambda: (DrainMeter(), DrainMeter()))
     caution: Caution = field(default_factory=Caution)
-    wait_ratios: Histogram = field(default_factory=lambda: Histogram(WAIT_RATIOS))  # real waits over predicted ones
     _by_key: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, Bucket] = field(default_factory=dict)
     _since: float = 0.0  # when the queue was last looked at
@@ -167,7 +165,6 @@ class RequestAdmission:
         self._price += 0.1 * (tokens - self._price) if self._price else tokens
         permit.charged = self._measure(0)
         permit.expected = self._turn() if self.full else 0.0
-        permit.predicted = self.wait()
         permit.price += tokens
         permit.sequences += sequences
         self.sequences += sequences
@@ -179,8 +176,6 @@ class RequestAdmission:
         if not permit.started and not permit.released:
             permit.started = True
             now = self._measure(permit.price)
-            if permit.predicted:
-                self.wait_ratios.observe((now - permit.charged) / permit.predicted)
             if permit.expected:
                 self.caution.learn((now - permit.charged) / permit.expected, now)
             self.waiting -= 1
@@ -248,6 +243,12 @@ class RequestAdmission:
         if expected > longest and self.drain.seconds > longest * MIN_MEASURED_SHARE:
             message = f"a first token would take about {expected:.1f} s, {why}; retry later"
             raise self._refusal(reason, message, expected - longest / 2)
+
+    def refused_later(self, refusal: OverloadedError) -> OverloadedError:
+        """The engine refused what was let in here."""
+        self.refused["engine"] += 1
+        refusal.retry_after = max(refusal.retry_after, self.wait())
+        return refusal
 
     def _spend(self, key: Key, tokens: int) -> None:
         limit = self.key_tokens_per_minute if key.tokens_per_minute is None else key.tokens_per_minute

@@ -38,9 +38,6 @@ class _Gauges(Collector):
         for reason, count in admission.refused.items():
             refused.add_metric((reason,), count)
         yield refused
-        ratios = HistogramMetricFamily("quire_admission_wait_ratio", "Waits for a first token, over those predicted.")
-        ratios.add_metric((), admission.wait_ratios.cumulative(), admission.wait_ratios.total)
-        yield ratios
         restarts = getattr(self.serving.frontend.client, "restarts", 0)
         yield CounterMetricFamily("quire_engine_restarts", "Times the engine was replaced.", restarts)
         yield from self._of_replicas()

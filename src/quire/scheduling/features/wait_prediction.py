@@ -1,0 +1,192 @@
+"""How long a request will wait for its first token, predicted when it is queued and checked against what came true.
+
+List scheduling in thought, over the cost model that steps are budgeted by: those that run end after as many steps as
+their answers are expected to take, those ahead in the policy's order take their slots and pages, and prompts are
+computed one behind the other:
+
+    slot and pages come free ──► prompts ahead ──► its own prompt ──► first token
+
+What this leaves out (who comes later and goes first, who is displaced) is learned as a factor: the median of real waits
+over those thought of, for each of a few situations. Refuses to know: who refuses whom for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp, log
+
+from quire.memory.manager import KVManager
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.timeline_recorder import TimelineRecorder
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.prefill_budget import PrefillLimiter
+from quire.scheduling.sequence import Sequence
+from quire.scheduling.sequence_table import SequenceTable
+from quire.types.clock import Clock
+from quire.types.request import FinishReason
+
+MAX_SCANNED = 64  # sequences ahead that are gone through one by one; those behind them count as their mean
+MAX_FACTOR = 64.0
+LEARNING_RATE = 0.05  # of a factor's logarithm, for each wait
+OUTPUT_WEIGHT = 0.05  # of the latest answer in the mean length, where no lengths are predicted
+RESIDUAL_SHARE = 0.25  # of the expected length, that is still to come of an answer that is longer than expected
+
+Situation = tuple[object, ...]
+
+
+@dataclass
+class Factor:
+    """The median of real over predicted, learned one by one."""
+
+    logarithm: float = 0.0
+    seen: int = 0
+
+    def learn(self, ratio: float) -> None:
+        self.seen += 1
+        rate = max(LEARNING_RATE, 1 / self.seen)
+        self.logarithm += rate if log(ratio) > self.logarithm else -rate
+        self.logarithm = max(-log(MAX_FACTOR), min(log(MAX_FACTOR), self.logarithm))
+
+
+@dataclass(frozen=True)
+class Running:
+    """Those that run, as of one step: when each ends and the pages it then gives back, the earliest first."""
+
+    ends: list[tuple[float, int]]
+    prompts: list[Sequence]  # ... of them, in the midst of their prompts
+
+    @property
+    def decoding(self) -> bool:
+        return len(self.ends) > len(self.prompts)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    made: float  # when
+    seconds: float  # without the factor
+    situation: Situation
+
+
+@dataclass
+class Device:
+    """Slots, pages and the time of the device, in thought."""
+
+    slots: float
+    pages: int
+    ends: list[tuple[float, int]]
+    busy: float  # until when prompts ahead are computed
+    waited: bool = field(default=False)
+
+    def start(self, pages: int, prefill: float, decode: float) -> None:
+        """One more takes a slot and pages as soon as there are any."""
+        while self.ends and (self.slots < 1 or self.pages < pages):
+            end, freed = heapq.heappop(self.ends)
+            self.busy, self.waited = max(self.busy, end), True
+            self.slots += 1
+            self.pages += freed
+        self.slots -= 1
+        self.pages -= pages
+        self.busy += prefill
+        heapq.heappush(self.ends, (self.busy + decode, pages))
+
+
+class WaitPrediction(SchedulingFeature):
+    def __init__(
+        self,
+        table: SequenceTable,
+        memory: KVManager,
+        limiter: PrefillLimiter,
+        timeline: TimelineRecorder,
+        clock: Clock,
+        *,
+        lengths: bool,
+        late_last: bool,
+        slo_ttft: float | None,
+    ):
+        """`lengths`: those of answers are predicted; `late_last`: whoever is too late goes last; `slo_ttft`: of
+        requests without a target of their own."""
+        self._table = table
+        self._memory = memory
+        self._limiter = limiter
+        self._timeline = timeline
+        self._clock = clock
+        self._lengths = lengths
+        self._late_last = late_last
+        self._slo_ttft = slo_ttft or 0.0
+        self._ended = 0  # answers
+        self._mean_outputs = 256.0  # of them; at first a guess
+        self._factors: dict[Situation, Factor] = {}
+        self._predictions: dict[Sequence, Prediction] = {}  # of those without a first token
+        self._running: tuple[int, Running] | None = None  # as of so many steps
+
+    def queued(self, seq: Sequence, in_flight: Iterable[PlanBuilder]) -> float:
+        """Predict the wait of a sequence that has just been queued; returns what of it is due to others, 0 if there are
+        none or nothing is known yet: however slow the device seems, one that is idle takes whatever comes."""
+        if not seq.draws or not self._limiter.step:
+            return 0.0
+        busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
+        seconds, waited = self._thought(seq, busy, last=False)
+        target = seq.request.slo_ttft or self._slo_ttft
+        late = self._late_last and bool(target) and seconds > target
+        if late:
+            seconds, waited = self._thought(seq, busy, last=True)
+        situation = (seq.rank[0], waited, late)
+        self._predictions[seq] = Prediction(self._clock.now, seconds, situation)
+        factor = self._factors.get(situation)
+        predicted = seconds * (exp(factor.logarithm) if factor else 1.0)
+        seq.log.predicted_wait = predicted
+        alone = not (self._table.running or len(self._table.waiting) > 1)
+        return 0.0 if alone else max(0.0, predicted - self._prefill(seq))
+
+    def _thought(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
+        """Seconds, and whether a slot or pages had to come free; `last`: all that wait go before it."""
+        limiter, pages_for, waiting = self._limiter, self._memory.layout.pages_for, self._table.waiting
+        running = self._as_of_now()
+        some = [one for one in waiting.first(MAX_SCANNED) if one is not seq]
+        ahead = some if last else [one for one in some if one.rank < seq.rank]
+        beyond = max(0, (len(waiting) - 1 if last else waiting.before(seq)) - len(ahead))
+        busy += sum(self._prefill(one) for one in running.prompts if last or one.rank < seq.rank)
+        free = min(len(self._table.slots), limiter.room(len(self._table.running)))
+        device = Device(free, self._memory.pool.available, list(running.ends), busy)
+        for one in ahead:
+            device.start(pages_for(one.known), self._prefill(one), self._decode(one))
+        if beyond and ahead:
+            device.busy *= 1 + beyond / len(ahead)
+        device.start(pages_for(seq.known), max(self._prefill(seq), limiter.step), 0.0)
+        behind = sum(self._prefill(one) for one in (*running.prompts, *some) if one.rank > seq.rank)
+        longest = limiter.longest_step(decoding=running.decoding)  # others fill the step that its own prompt ends in
+        return device.busy + min(behind, longest - device.busy % longest), device.waited
+
+    def _as_of_now(self) -> Running:
+        steps = self._timeline.stats.steps
+        if self._running is None or self._running[0] != steps:
+            ends = [(self._decode(one), sum(len(pages) for pages in one.table.pages)) for one in self._table.running]
+            heapq.heapify(ends)
+            prompts = [one for one in self._table.running if one.known - one.computed > 1]
+            self._running = steps, Running(ends, prompts)
+        return self._running[1]
+
+    def _prefill(self, seq: Sequence) -> float:
+        count = max(1, seq.known - seq.computed)
+        return self._limiter.prompt_seconds(seq.computed, count, decoding=self._as_of_now().decoding)
+
+    def _decode(self, seq: Sequence) -> float:
+        """Seconds that the rest of an answer takes."""
+        likely = seq.expected.likely if self._lengths else min(self._mean_outputs, seq.limit - seq.prompt_len)
+        return max(likely - seq.outputs, RESIDUAL_SHARE * likely) * self._limiter.pace
+
+    def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
+        made = self._predictions.pop(seq, None)
+        if made is None:
+            return
+        real = max(self._clock.now - made.made, 1e-6)
+        self._timeline.stats.wait_ratios.observe(real / seq.log.predicted_wait)
+        self._factors.setdefault(made.situation, Factor()).learn(real / made.seconds)
+
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        self._predictions.pop(seq, None)
+        if not self._lengths and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._ended += 1
+            self._mean_outputs += max(OUTPUT_WEIGHT, 1 / self._ended) * (seq.outputs - self._mean_outputs)
