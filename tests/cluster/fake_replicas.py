@@ -52,7 +52,7 @@ class FakeReplica:
 
     def __init__(
         self, client: ClusterClient, *, gated: bool = False, keys: CurveKeys | None = None,
-        adapters: tuple[str, ...] = (),
+        adapters: tuple[str, ...] = (), number: int = -1,
         **options: Any,
     ):  # fmt: skip
         self.identity = secrets.token_hex(4)
@@ -61,7 +61,7 @@ class FakeReplica:
         self.core = EngineCore(EngineOptions.of(**lora, **options), self.executor)
         self.ended = threading.Event()
         common = client.membership
-        self._member = replace(common, identity=self.identity, keys=keys or common.keys)
+        self._member = replace(common, identity=self.identity, keys=keys or common.keys, number=number)
         self._address = client.hub.address
         self._adapters = [AdapterInfo(name, f"/{name}") for name in adapters]
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -14,18 +14,20 @@ import logging
 import time
 from collections import deque
 from contextlib import suppress
-from typing import Protocol
 
 from msgspec.structs import replace
 
 from quire.cluster.active_request import ActiveRequest, Part
+from quire.cluster.autoscaler import Autoscaler
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
 from quire.cluster.replica_queries import NO_REPLICA, ReplicaQueries
+from quire.cluster.replica_scaling import ReplicaHost, ReplicaScaler
 from quire.cluster.request_router import RequestRouter
 from quire.cluster.routers import RouterPolicy
 from quire.engine.client import CLOSED, RESTART_WINDOW_S, RestartPolicy
 from quire.engine.event_queue import EventQueue
+from quire.types.autoscaling import AutoscalingView
 from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, RequestNotFoundError, from_wire
 from quire.types.events import TokenEvent
 from quire.types.membership import ReplicaMembership, ReplicaView
@@ -52,7 +54,7 @@ from quire.types.request import Request
 log = logging.getLogger(__name__)
 
 MAX_FAILOVERS = 3  # replicas that may be lost under one request, which may be why, before it ends with an error
-MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none
+MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none, unless told otherwise
 RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
 WATCH_INTERVAL_S = 1.0
 START_TIMEOUT_S = 600.0
@@ -61,20 +63,29 @@ CLOSE_TIMEOUT_S = 5.0
 REPLICA_LOST = "the replica was lost"
 
 
-class ReplicaHost(Protocol):
-    """Whoever starts replicas, watches them and starts them again."""
-
-    def stop(self) -> None: ...
-
-
 class ClusterClient(ReplicaQueries):
-    """Implements types.seams.EngineClient for `replicas` engines that join the hub."""
+    """Implements types.seams.EngineClient for `replicas` engines that join the hub, and as many as the autoscaler wants
+    later."""
 
-    def __init__(self, replicas: int, policy: RouterPolicy, restarts: RestartPolicy, host: str = "127.0.0.1"):
+    def __init__(
+        self,
+        replicas: int,
+        policy: RouterPolicy,
+        restarts: RestartPolicy,
+        host: str = "127.0.0.1",
+        *,
+        autoscaler: Autoscaler | None = None,
+        replica_wait: float | None = None,
+    ):
+        """`replica_wait`: seconds that a request waits for a replica while there is none."""
         super().__init__(ReplicaHub(host, self._on_loop))
+        self.autoscaler = autoscaler
+        self._scaler: ReplicaScaler | None = None
+        self._replica_wait = MAX_PARKED_S if replica_wait is None else replica_wait
         self.policy = restarts
         self.failovers = 0  # requests that went on on another replica because theirs was lost
-        self._replicas = [Replica(number) for number in range(replicas)]
+        most = replicas if autoscaler is None else autoscaler.high
+        self._replicas = [Replica(number, wanted=number < replicas) for number in range(most)]
         self._loads = [replica.load for replica in self._replicas]
         self._where: dict[str, Replica] = {}  # parts under way, by id
         self._router = RequestRouter(policy)
@@ -99,7 +110,8 @@ class ClusterClient(ReplicaQueries):
     async def ready(self, host: ReplicaHost) -> None:
         """Wait for all replicas; raises what kept one from starting."""
         self._host = host
-        joined = asyncio.gather(*(replica.joined.wait() for replica in self._replicas))
+        wanted = [replica for replica in self._replicas if replica.wanted]
+        joined = asyncio.gather(*(replica.joined.wait() for replica in wanted))
         try:
             done, _ = await asyncio.wait(
                 (joined, self._failed), timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
@@ -109,9 +121,11 @@ class ClusterClient(ReplicaQueries):
         if self._failed in done:
             raise self._failed.result()
         if not done:
-            here = sum(replica.joined.is_set() for replica in self._replicas)
-            problem = f"{here} of {len(self._replicas)} replicas were ready within {START_TIMEOUT_S:.0f} s"
+            here = sum(replica.joined.is_set() for replica in wanted)
+            problem = f"{here} of {len(wanted)} replicas were ready within {START_TIMEOUT_S:.0f} s"
             raise EngineDeadError(f"{problem}; does the cluster have room for all of them?")
+        if self.autoscaler is not None:
+            self._scaler = ReplicaScaler(self.autoscaler, self._replicas, self, host)
 
     @property
     def info(self) -> EngineInfo:
@@ -130,7 +144,14 @@ class ClusterClient(ReplicaQueries):
                 if now - replica.heard <= self.policy.heartbeat:
                     return None
                 silent = f"no replica gave a sign of life for {self.policy.heartbeat:g} s"
+        if silent is None and self._starts_from_zero and not self._closing:
+            return None
         return CLOSED if self._closing else silent or NO_REPLICA
+
+    @property
+    def _starts_from_zero(self) -> bool:
+        """Whether a request that finds no replica starts one."""
+        return self.autoscaler is not None and self.autoscaler.low == 0
 
     async def lost(self) -> QuireError:
         return await asyncio.shield(self._lost)
@@ -141,7 +162,7 @@ class ClusterClient(ReplicaQueries):
         return EventQueue(self, request)
 
     def follow(self, events: EventQueue, request: Request) -> None:
-        if self._closing or not any(load.ready for load in self._loads):
+        if self._closing or not (self._starts_from_zero or any(load.ready for load in self._loads)):
             raise EngineDeadError(CLOSED if self._closing else NO_REPLICA)
         if request.id in self._active:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
@@ -188,6 +209,8 @@ class ClusterClient(ReplicaQueries):
             return  # its reader left
         if not any(load.ready for load in self._loads):
             self._parked.append((time.monotonic(), active, request))
+            if self._scaler is not None:
+                self._scaler.wake()
             return
         number, cached = self._router.choose(request, self._loads)
         replica = self._replicas[number]
@@ -265,7 +288,14 @@ class ClusterClient(ReplicaQueries):
             active.events.put(fresh)
 
     def _joined(self, identity: str, ready: Ready) -> None:
-        vacant = next((replica for replica in self._replicas if not replica.identity), None)
+        if 0 <= ready.number < len(self._replicas):
+            taken = [self._replicas[ready.number]]
+        else:
+            taken = [replica for replica in self._replicas if replica.wanted]
+        if not any(replica.wanted for replica in taken):  # it was not needed any more before it was ready
+            self.hub.send(identity, Shutdown())
+            return
+        vacant = next((replica for replica in taken if not replica.identity), None)
         if vacant is None:  # that of one whose end is not known here yet
             self._spares[identity] = ready
             return
@@ -301,8 +331,8 @@ class ClusterClient(ReplicaQueries):
             drained = replica.state is ReplicaState.DRAINED
             parts = replica.leave(REPLICA_LOST)
             self._router.left(replica.number)
-            if self._spares:
-                self._joined(*self._spares.popitem())
+            for spare in list(self._spares):
+                self._joined(spare, self._spares.pop(spare))
             if drained:
                 return
             requests = len({part.active for part in parts})
@@ -311,7 +341,8 @@ class ClusterClient(ReplicaQueries):
             self._move(parts, lost=True)
         now = time.monotonic()
         self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S] + [now]
-        if len(self._losses) > (self.policy.max_restarts + 1) * len(self._replicas) and not self._lost.done():
+        wanted = max(1, sum(replica.wanted for replica in self._replicas))
+        if len(self._losses) > (self.policy.max_restarts + 1) * wanted and not self._lost.done():
             self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
 
     def _watch(self) -> None:
@@ -322,13 +353,21 @@ class ClusterClient(ReplicaQueries):
             if 0 < self.policy.hang_timeout < now - replica.heard:  # its host ends it
                 silence = f"no sign of life for {now - replica.heard:.0f} s"
                 self._gone(replica.identity, Failed(EngineDeadError.__name__, silence))
-        while self._parked and now - self._parked[0][0] > MAX_PARKED_S:
+        while self._parked and now - self._parked[0][0] > self._replica_wait:
             self._parked.popleft()[1].events.fail(EngineDeadError(NO_REPLICA))
 
     # ---- replicas one by one --------------------------------------------------------------------------------
 
     async def replicas(self) -> list[ReplicaView]:
-        return [replica.view() for replica in self._replicas]
+        return [replica.view() for replica in self._replicas if replica.state is not ReplicaState.STOPPED]
+
+    def autoscaling(self) -> AutoscalingView | None:
+        return None if self.autoscaler is None else self.autoscaler.view()
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for a replica while there is none."""
+        return len(self._parked)
 
     async def drain(self, id: str, timeout: float) -> ReplicaView:
         """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
@@ -337,6 +376,11 @@ class ClusterClient(ReplicaQueries):
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
+        await self.empty(replica, timeout)
+        return replica.view()
+
+    async def empty(self, replica: Replica, timeout: float) -> None:
+        """Drain a replica, whether or not another is there to take over."""
         replica.state = ReplicaState.DRAINING
         with suppress(TimeoutError):
             await asyncio.wait_for(replica.idle.wait(), timeout)
@@ -345,12 +389,16 @@ class ClusterClient(ReplicaQueries):
                 self.hub.send(replica.identity, Abort(request))
             self._move(replica.give_up(), lost=False)
             replica.state = ReplicaState.DRAINED
-        return replica.view()
+
+    def end(self, replica: Replica) -> None:
+        """Have its process end, if there is one."""
+        if replica.identity:
+            self.hub.send(replica.identity, Shutdown())
 
     def activate(self, id: str) -> ReplicaView:
         """Route to a drained replica again."""
         replica = self._replica(id)
-        if replica.identity:
+        if replica.identity and replica.wanted:
             replica.state = ReplicaState.READY
         return replica.view()
 
@@ -367,11 +415,11 @@ class ClusterClient(ReplicaQueries):
 
     async def rolling_restart(self, timeout: float) -> list[ReplicaView]:
         """Replace all replicas, one after the other."""
-        return [await self.restart(replica.id, timeout) for replica in list(self._replicas)]
+        return [await self.restart(replica.id, timeout) for replica in self._replicas if replica.wanted]
 
     def _replica(self, id: str) -> Replica:
         for replica in self._replicas:
-            if replica.id == id:
+            if replica.id == id and replica.state is not ReplicaState.STOPPED:
                 return replica
         raise RequestNotFoundError(f"there is no replica {id!r}")
 
@@ -384,6 +432,8 @@ class ClusterClient(ReplicaQueries):
     async def _close(self) -> None:
         self._closing = True
         self._watcher.cancel()
+        if self._scaler is not None:
+            await self._scaler.close()
         for active in self._active.values():
             active.events.fail(EngineDeadError(CLOSED))
         for identity in self._by_identity:

@@ -27,12 +27,12 @@ BEATS_READ = 4096  # bytes of beats read at a time
 
 
 class EngineReplica:
-    def __init__(self, hub: str, member: bytes, options: dict[str, Any], hang_timeout: float):
+    def __init__(self, number: int, hub: str, member: bytes, options: dict[str, Any], hang_timeout: float):
         """Returns when the engine is ready; `member`: a ReplicaMembership in JSON, the same for all replicas."""
         self._hang_timeout = hang_timeout
         self._beats, theirs = os.pipe()
         common = msgspec.json.decode(member, type=ReplicaMembership)
-        own = replace(common, identity=secrets.token_hex(8), beats=theirs)
+        own = replace(common, identity=secrets.token_hex(8), beats=theirs, number=number)
         # Ray tells its own workers to compute with as many threads as they have CPUs of its book-keeping.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+from quire.cluster.autoscaler import Autoscaler
 from quire.cluster.cluster_client import ClusterClient
 from quire.cluster.ray_host import RayHost
 from quire.cluster.routers import make_router
@@ -17,16 +18,24 @@ from quire.types.serving import ServeOptions
 
 
 async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ClusterClient:
-    """A client of `serving.replicas` engines; returns when all of them are ready."""
+    """A client of `serving.replicas` engines; returns when all of them are ready. Later there may be more or fewer."""
     assert serving.replicas is not None
     options = replica_options(engine, serving)
     name = f"{socket.gethostname()}-{serving.port or os.getpid()}"
     host = await asyncio.to_thread(RayHost, serving.ray_address, name)
-    client = ClusterClient(serving.replicas, make_router(serving.router, serving.replicas), policy, host.node_address)
+    client = ClusterClient(
+        serving.replicas,
+        make_router(serving.router, serving.most_replicas),
+        policy,
+        host.node_address,
+        autoscaler=Autoscaler(serving, serving.replicas) if serving.scales else None,
+        replica_wait=serving.replica_wait,
+    )
     try:
         await asyncio.to_thread(
             host.start,
             serving.replicas,
+            serving.most_replicas,
             client.hub.address,
             client.membership,
             options,
@@ -44,13 +53,14 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
 
 def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptions:
     """Of each replica: on this machine they share the cores; a model's path means the same wherever they start."""
-    if serving.ray_address is None and (serving.replicas or 1) > 1 and engine.cache.kv_disk is not None:
+    alone = serving.ray_address is None
+    if alone and serving.most_replicas > 1 and engine.cache.kv_disk is not None:
         raise ConfigError("kv_disk is one engine's: replicas on one machine share pages through kv_remote")
-    if serving.ray_address is None and (serving.replicas or 1) > 1 and engine.cache.kv_events is not None:
+    if alone and serving.most_replicas > 1 and engine.cache.kv_events is not None:
         raise ConfigError("kv_events is one engine's endpoint: replicas on one machine cannot all bind it")
     path = Path(engine.model.model)
     said = {"model": str(path.resolve())} if path.exists() else {}
-    if serving.ray_address is None and engine.device.threads is None:
+    if alone and engine.device.threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return engine.but(threads=max(1, cores // (serving.replicas or 1)), **said)
+        return engine.but(threads=max(1, cores // serving.most_replicas), **said)
     return engine.but(**said)

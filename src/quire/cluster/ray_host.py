@@ -1,10 +1,11 @@
-"""Replicas as a Ray Serve deployment: Ray places them, looks whether they are well, and starts them again.
+"""Replicas as Ray Serve applications: Ray places them, looks whether they are well, and starts them again.
 
     Serve controller ──health──► EngineReplica (actor) ──beats── engine process ──► the client's hub
 
-Requests and tokens never pass through Ray: the engine process joins the client's hub itself. Without an address a Ray
-of this server's own is started on this machine, with a token that nobody else has and no dashboard for others. Refuses
-to know: requests, routing.
+Each replica is an application of its own with one deployment of one actor, so that it is known which one is ended where
+there are to be fewer. Requests and tokens never pass through Ray: the engine process joins the client's hub itself.
+Without an address a Ray of this server's own is started on this machine, with a token that nobody else has and no
+dashboard for others. Refuses to know: requests, routing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 import re
 import secrets
 import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +39,17 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
 
 
 class RayHost:
-    """A connection to Ray and the one application that is this server's."""
+    """A connection to Ray and the applications that are this server's."""
 
     def __init__(self, address: str | None, name: str):
-        """`name`: of the server among others on the same cluster; a deployment left behind by it is replaced."""
+        """`name`: of the server among others on the same cluster; what it left behind there is replaced."""
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(INSTALL)
         self._local = address is None
         self._stopped = False
+        self._calls = 0  # of Ray under way, in whatever threads
+        self._ended = threading.Condition()  # ... one of them
+        self._bind: Callable[[int], Any] | None = None  # the application of a replica
         self._name = "quire-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
         self._token = tempfile.TemporaryDirectory(prefix="quire-ray-") if self._local else None
         self._ray = _connect(address, Path(self._token.name) if self._token else None)
@@ -51,6 +58,7 @@ class RayHost:
     def start(
         self,
         replicas: int,
+        most: int,
         hub: str,
         member: ReplicaMembership,
         options: EngineOptions,
@@ -59,12 +67,13 @@ class RayHost:
         gpus: float | None,
         hang_timeout: float,
     ) -> None:
-        """Deploy; replicas join the hub when they are ready, which is not waited for here."""
+        """Deploy so many, and no more than `most` later; they join the hub when they are ready, which is not waited for
+        here."""
         from ray import serve
 
         there = self._ray.cluster_resources()
         if gpus is None:
-            gpus = 0.0 if options.device.device == "cpu" else min(1.0, there.get("GPU", 0.0) / replicas)
+            gpus = 0.0 if options.device.device == "cpu" else min(1.0, there.get("GPU", 0.0) / most)
         for name, each in (("GPU", gpus), ("CPU", 0.0 if self._local else cpus)):
             if each * replicas > there.get(name, 0.0):
                 have = f"the Ray cluster has {there.get(name, 0.0):g}"
@@ -74,26 +83,77 @@ class RayHost:
         plain: Any = serve.deployment(EngineReplica)
         deployment = plain.options(
             name="replica",
-            num_replicas=replicas,
+            num_replicas=1,
             health_check_period_s=HEALTH_PERIOD_S,
             health_check_timeout_s=HEALTH_TIMEOUT_S,
             graceful_shutdown_timeout_s=SHUTDOWN_TIMEOUT_S,
             ray_actor_options={"num_cpus": 0.0 if self._local else cpus, "num_gpus": gpus},
             logging_config={"log_level": "WARNING", "enable_access_log": False},
         )
-        bound = deployment.bind(hub, msgspec.json.encode(member), options.flat(), hang_timeout)
-        target = serve.RunTarget(target=bound, name=self._name, route_prefix=None)
-        serve.run_many([target], wait_for_applications_running=False)
+        self._bind = lambda number: deployment.bind(
+            number, hub, msgspec.json.encode(member), options.flat(), hang_timeout
+        )
+        if not self._local:
+            self._delete_all()
+        self._run(range(replicas))
+
+    def _run(self, numbers: Iterable[int]) -> None:
+        from ray import serve
+
+        assert self._bind is not None
+        targets = [
+            serve.RunTarget(target=self._bind(number), name=self._application(number), route_prefix=None)
+            for number in numbers
+        ]
+        serve.run_many(targets, wait_for_applications_running=False)
+
+    def _application(self, number: int) -> str:
+        return f"{self._name}-replica-{number}"
+
+    def start_replica(self, number: int) -> None:
+        """Deploy one more."""
+        with self._calling() as there:
+            if there:
+                self._run([number])
+
+    def stop_replica(self, number: int) -> None:
+        """Returns when it is gone."""
+        from ray import serve
+
+        with self._calling() as there:
+            if there:
+                serve.delete(self._application(number))
+
+    @contextmanager
+    def _calling(self) -> Iterator[bool]:
+        """Whether Ray is there; it stays so long. A call after its end would start another."""
+        with self._ended:
+            there = not self._stopped
+            self._calls += there
+        try:
+            yield there
+        finally:
+            with self._ended:
+                self._calls -= there
+                self._ended.notify_all()
+
+    def _delete_all(self) -> None:
+        """What is this server's."""
+        from ray import serve
+
+        own = re.compile(re.escape(self._name) + r"-replica-\d+")
+        for name in [name for name in serve.status().applications if own.fullmatch(name)]:
+            serve.delete(name)
 
     def stop(self) -> None:
         """A second time does nothing."""
-        if self._stopped:
-            return
-        self._stopped = True
+        with self._ended:
+            if self._stopped:
+                return
+            self._stopped = True
+            self._ended.wait_for(lambda: not self._calls)
         if not self._local:
-            from ray import serve
-
-            serve.delete(self._name)
+            self._delete_all()
         self._ray.shutdown()
         if self._token is not None:
             self._token.cleanup()

@@ -3,6 +3,8 @@
 starting ──(joined)──► ready ──► draining ──► drained ──(ended by its client)──┐
     ▲                    │ lost       │ lost                                   │
     └────────────────────┴────────────┴────────────────────────────────────────┘   Ray starts its next process
+
+One that the autoscaler does not want is stopped: there is no process, and none is started.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ class ReplicaState(enum.StrEnum):
     READY = "ready"
     DRAINING = "draining"
     DRAINED = "drained"
+    STOPPED = "stopped"
 
 
 class Replica:
-    def __init__(self, number: int):
+    def __init__(self, number: int, *, wanted: bool = True):
         self.number = number
+        self.wanted = wanted  # whether it is to be there
         self.id = f"replica-{number}"
         self.load = ReplicaLoad(ready=False)
         self.identity = ""  # of its process on the hub; none: there is no process
@@ -40,8 +44,10 @@ class Replica:
         self.asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
         self.joined = asyncio.Event()
         self.idle = asyncio.Event()
-        self._state = ReplicaState.STARTING
+        self.gone = asyncio.Event()
+        self._state = ReplicaState.STARTING if wanted else ReplicaState.STOPPED
         self.idle.set()
+        self.gone.set()
 
     @property
     def state(self) -> ReplicaState:
@@ -59,12 +65,14 @@ class Replica:
         self.heard = time.monotonic()
         self.state = ReplicaState.READY
         self.joined.set()
+        self.gone.clear()
 
     def leave(self, why: str) -> list[Part]:
         """Its process is gone; what it was working on."""
         self.identity, self.pid = "", 0
-        self.state = ReplicaState.STARTING
+        self.state = ReplicaState.STARTING if self.wanted else ReplicaState.STOPPED
         self.joined.clear()
+        self.gone.set()
         for future in self.asked.values():
             if not future.done():
                 future.set_exception(EngineDeadError(why))

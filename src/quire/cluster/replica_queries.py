@@ -40,6 +40,9 @@ class ReplicaQueries:
     async def stats(self) -> EngineStats:
         return summed([answer.stats for _, answer in await self._ask_all(messages.GetStats(), messages.Stats)])
 
+    async def stats_of(self, replica: Replica) -> EngineStats:
+        return (await self._ask(replica, messages.GetStats(), messages.Stats)).stats
+
     async def view(self) -> EngineView:
         answers = await self._ask_all(messages.GetView(), messages.View)
         return one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])

@@ -94,7 +94,8 @@ class EngineProcess:
             memory.name_pages_by(lambda size: PageHasher(key, size))
             self._recorder = memory.record_events(member.block_tokens)
             page_tokens = memory.layout.groups[0].tokens_per_page
-        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens))
+        number = -1 if member is None else member.number
+        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens, number))
         self.beat()
 
     def beat(self) -> None:

@@ -21,6 +21,7 @@ class ReplicaMembership(msgspec.Struct, frozen=True):
     page_key: str  # in hex: replicas and their router name equal pages equally, and nobody else can
     block_tokens: int  # that the router names together
     beats: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
+    number: int = -1  # of the replica that it is started as; -1: any that is missing
 
 
 class ReplicaView(msgspec.Struct, kw_only=True):
@@ -30,7 +31,7 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     pid: int
     host: str
     role: str  # both: it prefills and decodes
-    state: str  # starting, ready, draining or drained
+    state: str  # starting, ready, draining, drained or stopped
     running: int
     waiting: int  # for their first token
     restarts: int

@@ -104,6 +104,7 @@ class Ready(msgspec.Struct, tag=True):
     pid: int = 0
     host: str = ""
     page_tokens: int = 0  # of the pages that its CacheEvents tell of; 0: it tells of none
+    number: int = -1  # of the replica that it was started as; -1: any
 
 
 class Events(msgspec.Struct, tag=True):

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.autoscaling import AutoscalingView
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
@@ -255,6 +256,10 @@ class ReplicaOperator(Protocol):
     async def restart(self, id: str, timeout: float) -> ReplicaView: ...
 
     async def rolling_restart(self, timeout: float) -> list[ReplicaView]: ...
+
+    def autoscaling(self) -> AutoscalingView | None:
+        """None: the number of engines is fixed."""
+        ...
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from quire.types.autoscaling import AutoscaleOptions
 from quire.types.errors import ConfigError
 from quire.types.logs import FORMATS, LEVELS
-from quire.types.option_checks import Checked, option, parse_size
+from quire.types.option_checks import option, parse_size
 
 
 @dataclass(frozen=True)
-class ServeOptions(Checked):
+class ServeOptions(AutoscaleOptions):
     """Serving."""
 
     host: str = option("127.0.0.1", "address of the API; any but loopback needs keys", common=True)
@@ -98,7 +99,8 @@ class ServeOptions(Checked):
 
     replicas: int | None = option(
         None,
-        "engines of the model behind this server, started and watched by Ray; needs quire[ray]",
+        "engines of the model behind this server, started and watched by Ray (at first, with max_replicas or "
+        "min_replicas); needs quire[ray]",
         low=1,
         high=1024,
         common=True,
@@ -116,11 +118,13 @@ class ServeOptions(Checked):
         None, "GPUs that Ray sets aside for a replica (default: one, or an equal part where there are fewer)", low=0
     )
 
+    replica_wait: float = option(
+        120.0, "seconds that a request waits for a replica to start while there is none", above=0
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("router", "ray_address", "replica_cpus", "replica_gpus"):
-            if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect without replicas")
+        self._check_replicas()
         if self.ray_address is None and self.replica_cpus != 1.0:
             raise ConfigError("replica_cpus has no effect without ray_address: this machine's cores are shared evenly")
         for cert, key in (("grpc_cert", "grpc_key"), ("ssl_certfile", "ssl_keyfile")):
@@ -133,6 +137,19 @@ class ServeOptions(Checked):
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", origin):
                 raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
+
+    def _check_replicas(self) -> None:
+        others = ("router", "ray_address", "replica_cpus", "replica_gpus", "replica_wait")
+        for name in (*others, *AutoscaleOptions.__dataclass_fields__):
+            if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                raise ConfigError(f"{name} has no effect without replicas")
+        if self.replicas is not None:
+            self.check_start(self.replicas)
+
+    @property
+    def most_replicas(self) -> int:
+        """That there are at any time."""
+        return self.max_replicas or self.replicas or 1
 
     @property
     def origins(self) -> list[str]:

@@ -59,6 +59,22 @@ class _Gauges(Collector):
         yield from (up, running, waiting, restarts)
         failovers = getattr(self.serving.frontend.client, "failovers", 0)
         yield CounterMetricFamily("quire_failovers", "Requests that went on on another replica.", failovers)
+        yield from self._of_autoscaling()
+
+    def _of_autoscaling(self) -> Iterator[Metric]:
+        autoscaler = getattr(self.serving.frontend.client, "autoscaler", None)
+        if autoscaler is None:
+            return
+        view = autoscaler.view()
+        yield GaugeMetricFamily("quire_autoscaler_replicas_wanted", "Replicas that the load asks for.", view.target)
+        yield GaugeMetricFamily("quire_autoscaler_queue_delay_seconds", "Wait for admission, p90.", view.queue_delay_s)
+        if view.slo_attainment is not None:
+            help = "Share of the latest answers that met their targets."
+            yield GaugeMetricFamily("quire_autoscaler_slo_attainment", help, view.slo_attainment)
+        scaled = CounterMetricFamily("quire_autoscaler_scalings", "Changes of the number.", labels=("direction",))
+        for direction, times in autoscaler.scaled.items():
+            scaled.add_metric((direction,), times)
+        yield scaled
 
 
 def render(serving: Serving, replicas: Sequence[ReplicaView]) -> bytes:

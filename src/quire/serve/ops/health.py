@@ -6,6 +6,7 @@ Refuses to know: requests.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from fastapi import APIRouter
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -75,9 +76,10 @@ def metrics_router(serving: Serving) -> APIRouter:
         replicas: list[ReplicaView] = []
         try:
             serving.metrics.engine(await engine_stats(serving))
-            replicas = await serving.frontend.client.replicas()
         except EngineDeadError:
             serving.metrics.engine(None)
+        with suppress(EngineDeadError):  # of one that is lost meanwhile
+            replicas = await serving.frontend.client.replicas()
         return Response(exposition.render(serving.metrics) + gauges.render(serving, replicas), media_type=CONTENT_TYPE)
 
     return routes

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
+from quire.types.autoscaling import AutoscalingView
 from quire.types.errors import InputError
 from quire.types.membership import ReplicaView
 from quire.types.seams import ReplicaOperator
@@ -32,6 +33,7 @@ class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
 class ReplicaList(msgspec.Struct):
     data: list[ReplicaView]
     object: str = "list"
+    autoscaling: AutoscalingView | None = None
 
 
 def router(serving: Serving) -> APIRouter:
@@ -55,7 +57,8 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/replicas", summary="The replicas and what each does", openapi_extra=answers(ReplicaList))
     async def replicas() -> Response:
-        return answer(ReplicaList(await client.replicas()))
+        scaling = client.autoscaling() if isinstance(client, ReplicaOperator) else None
+        return answer(ReplicaList(await client.replicas(), autoscaling=scaling))
 
     @routes.post("/v1/replicas/restart", summary="Rolling restart", openapi_extra=answers(ReplicaList, takes=DrainBody))
     async def restart_all(request: Request) -> Response:

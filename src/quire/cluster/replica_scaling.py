@@ -1,0 +1,163 @@
+"""Replicas started and ended as the autoscaler says: samples of all of them in, slots filled and emptied out.
+
+    GetStats of each ──► FleetSample ──► Autoscaler ──► fewer: drain the least loaded, then its host ends it
+                                                   └──► more: take back what drains, then its host starts others
+
+A replica that is drained sends what it has not finished elsewhere, so that no request is lost. Refuses to know: Ray,
+how many replicas a load needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from quire.cluster.autoscaler import INTERVAL_S, Autoscaler, FleetMeter
+from quire.cluster.replica_handle import Replica, ReplicaState
+from quire.types.errors import EngineDeadError
+from quire.types.events import EngineStats
+
+log = logging.getLogger(__name__)
+
+STATS_TIMEOUT_S = 5.0  # that a replica has to answer before it is left out of a sample
+DRAIN_TIMEOUT_S = 60.0  # that requests have to finish on a replica that is not needed any more
+
+
+class ReplicaHost(Protocol):
+    """Whoever starts replicas, watches them and starts them again."""
+
+    def start_replica(self, number: int) -> None: ...
+
+    def stop_replica(self, number: int) -> None:
+        """Returns when it is gone."""
+
+    def stop(self) -> None: ...
+
+
+class ScaledClient(Protocol):
+    """What scaling needs of the cluster's client."""
+
+    @property
+    def parked(self) -> int:
+        """Requests that wait for a replica while there is none."""
+
+    async def stats_of(self, replica: Replica) -> EngineStats: ...
+
+    async def empty(self, replica: Replica, timeout: float) -> None:
+        """Drain it: returns when it has nothing to do."""
+
+    def end(self, replica: Replica) -> None:
+        """Have its process end, if there is one."""
+
+
+class ReplicaScaler:
+    def __init__(self, autoscaler: Autoscaler, replicas: Sequence[Replica], client: ScaledClient, host: ReplicaHost):
+        self._autoscaler = autoscaler
+        self._replicas = replicas
+        self._client = client
+        self._host = host
+        self._meter = FleetMeter()
+        self._ending: dict[Replica, asyncio.Task[None]] = {}
+        self._starting: dict[Replica, asyncio.Task[None]] = {}
+        self._woken = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    def wake(self) -> None:
+        """A request waits for a replica: if there is to be none, do not wait for the next look."""
+        if self._autoscaler.target == 0:
+            self._woken.set()
+
+    async def close(self) -> None:
+        tasks = [self._task, *self._ending.values(), *self._starting.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), INTERVAL_S)
+            self._woken.clear()
+            try:
+                await self._look()
+            except Exception:
+                log.exception("autoscaling failed; it goes on with the next look")
+
+    async def _look(self) -> None:
+        asked = [replica for replica in self._replicas if replica.identity]
+        answers = await asyncio.gather(*map(self._stats_of, asked))
+        found = {one.identity: stats for one, stats in zip(asked, answers, strict=True) if stats is not None}
+        ready = sum(replica.load.ready for replica in self._replicas)
+        before, scaler = self._autoscaler.target, self._autoscaler
+        target = scaler.decide(time.monotonic(), self._meter.sample(found, ready, self._client.parked))
+        if target != before:
+            log.info("scaling from %d to %d replicas: %s", before, target, scaler.reason)
+        self._apply(target)
+
+    async def _stats_of(self, replica: Replica) -> EngineStats | None:
+        with suppress(TimeoutError, EngineDeadError):
+            return await asyncio.wait_for(self._client.stats_of(replica), STATS_TIMEOUT_S)
+        return None
+
+    def _apply(self, target: int) -> None:
+        wanted = [replica for replica in self._replicas if replica.wanted]
+        for replica in sorted(wanted, key=_burden)[: max(0, len(wanted) - target)]:
+            replica.wanted = False
+            self._ending[replica] = asyncio.create_task(self._end(replica))
+        missing = target - len(wanted)
+        for replica in self._replicas if missing > 0 else ():
+            if missing and not replica.wanted and self._take(replica):
+                missing -= 1
+
+    def _take(self, replica: Replica) -> bool:
+        """Whether it is, or will be, there again."""
+        if replica.state is ReplicaState.DRAINING:
+            self._ending.pop(replica).cancel()
+            replica.wanted = True
+            replica.state = ReplicaState.READY
+            log.info("%s stays", replica.id)
+            return True
+        if replica in self._ending:  # its host has not ended it yet
+            return False
+        replica.wanted = True
+        replica.state = ReplicaState.STARTING
+        self._starting[replica] = asyncio.create_task(self._start(replica))
+        return True
+
+    async def _start(self, replica: Replica) -> None:
+        began = time.monotonic()
+        try:
+            await asyncio.to_thread(self._host.start_replica, replica.number)
+        except Exception as error:  # the host's own kind: it is tried again
+            log.warning("%s could not be started: %s", replica.id, error)
+            replica.wanted = False
+            replica.state = ReplicaState.STOPPED
+        else:
+            await replica.joined.wait()
+            log.info("%s took %.1f s to start", replica.id, time.monotonic() - began)
+        del self._starting[replica]
+
+    async def _end(self, replica: Replica) -> None:
+        if (start := self._starting.pop(replica, None)) is not None:
+            start.cancel()
+        if replica.identity:
+            await self._client.empty(replica, DRAIN_TIMEOUT_S)
+        else:
+            replica.state = ReplicaState.STOPPED
+        try:
+            await asyncio.to_thread(self._host.stop_replica, replica.number)
+        except Exception as error:  # the host's own kind
+            log.warning("%s could not be ended by its host: %s", replica.id, error)
+        self._client.end(replica)
+        await replica.gone.wait()
+        del self._ending[replica]
+        log.info("%s is ended", replica.id)
+
+
+def _burden(replica: Replica) -> tuple[bool, int, int]:
+    """Replicas that are the least loss come first: those that start, then those with the least to do."""
+    return bool(replica.identity), len(replica.parts), -replica.number
