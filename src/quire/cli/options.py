@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import CONCERNS, EngineOptions, SchedulerOptions, flat_fields
 from quire.types.errors import ConfigError
 from quire.types.option_names import COUNTERPARTS, unknown_option
@@ -79,6 +80,12 @@ def with_scheduler_options(**defaults: Any) -> Callable[[Callable[..., Any]], Ca
         for f in dataclasses.fields(SchedulerOptions)
     ]
     return _with(derived, "scheduling", lambda options: SchedulerOptions(**options))
+
+
+def with_autoscale_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a command the options of autoscaling; it receives them as one `autoscaling: AutoscaleOptions`."""
+    derived = [_parameter(AutoscaleOptions, f, False) for f in dataclasses.fields(AutoscaleOptions)]
+    return _with(derived, "autoscaling", lambda options: AutoscaleOptions(**options))
 
 
 def with_serve_options() -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec.structs import replace
 
-from quire.cli.options import HtmlOption, JsonOption, with_scheduler_options
+from quire.cli.options import HtmlOption, JsonOption, with_autoscale_options, with_scheduler_options
+from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError
 
@@ -25,6 +26,7 @@ UNBOUNDED = 1_000_000_000  # requests that may wait, unless said otherwise: over
 def simulate(
     *,
     scheduling: SchedulerOptions,
+    autoscaling: AutoscaleOptions,
     trace: Annotated[Path | None, typer.Option(help="JSON lines or CSV: see docs/scheduling.md")] = None,
     workload: Annotated[str | None, typer.Option(help="made-up traffic instead: chat, mix or conversations")] = None,
     num: Annotated[int | None, typer.Option(min=1, help="requests (default: the trace's; 1000 made up)")] = None,
@@ -33,7 +35,10 @@ def simulate(
     clients: Annotated[int, typer.Option(min=0, help="closed loop: so many, each one request at a time")] = 0,
     think: Annotated[float, typer.Option(min=0, help="closed loop: seconds between an answer and the next")] = 0.0,
     device: Annotated[str, typer.Option(help="h200, or a file that `quire bench calibrate` wrote")] = "h200",
-    replicas: Annotated[int, typer.Option(min=1, help="engines behind the router")] = 1,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="engines behind the router; at first, where they are scaled")
+    ] = 1,
+    startup: Annotated[float, typer.Option(min=0, help="autoscaling: seconds that a replica takes to start")] = 30.0,
     router: Annotated[str, typer.Option(help="cache-aware, prefix, ...: see docs/cluster.md")] = "round-robin",
     rate_scale: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
     kv_scale: Annotated[float, typer.Option(help="KV memory of each replica, as a multiple of the device's")] = 1.0,
@@ -74,9 +79,10 @@ def simulate(
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
-        if rate or clients or replicas > 1 or rate_scale != 1 or oracle:
+        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.scales:
             raise ConfigError(
-                "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients and replicas; "
+                "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients, replicas and "
+                "their scaling; "
                 "instead of oracle name policies as srpt:oracle"
             )
         numbers = range(seed, seed + (seeds or 3))
@@ -90,7 +96,8 @@ def simulate(
     runs = []
     for number in range(seed, seed + (seeds or 1)):
         asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
-        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle)
+        scaled = autoscaling if autoscaling.scales else None
+        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle, scaled, startup)
         with RequestProgress(len(asked)) as progress:
             result = run(fleet, asked, workers=workers, told=progress.ended)
         runs.append(summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot)))
@@ -190,4 +197,4 @@ def _sized(model: CostModel, scheduling: SchedulerOptions, kv_scale: float, page
 
 
 def register(app: typer.Typer) -> None:
-    app.command()(with_scheduler_options(max_waiting=UNBOUNDED)(simulate))
+    app.command()(with_scheduler_options(max_waiting=UNBOUNDED)(with_autoscale_options()(simulate)))

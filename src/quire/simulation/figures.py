@@ -72,6 +72,8 @@ def summarise(result: Result, requests: int, targets: Targets) -> dict[str, Any]
         "preemptions": result.preemptions,
         "steps": result.steps,
         "busy_s": result.busy,
+        "replica_s": result.replica_seconds,
+        "replicas_peak": result.replicas_peak,
         "tenants": _tenants(result, rows, good),
     }
 
@@ -134,6 +136,7 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("longest wait", "-" if wait is None else f"{wait:.2f} s"),
         ("predicted waits off by", times("wait_error").replace("  ", " x  ") + " x"),
         ("preemptions", f"{summary['preemptions']:.0f}"),
+        ("replicas", f"{summary['replicas_peak']:.0f} at most, {summary['replica_s'] / 3600:.2f} replica-hours"),
         *(
             (
                 f"tenant {name or '(none)'}",

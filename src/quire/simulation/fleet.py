@@ -5,6 +5,7 @@ since; so replicas run apart from one another between reports, and how many proc
 
     route what arrives until the next report ──► workers: replicas run until then ──► loads ──► ...
 
+Where replicas are scaled, their counters come with the loads once a second, and requests wait while none is ready.
 Refuses to know: what replicas do, what is made of their records.
 """
 
@@ -15,6 +16,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -23,12 +25,15 @@ from typing import Protocol
 import msgspec
 
 from quire.cluster.routers import ReplicaLoad, RouteView, make_router
+from quire.simulation.fleet_scaling import FleetScaling
 from quire.simulation.records import Result
-from quire.simulation.replica import Replica
+from quire.simulation.replica import START, Replica
 from quire.simulation.traces import TRACE_BLOCK, Arrival
+from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
-from quire.types.errors import EngineDeadError
+from quire.types.errors import ConfigError, EngineDeadError
+from quire.types.events import EngineStats
 
 REPORT_S = 0.05  # between reports of a replica's load
 BATCH = 4096  # requests handed over at a time where no report is waited for
@@ -46,6 +51,19 @@ class Fleet:
     clients: int = 0  # of a closed loop: each sends its next request when it has the last answer; 0: arrivals as told
     think: float = 0.0  # seconds before it does so
     oracle: bool = False  # answers' lengths are known in advance
+    autoscale: AutoscaleOptions | None = None  # None: `replicas` all the time
+    startup: float = 30.0  # seconds that a replica takes to start, where they are scaled
+
+    def __post_init__(self) -> None:
+        if self.autoscale is not None and self.clients:
+            raise ConfigError("clients of a closed loop have a replica each: nothing is scaled")
+        if self.autoscale is not None:
+            self.autoscale.check_start(self.replicas)
+
+    @cached_property
+    def most(self) -> int:
+        """Replicas that there may be."""
+        return (self.autoscale and self.autoscale.max_replicas) or self.replicas
 
     def build(self, trace: Sequence[Arrival], share: range) -> list[Replica]:
         """Replicas by number."""
@@ -59,17 +77,27 @@ class Fleet:
 
 
 class Orders(msgspec.Struct, array_like=True):
-    """Requests by their number in the trace, the replica each goes to; run until then (None: to the end)."""
+    """Requests by their number in the trace, the replica each goes to; run until then (None: to the end). Before that,
+    those that ended lose their cache; after it, `counted` ones report their counters. Requests may have waited for a
+    replica until `since`."""
 
+    since: float
     until: float | None
     requests: list[int]
     replicas: list[int]
+    ended: list[int] = []
+    counted: list[int] = []
+
+
+class Report(msgspec.Struct, array_like=True):
+    loads: list[tuple[int, int]]  # of all replicas of a worker
+    stats: dict[int, EngineStats]  # of those asked for
 
 
 class Worker(Protocol):
     def order(self, orders: Orders) -> None: ...
 
-    def loads(self) -> list[tuple[int, int]]: ...
+    def report(self) -> Report: ...
 
     def result(self) -> Result: ...
 
@@ -79,22 +107,34 @@ class LocalWorker:
 
     def __init__(self, fleet: Fleet, trace: Sequence[Arrival], share: range):
         self._trace = trace
+        self._stats: dict[int, EngineStats] = {}
         self._replicas = dict(zip(share, fleet.build(trace, share), strict=True))
 
     def order(self, orders: Orders) -> None:
+        for replica in orders.ended:
+            if replica in self._replicas:
+                self._replicas[replica].core.scheduler.memory.drop_cached()
         for request, replica in zip(orders.requests, orders.replicas, strict=True):
-            self._replicas[replica].arrives(self._trace[request], request)
+            self._replicas[replica].arrives(self._trace[request], request, orders.since)
         for one in self._replicas.values():
             one.run(inf if orders.until is None else orders.until)
 
-    def loads(self) -> list[tuple[int, int]]:
-        return [one.load for one in self._replicas.values()]
+        counted = {number: self._replicas[number] for number in orders.counted if number in self._replicas}
+        self._stats = {number: _copied(one.core.scheduler.snapshot()) for number, one in counted.items()}
+
+    def report(self) -> Report:
+        return Report([one.load for one in self._replicas.values()], self._stats)
 
     def result(self) -> Result:
         first, *rest = (one.result() for one in self._replicas.values())
         for other in rest:
             first.merge(other)
         return first
+
+
+def _copied(stats: EngineStats) -> EngineStats:
+    """As they are now: an engine goes on counting in the same objects."""
+    return msgspec.convert(msgspec.to_builtins(stats), EngineStats)
 
 
 class RemoteWorker:
@@ -116,8 +156,8 @@ class RemoteWorker:
         except EOFError:
             raise EngineDeadError("a process of the simulation died") from None
 
-    def loads(self) -> list[tuple[int, int]]:
-        return msgspec.msgpack.decode(self._receive(), type=list[tuple[int, int]])
+    def report(self) -> Report:
+        return msgspec.msgpack.decode(self._receive(), type=Report)
 
     def result(self) -> Result:
         self._pipe.send_bytes(b"")
@@ -131,7 +171,7 @@ def _work(pipe: Connection, fleet: Fleet, trace: Sequence[Arrival], share: range
     worker = LocalWorker(fleet, trace, share)
     while message := pipe.recv_bytes():
         worker.order(msgspec.msgpack.decode(message, type=Orders))
-        pipe.send_bytes(msgspec.msgpack.encode(worker.loads()))
+        pipe.send_bytes(msgspec.msgpack.encode(worker.report()))
     pipe.send_bytes(worker.result().packed())
 
 
@@ -139,52 +179,77 @@ def simulate(
     fleet: Fleet, trace: Sequence[Arrival], *, workers: int | None = None, told: Callable[[int], None] | None = None
 ) -> Result:
     """Serve a whole trace; what came of it. `told` hears of every portion how many requests it had."""
-    count = min(workers or os.cpu_count() or 1, fleet.replicas)
-    shares = [range(first, fleet.replicas, count) for first in range(count)]
+    count = min(workers or os.cpu_count() or 1, fleet.most)
+    shares = [range(first, fleet.most, count) for first in range(count)]
     kind = LocalWorker if count == 1 else RemoteWorker
+    scaling = FleetScaling(fleet.autoscale, fleet.replicas, fleet.startup) if fleet.autoscale is not None else None
     with _no_collector():
         team: list[Worker] = [kind(fleet, trace, share) for share in shares]
-        for until, requests, chosen in _routed(fleet, trace, team, shares):
+        for portion in _routed(fleet, trace, team, shares, scaling):
             for number, worker in enumerate(team):
-                own = [i for i, replica in enumerate(chosen) if replica % count == number]
-                worker.order(Orders(until, [requests[i] for i in own], [chosen[i] for i in own]))
+                own = [i for i, replica in enumerate(portion.replicas) if replica % count == number]
+                worker.order(
+                    msgspec.structs.replace(
+                        portion,
+                        requests=[portion.requests[i] for i in own],
+                        replicas=[portion.replicas[i] for i in own],
+                    )
+                )
             if told:
-                told(len(requests))
+                told(len(portion.requests))
         first, *rest = (worker.result() for worker in team)
     for other in rest:
         first.merge(other)
+    first.replica_seconds = scaling.seconds if scaling is not None else fleet.replicas * (first.end - START)
+    first.replicas_peak = scaling.peak if scaling is not None else fleet.replicas
     return first
 
 
-Routed = tuple[float | None, range, list[int]]  # until when, which requests, the replica of each
-
-
-def _routed(fleet: Fleet, trace: Sequence[Arrival], team: list[Worker], shares: list[range]) -> Iterator[Routed]:
+def _routed(
+    fleet: Fleet, trace: Sequence[Arrival], team: list[Worker], shares: list[range], scaling: FleetScaling | None
+) -> Iterator[Orders]:
     """Requests in portions, each routed when all before it have run as far."""
     machine, block = fleet.model.machine, max((one.block for one in trace[:1]), default=TRACE_BLOCK)
     held = machine.pages * machine.page_size // block
-    router = make_router(fleet.router, fleet.replicas, fleet.seed, max(1, held))
-    loads = [ReplicaLoad() for _ in range(fleet.replicas)]
-    waits = router.uses_loads and fleet.replicas > 1
-    first = len(trace) if fleet.clients else 0
-    while first < len(trace):
-        until = trace[first].at // REPORT_S * REPORT_S + REPORT_S
-        last = first + 1
+    router = make_router(fleet.router, fleet.most, fleet.seed, max(1, held))
+    loads = [ReplicaLoad(ready=number < fleet.replicas) for number in range(fleet.most)]
+    waits = scaling is not None or (router.uses_loads and fleet.replicas > 1)
+    first, since, parked, ended = len(trace) if fleet.clients else 0, 0.0, list[int](), list[int]()
+    while first < len(trace) or parked:
+        until = _next_report(trace[first].at) if first < len(trace) else inf
+        until = until if scaling is None else min(until, scaling.next)
+        last = first
         while last < len(trace) and (trace[last].at < until if waits else last < first + BATCH):
             last += 1
-        chosen = []
-        for one in trace[first:last]:
-            view = RouteView(one.prompt, one.blocks, one.tenant)
-            chosen.append(router.choose(view, loads))
+        requests, chosen = [*parked, *range(first, last)], []
+        if scaling is not None and not any(load.ready for load in loads):
+            requests, parked = [], requests
+        else:
+            parked = []
+        for one in (trace[number] for number in requests):
+            chosen.append(router.choose(RouteView(one.prompt, one.blocks, one.tenant), loads))
             loads[chosen[-1]].sent(one.prompt - router.saved)
-        yield until if waits else trace[last - 1].at, range(first, last), chosen
-        for worker, share in zip(team, shares, strict=True):
-            for number, load in zip(share, worker.loads(), strict=True):
-                loads[number] = ReplicaLoad(*load)
-        first = last
-    yield None, range(0), []
+        looks = scaling is not None and until >= scaling.next
+        counted = scaling.present if scaling is not None and looks else []
+        yield Orders(since, until if waits else trace[last - 1].at, requests, chosen, ended, counted)
+        reports, first, since, ended = [worker.report() for worker in team], last, until if waits else 0.0, []
+        if scaling is not None and looks:
+            ended = scaling.look(until, {n: one for report in reports for n, one in report.stats.items()}, len(parked))
+            if router.directory is not None:
+                for number in ended:
+                    router.directory.forget(number)
+        for share, report in zip(shares, reports, strict=True):
+            for number, load in zip(share, report.loads, strict=True):
+                loads[number] = ReplicaLoad(*load, ready=scaling is None or scaling.ready(number, until))
+    yield Orders(since, None, [], [])
     for worker in team:
-        worker.loads()
+        worker.report()
+
+
+def _next_report(now: float) -> float:
+    """After that moment."""
+    until = (now // REPORT_S + 1) * REPORT_S
+    return until if until > now else until + REPORT_S
 
 
 @contextmanager

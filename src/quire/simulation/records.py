@@ -73,6 +73,8 @@ class Result(msgspec.Struct):
     busy: float = 0.0
     end: float = 0.0
     served: dict[str, int] = {}  # token rows by tenant
+    replica_seconds: float = 0.0  # that replicas were there, of all together
+    replicas_peak: int = 0
 
     def packed(self) -> bytes:
         columns = {name: column.tobytes() for name, column in self.rows.items()}

@@ -48,9 +48,11 @@ class Replica:
         self._longest = min(model.machine.max_model_len, model.machine.pages * model.machine.page_size)
         self._params: dict[int, SamplingParams] = {}  # by most tokens: requests share them
 
-    def arrives(self, one: Arrival, number: int) -> None:
-        """In the order of arrival; `number` is the request's own."""
+    def arrives(self, one: Arrival, number: int, since: float = 0.0) -> None:
+        """In the order of arrival; `number` is the request's own. It is not worked on before `since`."""
         self._due.append((one, number))
+        if one.at < since:
+            self._clock.now = max(self._clock.now, since + START)
 
     def close_loop(self, work: Iterator[tuple[Arrival, int]], clients: int, think: float) -> None:
         """So many clients ask one after the other, each again when it has its answer and has thought about it."""
