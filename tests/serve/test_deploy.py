@@ -29,6 +29,7 @@ DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 UNIT = DEPLOY / "systemd" / "quire.service"
 MANIFEST = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "quire.yaml").read_text()))
+KUBERAY = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "kuberay" / "quire-ray.yaml").read_text()))
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 PAGES = ("deploy.md", "from-vllm.md", "from-ollama.md", "from-llama-cpp.md", "troubleshooting.md")
 # What is exposed only once there is something to count.
@@ -57,6 +58,15 @@ def container() -> dict[str, Any]:
     return next(part for part in MANIFEST if part["kind"] == "Deployment")["spec"]["template"]["spec"]["containers"][0]
 
 
+def ray_job() -> dict[str, Any]:
+    return next(part for part in KUBERAY if part["kind"] == "RayJob")["spec"]
+
+
+def ray_pods() -> list[dict[str, Any]]:
+    cluster = ray_job()["rayClusterSpec"]
+    return [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
 def unit(section: str, text: str) -> dict[str, str]:
     body = text.partition(f"[{section}]\n")[2].partition("\n[")[0]
     return dict(line.split("=", 1) for line in body.splitlines() if "=" in line and not line.startswith("#"))
@@ -67,6 +77,9 @@ def started() -> Iterator[tuple[str, list[str]]]:
     yield "Dockerfile", json.loads(re.findall(r"^CMD (\[.*\])$", DOCKERFILE, re.MULTILINE)[-1])
     yield "compose", [re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in COMPOSE["services"]["quire"]["command"]]
     yield "kubernetes", container()["args"]
+    program, *words = shlex.split(ray_job()["entrypoint"])
+    assert program == "quire"
+    yield "kuberay", words
     program, *words = shlex.split(unit("Service", UNIT.read_text())["ExecStart"])
     assert program.endswith("/bin/quire")
     yield "systemd", words
@@ -78,6 +91,19 @@ def test_servers_are_started_by_options_that_exist(where: str, words: list[str])
     parse(words)
     if where != "systemd":
         assert {"--host", "--host=0.0.0.0"} & set(words), "others must reach it through its container's port"
+
+
+def test_ray_nodes_have_room_for_the_replicas_that_the_server_starts() -> None:
+    said = dict(word[2:].split("=", 1) for word in shlex.split(ray_job()["entrypoint"]) if word.startswith("--"))
+    cluster, (head, worker) = ray_job()["rayClusterSpec"], ray_pods()
+    (group,), (one,) = cluster["workerGroupSpecs"], worker["spec"]["containers"]
+    assert group["maxReplicas"] >= int(said["max-replicas"]) and group["minReplicas"] >= int(said["replicas"])
+    assert one["resources"]["limits"]["nvidia.com/gpu"] == int(said["replica-gpus"])
+    assert int(one["resources"]["requests"]["cpu"]) >= int(said["replica-cpus"])
+    assert cluster["authOptions"] == {"mode": "token"}
+    service = next(part for part in KUBERAY if part["kind"] == "Service")["spec"]
+    assert service["selector"].items() <= {**head["metadata"]["labels"], "ray.io/node-type": "head"}.items()
+    assert service["ports"][0]["targetPort"] in [port["name"] for port in head["spec"]["containers"][0]["ports"]]
 
 
 def test_the_parser_refuses_what_the_program_refuses() -> None:
@@ -253,6 +279,11 @@ def test_checkers_of_others_are_content() -> None:
     with pytest.raises(ValueError):
         promql.parse("quire_a > 0.05 * on (instance) quire_b")  # matching beside a number
     for part in MANIFEST:
+        kubernetes.validate(part, kubernetes.latest_version(), strict=True)
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", **pod} for pod in ray_pods()
+    ]  # of KubeRay's own kinds there is no schema
+    for part in (*pods, *(part for part in KUBERAY if part["kind"] == "Service")):
         kubernetes.validate(part, kubernetes.latest_version(), strict=True)
     done = subprocess.run([str(HADOLINT), str(DEPLOY / "Dockerfile")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
