@@ -57,7 +57,8 @@ BESIDE: dict[str, set[str]] = {
     "kernels.cpu": {"kernels.reference"},
     "kernels.triton": {"kernels.reference", "kernels.eager"},
     "runtime.tiers": set(),
-    "runtime.executors": {"runtime.tiers"},
+    "runtime.connectors": {"runtime.tiers"},
+    "runtime.executors": {"runtime.tiers", "runtime.connectors"},
     "bench.load": set(),
     "lang.adapters": set(),
 }

@@ -48,6 +48,9 @@ def _added(name: str, values: list[Any]) -> Any:
     if isinstance(first, Histogram):
         counts = [sum(each) for each in zip(*(value.counts for value in values), strict=True)]
         return Histogram(first.bounds, counts, sum(value.total for value in values))
+    if name == "handovers":
+        found = [value for value in values if value is not None]
+        return summed(found) if found else None
     if name == "tiers":
         return _tiers([tier for value in values for tier in value])
     if name == "accepted_at":

@@ -18,11 +18,13 @@ from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.membership import PeerLink
 from quire.types.memory_use import resident_bytes
 from quire.types.plan import StepPlan
 from quire.types.request import Request
 from quire.types.seams import Closable, Executor, Ticket
 from quire.types.timeline import Timeline
+from quire.types.transfer import KVConnector
 from quire.types.view import EngineView
 
 log = logging.getLogger(__name__)
@@ -60,7 +62,17 @@ class EngineCore:
         self._tickets: deque[tuple[StepPlan, Ticket]] = deque()
         self._failures = 0
         self.beside: list[Closable] = []  # what ends with the engine
+        self.connector: KVConnector | None = None  # to engines that pages are handed over to, and from
         self._asleep = False
+
+    def connect(self, peers: PeerLink) -> str:
+        """Hand KV pages over to peers, and take theirs; the address they reach this engine by, or '' where the executor
+        cannot."""
+        self.connector = self.executor.connect(peers) if self.scheduler.memory.prefix_cache else None
+        if self.connector is None:
+            return ""
+        self.scheduler.features.tiers.directory.connect()
+        return self.connector.address
 
     def power(self, *, asleep: bool) -> None:
         """Free the device's memory (weights and cached pages wait in the host's), or take it again."""
@@ -108,12 +120,15 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or bool(self._tickets or self._grammar_queue)
+        asked = self.connector is not None and self.connector.asked
+        return asked or self.scheduler.busy or bool(self._tickets or self._grammar_queue)
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
         now = self._clock()
         late = self.scheduler.expire(now)
+        for wanted in self.connector.wanted() if self.connector is not None else ():
+            self.scheduler.features.handover.want(wanted)
         if self._grammar_queue:
             idle = not (self.scheduler.busy or self._tickets)
             if refused := self._grammar_queue.release(self.scheduler.submit, idle=idle):
@@ -164,6 +179,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         found, compiling = self.scheduler.snapshot(), len(self._grammar_queue)
         found.memory, found.asleep = resident_bytes(), self._asleep
+        found.handovers = self.connector.stats if self.connector is not None else None
         found.waiting, found.deferred = found.waiting + compiling, found.deferred + compiling
         return found
 

@@ -30,7 +30,7 @@ from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
 from quire.types.hashing import PageHasher
 from quire.types.logs import configure_child
-from quire.types.membership import ReplicaMembership
+from quire.types.membership import PeerLink, ReplicaMembership
 from quire.types.messages import (
     MAX_FRAME,
     CacheEvents,
@@ -61,6 +61,10 @@ class EngineProcess:
         self._socket = self._context.socket(zmq.PAIR if member is None else zmq.DEALER)
         self._beats = -1 if member is None else member.beats
         self._member = member
+        self._address = address
+        self._wake_in, self._wake_out = os.pipe()
+        os.set_blocking(self._wake_in, False)
+        os.set_blocking(self._wake_out, False)
         self._recorder: CacheEventRecorder | None = None
         if member is not None:
             self._join(member)
@@ -69,6 +73,9 @@ class EngineProcess:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
         self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_in, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._sent = self._beat = time.monotonic()
@@ -88,15 +95,32 @@ class EngineProcess:
     def announce(self, core: EngineCore, info: EngineInfo) -> None:
         """The engine is ready. A replica names its pages as its router does, unless a tier names them, and tells of
         them."""
-        memory, page_tokens = core.scheduler.memory, 0
+        memory, page_tokens, connector = core.scheduler.memory, 0, ""
         if (member := self._member) is not None and memory.prefix_cache and not core.capacity.naming:
             key = bytes.fromhex(member.page_key)
             memory.name_pages_by(lambda size: PageHasher(key, size))
             self._recorder = memory.record_events(member.block_tokens)
             page_tokens = memory.layout.groups[0].tokens_per_page
+            if member.connector:
+                peers = PeerLink(member.connector, own_address(self._address), member.keys, member.page_key)
+                connector = core.connect(peers)
+                if core.connector is not None:
+                    core.connector.wake_by(self.wake)
         number = -1 if member is None else member.number
-        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens, number))
+        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens, number, connector))
         self.beat()
+
+    def wake(self) -> None:
+        """From any thread: there is something to do."""
+        with suppress(BlockingIOError, OSError):  # full of wakes already, or closed
+            os.write(self._wake_out, b"w")
+
+    def _waits(self) -> bool:
+        """Whether nothing came for a while."""
+        ready = dict(self._poller.poll(IDLE_POLL_MS))
+        if self._wake_in in ready:
+            os.read(self._wake_in, 4096)
+        return not ready
 
     def beat(self) -> None:
         """Tell the actor that hosts this process that it goes on."""
@@ -115,7 +139,7 @@ class EngineProcess:
         while True:
             if not core.busy:
                 core.settle()
-            if not core.busy and not self._socket.poll(IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
+            if not core.busy and self._waits() and time.monotonic() - checked > CHECK:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
@@ -148,6 +172,16 @@ class EngineProcess:
     def close(self) -> None:
         self._socket.close()
         self._context.term()
+        for descriptor in (self._wake_in, self._wake_out):
+            os.close(descriptor)
+
+
+def own_address(server: str) -> str:
+    """The address by which other machines reach this one, as far as who reaches that server can tell."""
+    host, _, port = server.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, int(port)))  # sends nothing
+        return str(way.getsockname()[0])
 
 
 def main(address: str, parent: str, options: str) -> int:

@@ -3,6 +3,7 @@
     device page taken for something else ──► first tier (host)        write-behind: read before it is overwritten
     device page computed                 ──► tiers that are kept      (disk, remote), so that it outlives the engine
     tier full                            ──► next tier down, or gone  by policy
+    device page that a peer wants        ──► that engine              a hand-over, as is what another engine gives
 
 A page may be in several tiers; it is loaded from the fastest. Moves are queued here and leave with the next plan.
 Refuses to know: sequences, bytes.
@@ -18,8 +19,9 @@ from quire.memory.ranking import Ranking
 from quire.memory.state_cells import StateCells
 from quire.types.clock import Clock
 from quire.types.events import TierStats
+from quire.types.handover import Handover
 from quire.types.plan import StepPlan
-from quire.types.transfer import DEVICE, Drop, Key, TierSpec, Transfer, TransferDone
+from quire.types.transfer import DEVICE, PEER, Drop, Key, TierSpec, Transfer, TransferDone
 
 ELSEWHERE = -1  # in place of a page: not on the device, but in a tier
 MAX_STAGED_BYTES = 256 << 20  # bytes on their way into a tier at most
@@ -56,6 +58,7 @@ class Directory:
         """`states`: snapshots that are moved too; `state_pages`: the pages that a cell is made of."""
         self._states, self._state_pages = states, state_pages
         self.tiers = [Tier(spec, policy) for spec in specs]
+        self.peer: Tier | None = None  # other engines, where there is a connector: it holds nothing of its own
         self.costs = Costs(page_bytes)
         self._clock = clock or Clock()
         self._index = index
@@ -64,31 +67,38 @@ class Directory:
         self._ids = 0
         self._queue: dict[tuple[str, str], Transfer] = {}  # not yet in a plan, by way
         self._drops: dict[str, list[Key]] = {}
+        self._withheld: list[Drop] = []  # what peers are told not to wait for
         self._moving: dict[int, Transfer] = {}
         self._pins: dict[Key, float] = {}  # until when, wherever they are
         self._unwanted: set[Key] = set()  # cheaper to compute again than to move
 
     @property
     def queued(self) -> bool:
-        return bool(self._queue or self._drops or (self._states is not None and self._states.unsaved))
+        unsaved = self._states is not None and self._states.unsaved
+        return bool(self._queue or self._drops or self._withheld or unsaved)
 
     @property
     def kept(self) -> bool:
         return any(tier.spec.kept for tier in self.tiers)
 
     def tier(self, name: str) -> Tier:
-        return next(tier for tier in self.tiers if tier.name == name)
+        return next(tier for tier in (*self.tiers, self.peer) if tier is not None and tier.name == name)
+
+    def connect(self) -> None:
+        """There are peers that pages can be handed over to, and from."""
+        self.peer = Tier(TierSpec(PEER, 0), "lru")
 
     # ---- looking --------------------------------------------------------------------------------------------
 
-    def run(self, group: int, names: Iterable[bytes]) -> list[int]:
-        """As PrefixIndex.run, with ELSEWHERE for pages that a tier could deliver."""
+    def run(self, group: int, names: Iterable[bytes], *, peer: bool = False) -> list[int]:
+        """As PrefixIndex.run, with ELSEWHERE for pages that a tier could deliver; with `peer`, another engine gives
+        what is nowhere here."""
         if self._states is not None and group == self._states.group:
             return self._run_states(names)
         pages = []
         for name in names:
             found = self._index.run(group, [name])
-            if not found and self.locate((group, name)) is None:
+            if not found and not peer and self.locate((group, name)) is None:
                 break
             pages.append(found[0] if found else ELSEWHERE)
         return pages
@@ -157,13 +167,20 @@ class Directory:
     def wanted(self, keys: Iterable[Key]) -> None:
         self._unwanted.difference_update(keys)
 
-    def load(self, keys: Sequence[Key], pages: Sequence[int], sources: Sequence[Tier | None]) -> list[int]:
-        """Begin to fill device pages from where `locate` found the keys; the ids of the transfers."""
+    def load(
+        self,
+        keys: Sequence[Key],
+        pages: Sequence[int],
+        sources: Sequence[Tier | None],
+        handover: Handover | None = None,
+    ) -> list[int]:
+        """Begin to fill device pages from where `locate` found the keys; the ids of the transfers. `handover`: of what
+        comes from a peer."""
         ways: dict[str, Transfer] = {}
         for key, page, tier in zip(keys, pages, sources, strict=True):
             assert tier is not None, "only what a tier has can be loaded"
             if tier.name not in ways:
-                ways[tier.name] = self._transfer(tier.name, DEVICE)
+                ways[tier.name] = self._transfer(tier.name, DEVICE, handover if tier is self.peer else None)
             way = ways[tier.name]
             way.keys.append(key)
             way.pages.append(page)
@@ -178,9 +195,19 @@ class Directory:
         self._queue[tier.name, str(way.id)] = way
         return way.id
 
-    def _transfer(self, source: str, target: str) -> Transfer:
+    def give(self, handover: Handover, pages: dict[Key, int]) -> None:
+        """Begin to send device pages to the peer that wants them."""
+        way = self._transfer(DEVICE, PEER, handover)
+        way.keys, way.pages = list(pages), list(pages.values())
+        self._queue[PEER, str(way.id)] = way
+
+    def withhold(self, handover: Handover, keys: list[Key]) -> None:
+        """Tell a peer that these will not come."""
+        self._withheld.append(Drop(PEER, keys, handover))
+
+    def _transfer(self, source: str, target: str, handover: Handover | None = None) -> Transfer:
         self._ids += 1
-        return Transfer(self._ids, source, target, [])
+        return Transfer(self._ids, source, target, [], handover=handover)
 
     def _send(self, source: str, tier: Tier, key: Key, page: int | None = None) -> None:
         """Queue one page for a tier, unless it has it or has enough on its way."""
@@ -220,14 +247,17 @@ class Directory:
         for way in self._queue.values():
             self._moving[way.id] = way
             plan.transfers.append(way)
-        plan.drops += [Drop(name, keys) for name, keys in self._drops.items()]
-        self._queue, self._drops = {}, {}
+        plan.drops += [*(Drop(name, keys) for name, keys in self._drops.items()), *self._withheld]
+        self._queue, self._drops, self._withheld = {}, {}, []
 
     def finish(self, done: TransferDone) -> Transfer:
         """Take in the end of a transfer."""
         way = self._moving.pop(done.id)
         moved = [key for key, ok in zip(way.keys, done.moved, strict=True) if ok]
         lost = [key for key, ok in zip(way.keys, done.moved, strict=True) if not ok]
+        if way.handover is not None:
+            self._handed_over(way, len(moved), len(lost), done.seconds)
+            return way
         if way.target:
             self.costs.moved(way.source, way.target, len(moved), done.seconds)
         if way.target in ("", DEVICE):
@@ -243,6 +273,17 @@ class Directory:
             tier.stats.save_seconds += done.seconds
             tier.stats.failed += len(lost)
         return way
+
+    def _handed_over(self, way: Transfer, moved: int, lost: int, seconds: float) -> None:
+        stats = self.tier(PEER).stats
+        if way.target == PEER:
+            stats.bytes_in += moved * self._page_bytes
+            stats.failed += lost
+        else:
+            stats.bytes_out += moved * self._page_bytes
+            stats.pages_out += moved
+            stats.missed += lost
+            stats.load_seconds += seconds
 
     def _delivered(self, tier: Tier, way: Transfer, moved: list[Key], lost: list[Key], seconds: float) -> None:
         if not way.target:
@@ -290,7 +331,10 @@ class Directory:
         look-ups stay, requests hold pages for them."""
         for way, transfer in list(self._queue.items()):
             if transfer.source == DEVICE:
-                self.tier(transfer.target).arriving.difference_update(transfer.keys)
+                if transfer.handover is not None:
+                    self.withhold(transfer.handover, transfer.keys)
+                else:
+                    self.tier(transfer.target).arriving.difference_update(transfer.keys)
                 del self._queue[way]
         self._unwanted.clear()
 
@@ -298,4 +342,4 @@ class Directory:
         for tier in self.tiers:
             tier.stats.pages = len(tier.holds)
             tier.stats.bytes = len(tier.holds) * self._page_bytes
-        return [tier.stats for tier in self.tiers]
+        return [tier.stats for tier in (*self.tiers, self.peer) if tier is not None]

@@ -160,6 +160,7 @@ class _Exposition(Collector):
         yield from self._tiers(stats)
         ratio = "Waits for a first token, over those predicted when the request was queued."
         yield from self._histogram("admission_wait_ratio", ratio, stats.wait_ratios, theirs="")
+        yield from self._handovers(stats)
         yield from self._histogram("request_queue_time_seconds", "Arrival to admission.", stats.queue_time)
         yield from self._histogram("request_prefill_time_seconds", "Admission to first token.", stats.prefill_time)
         yield from self._histogram("request_decode_time_seconds", "First token to last.", stats.decode_time)
@@ -199,6 +200,24 @@ class _Exposition(Collector):
         saved = "Estimated computing saved by tiers, loading subtracted."
         yield from self._gauge("kv_tier_saved_seconds", saved, stats.tier_saved, shared=False)
         yield from self._counter("kv_swaps", "Preemptions whose pages were kept.", stats.swaps, shared=False)
+
+    def _handovers(self, stats: EngineStats) -> Iterator[Metric]:
+        if (found := stats.handovers) is None:
+            return
+        for field, help in (
+            ("started", "Hand-overs of KV pages that engines asked others for."),
+            ("completed", "... of them, those whose pages all came."),
+            ("timed_out", "... those that waited in vain for some."),
+            ("peers_lost", "... those whose source was lost."),
+            ("pages_sent", "KV pages sent to other engines."),
+            ("bytes_sent", "Bytes of them."),
+            ("pages_received", "KV pages received from other engines."),
+            ("bytes_received", "Bytes of them."),
+            ("seconds", "Time from asking to the last page."),
+            ("refused", "Connections without the replicas' key."),
+            ("dropped", "Frames that were malformed, forged, replayed or late."),
+        ):
+            yield from self._counter(f"kv_handover_{field}", help, getattr(found, field), shared=False)
 
     def _energy(self, joules: Mapping[str, float], tokens: int) -> Iterator[Metric]:
         yield from self._by("quire_energy_joules", "Energy used since the server started, by meter.", "meter", joules)

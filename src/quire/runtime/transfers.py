@@ -53,7 +53,7 @@ class Transfers:
                 if transfer.source != DEVICE:
                     self._fetch(transfer)
             for drop in plan.drops:  # after what is read from there, before what is put there
-                self._stores[drop.tier].submit(TierJob(next(self._ids), "drop", drop.keys))
+                self._stores[drop.tier].submit(TierJob(next(self._ids), "drop", drop.keys, None, drop.handover))
             for transfer, (buffers, copied) in saves:
                 if copied is None:
                     self._put(transfer, buffers)
@@ -102,7 +102,7 @@ class Transfers:
     def _submit(
         self, tier: str, kind: str, transfer: Transfer, buffers: Any, after: Callable[[TierDone], None]
     ) -> None:
-        job = TierJob(next(self._ids), kind, transfer.keys, buffers)
+        job = TierJob(next(self._ids), kind, transfer.keys, buffers, transfer.handover)
         self._jobs[tier, job.id] = after
         self._stores[tier].submit(job)
 

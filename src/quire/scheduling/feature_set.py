@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quire.memory.manager import KVManager
 from quire.memory.tiers import Directory
@@ -11,6 +11,7 @@ from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.chunk_reuse import ChunkReuse
 from quire.scheduling.features.draft_budgets import Drafting
 from quire.scheduling.features.kv_eviction import KVEviction
+from quire.scheduling.features.kv_handover import KVHandover
 from quire.scheduling.features.length_prediction import LengthPrediction
 from quire.scheduling.features.service_levels import ServiceLevels
 from quire.scheduling.features.sessions import Sessions
@@ -18,6 +19,7 @@ from quire.scheduling.features.tier_prefetch import TierPrefetch
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.features.wait_prediction import WaitPrediction
 from quire.scheduling.length_predictor import LengthPredictor
+from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.preemption import PreemptionGuard
 from quire.scheduling.prefill_budget import PrefillLimiter
 from quire.scheduling.sequence_table import SequenceTable
@@ -32,6 +34,7 @@ class FeatureSet:
         memory: KVManager,
         capacity: Capacity,
         clock: Clock,
+        in_flight: Iterable[PlanBuilder],
         *,
         kv_policy: str,
         session_quota: float,
@@ -66,6 +69,7 @@ class FeatureSet:
         self.tiers = TierPrefetch(
             memory, directory, self.timeline, table.waiting, lambda: self.preemption.spare, preempt
         )
+        self.handover = KVHandover(memory, directory, clock, in_flight)
         self.sessions = Sessions(memory, directory, session_quota, clock)
         self.eviction = KVEviction(memory, capacity, self.timeline)
         self.chunk_reuse = ChunkReuse(memory, capacity, table, self.timeline)
@@ -75,5 +79,5 @@ class FeatureSet:
     def __iter__(self) -> Iterator[SchedulingFeature]:
         optional = [feature for feature in (self.drafting, self.lengths) if feature is not None]
         listening = [self.timeline, self.service_levels, self.waits, self.preemption, *optional]
-        shared = [*listening, self.eviction, self.chunk_reuse, self.tiers, self.sessions]
+        shared = [*listening, self.eviction, self.chunk_reuse, self.tiers, self.handover, self.sessions]
         return iter(shared)

@@ -78,11 +78,13 @@ class Scheduler:
         )
         self.sequences = SequenceTable(capacity.slots, memory=self.memory, policy=self.policy, clock=self.clock)
         self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
+        self._in_flight: deque[PlanBuilder] = deque()
         self.features = FeatureSet(
             self.sequences,
             self.memory,
             capacity,
             self.clock,
+            self._in_flight,
             kv_policy=kv_policy,
             session_quota=session_quota,
             preempt=options.preempt,
@@ -109,7 +111,6 @@ class Scheduler:
         self.sequences.register(*self.features, self._admission, self._commit, *listeners)
         self._max_waiting = options.max_waiting
         self.policy.attach(Services(self.sequences, self.memory, self._prefill_limiter))
-        self._in_flight: deque[PlanBuilder] = deque()
         self._undelivered: list[TokenEvent] = []  # of the step that is being committed
         self._deadlines = Deadlines()
         self._step = 0
@@ -171,7 +172,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self.sequences.requests or self.features.tiers.busy)
+        return bool(self.sequences.requests or self.features.tiers.busy or self.features.handover.busy)
 
     # ---- plan -----------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec
 from quire.types.hashing import PageHasher
 from quire.types.kv import KVGroup, KVLayout
+from quire.types.membership import PeerLink
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo
 
@@ -100,6 +101,9 @@ class SimulatedExecutor:
 
     def write_pages(self, pages: list[int], content: list[bytes]) -> None:
         raise ConfigError("pages of a simulated device hold nothing")
+
+    def connect(self, peers: PeerLink) -> None:
+        """Pages are not handed over."""
 
     def close(self) -> None:
         self._ends.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.types.counts import Counts
+from quire.types.handover import HandoverStats
 from quire.types.histogram import LATENCY, TOKENS, Histogram
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
@@ -110,6 +111,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     tier_queries: int = 0  # tokens looked for in tiers: the device did not hold them
     tier_waits: float = 0.0  # seconds in which nothing could be computed because pages were being loaded
     tier_saved: float = 0.0  # estimated seconds of computing that pages from tiers saved, loading them subtracted
+    handovers: HandoverStats | None = None  # of KV pages from and to other engines
     swaps: int = 0  # preemptions whose pages were kept in a tier rather than computed again
     wait_ratios: Histogram = msgspec.field(default_factory=lambda: Histogram(WAIT_RATIOS))  # real over predicted ones
     queue_time: Histogram = msgspec.field(default_factory=_latency)  # arrival to admission

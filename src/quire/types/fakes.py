@@ -23,8 +23,10 @@ from quire.types.errors import InputError
 from quire.types.fake_tiers import Entries, Entry, FakeTiers
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import NULL_STATE, KVLayout
+from quire.types.membership import PeerLink
 from quire.types.plan import Admit, Capacity, RopeShift, Row, StepPlan, StepResult, TokenLogprobs
 from quire.types.seams import DraftContext, DraftTree, ExecutorInfo
+from quire.types.transfer import KVConnector
 
 _MASK = (1 << 61) - 1
 
@@ -131,6 +133,9 @@ class FakeExecutor:
 
     def check(self) -> None:
         pass
+
+    def connect(self, peers: PeerLink) -> KVConnector | None:
+        return None
 
     def load_adapter(self, slot: int, path: str) -> str:
         return path

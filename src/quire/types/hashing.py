@@ -32,7 +32,7 @@ class PageHasher:
 
     def __init__(self, key: bytes, tokens_per_page: int):
         self._key = key
-        self._size = tokens_per_page
+        self._size = self.tokens_per_page = tokens_per_page
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}  # (hash before, tokens) → hashes; oldest first
 
     def root(self, salt: str) -> Root:

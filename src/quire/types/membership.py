@@ -13,6 +13,15 @@ class CurveKeys(msgspec.Struct, frozen=True):
     secret: str
 
 
+class PeerLink(msgspec.Struct, frozen=True):
+    """How replicas hand KV pages over to each other."""
+
+    connector: str  # tcp, shared-memory or in-process
+    host: str  # that peers reach this process by
+    keys: CurveKeys
+    secret: str  # in hex: pages are signed with it
+
+
 class ReplicaMembership(msgspec.Struct, frozen=True):
     """Handed to an engine process on its standard input: it is nobody else's to read."""
 
@@ -20,6 +29,7 @@ class ReplicaMembership(msgspec.Struct, frozen=True):
     keys: CurveKeys
     page_key: str  # in hex: replicas and their router name equal pages equally, and nobody else can
     block_tokens: int  # that the router names together
+    connector: str = ""  # by which KV pages are handed over: tcp or shared-memory; empty: they are not
     beats: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
     number: int = -1  # of the replica that it is started as; -1: any that is missing
 
@@ -30,7 +40,7 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     id: str
     pid: int
     host: str
-    role: str  # both: it prefills and decodes
+    role: str  # prefill, decode, or both
     state: str  # starting, ready, draining, drained or stopped
     running: int
     waiting: int  # for their first token

@@ -105,6 +105,7 @@ class Ready(msgspec.Struct, tag=True):
     host: str = ""
     page_tokens: int = 0  # of the pages that its CacheEvents tell of; 0: it tells of none
     number: int = -1  # of the replica that it was started as; -1: any
+    connector: str = ""  # where other replicas ask it for KV pages; empty: it hands none over
 
 
 class Events(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from quire.types.beam import BeamParams
 from quire.types.blend import Blend
+from quire.types.handover import Handover
 from quire.types.sampling_params import SamplingParams
 
 HOLD = 300.0  # seconds that a session's pages are kept where the caller does not say
@@ -47,6 +48,7 @@ class Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     hold: float = 0.0  # ... so many seconds
     blend: Blend | None = None  # chunks of the prompt whose KV may come from other places
     prediction: list[int] = []  # what the caller thinks the answer will be: drafts are taken from it
+    handover: Handover | None = None  # its KV pages come from another engine, or go to one
     lora: str = ""  # name of the adapter it runs with; empty: the base model
     lora_slot: int = 0  # ... where the engine keeps that; set by the engine
     pooling: str = ""  # mean, cls, last or classify: no tokens are drawn, the answer is the pooled hidden state

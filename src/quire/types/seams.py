@@ -16,11 +16,12 @@ from quire.types.errors import QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
-from quire.types.membership import ReplicaView
+from quire.types.membership import PeerLink, ReplicaView
 from quire.types.messages import AdapterInfo, EngineInfo
 from quire.types.plan import Admit, Capacity, StepPlan, StepResult
 from quire.types.request import Request
 from quire.types.timeline import Timeline
+from quire.types.transfer import KVConnector
 from quire.types.view import EngineView
 
 
@@ -92,6 +93,10 @@ class Executor(Protocol):
 
     def write_pages(self, pages: list[int], content: list[bytes]) -> None:
         """Fill device pages that no step uses."""
+        ...
+
+    def connect(self, peers: PeerLink) -> KVConnector | None:
+        """Let plans have transfers from and to peers; None where that cannot be."""
         ...
 
     def close(self) -> None: ...
@@ -252,6 +257,14 @@ class ReplicaOperator(Protocol):
         ...
 
     def activate(self, id: str) -> ReplicaView: ...
+
+    async def assign(self, id: str, role: str) -> ReplicaView:
+        """Give an engine the role of computing prompts (prefill), answering (decode), or both."""
+        ...
+
+    def handed_over(self) -> tuple[int, int]:
+        """Requests that went on on another engine from their KV pages, and prompts that another engine computed."""
+        ...
 
     async def restart(self, id: str, timeout: float) -> ReplicaView: ...
 

@@ -8,14 +8,17 @@ before the step writes anything; device pages it fills belong to it until it has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quire.types.handover import Handover, HandoverStats
+
 DEVICE, HOST, DISK, REMOTE = "device", "host", "disk", "remote"
+PEER = "peer"  # another engine: what it gives, and is given, is a hand-over's
 
 Key = tuple[int, bytes]  # (group, page hash)
 Bytes = npt.NDArray[np.uint8]
@@ -30,13 +33,15 @@ class Transfer(msgspec.Struct):
     target: str
     keys: list[Key]
     pages: list[int] = []
+    handover: Handover | None = None  # from or to a peer
 
 
 class Drop(msgspec.Struct):
-    """Delete pages of a tier."""
+    """Delete pages of a tier. Of a peer: tell it that these will not be handed over."""
 
     tier: str
     keys: list[Key]
+    handover: Handover | None = None
 
 
 class TransferDone(msgspec.Struct):
@@ -61,6 +66,7 @@ class TierJob(msgspec.Struct):
     kind: str  # put, get, find or drop
     keys: list[Key]
     buffers: Any = None  # a sequence of Bytes, one a key
+    handover: Handover | None = None
 
 
 class TierDone(msgspec.Struct):
@@ -90,4 +96,38 @@ class KVTier(Protocol):
 
     def close(self) -> None:
         """Finish what is queued, then stop."""
+        ...
+
+
+class Wanted(msgspec.Struct):
+    """What a peer asks this engine for."""
+
+    handover: str
+    keys: list[Key]
+    waits: bool  # for what is still being computed
+    timeout: float
+
+
+class KVConnector(KVTier, Protocol):
+    """Carries pages between engines, for which it is one more store: `get` asks the hand-over's source for pages and
+    ends when all came, were said not to come, or nothing came for its timeout; `put` sends pages that a peer wants, and
+    `drop` tells it that some will not come. Only verified pages ever reach a buffer, and none after its job has ended.
+    """
+
+    address: str  # that peers reach it by
+
+    def wanted(self) -> list[Wanted]:
+        """What peers asked for since it was last called."""
+        ...
+
+    @property
+    def asked(self) -> bool:
+        """Whether there is any."""
+        ...
+
+    @property
+    def stats(self) -> HandoverStats: ...
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        """Call this, from any thread, when a peer asks for something."""
         ...

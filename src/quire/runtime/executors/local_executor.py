@@ -33,14 +33,17 @@ from quire.runtime.load_runnable import load_runnable
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
 from quire.runtime.tiers.open_tiers import Tiers, fingerprint, open_tiers
+from quire.runtime.tiers.signed_page import PageSigner
 from quire.runtime.transfers import Transfers
 from quire.runtime.worker import ForwardWorker
 from quire.types.config import CacheOptions, EngineOptions, LoraOptions
 from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
+from quire.types.membership import PeerLink
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo, Proposer, Ticket, WeightSource
+from quire.types.transfer import PEER, KVConnector
 
 log = logging.getLogger(__name__)
 
@@ -221,6 +224,18 @@ class LocalExecutor:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
             return Tiers()
         return open_tiers(cache, self.layout, bytes.fromhex(self.kind), pinned=self._device.type == "cuda")
+
+    def connect(self, peers: PeerLink) -> KVConnector | None:
+        from quire.runtime.connectors.open_connector import open_connector  # ZMQ is not needed without it
+
+        assert self._worker is not None, "start() comes first"
+        signer = PageSigner(bytes.fromhex(peers.secret), bytes.fromhex(self.kind), self.layout)
+        connector = open_connector(peers, signer, self._tiers.signal)
+        self._tiers.stores[PEER] = connector
+        if self._transfers is None:
+            self._transfers = Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers.use(self._worker.pages)
+        return connector
 
     def read_pages(self, pages: list[int]) -> list[bytes]:
         content = self._in_order(lambda worker: worker.read_pages(pages))

@@ -39,6 +39,7 @@ from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, QuireError
 from quire.types.grammar import Vocabulary
 from quire.types.kv import KVLayout
+from quire.types.membership import PeerLink
 from quire.types.plan import Capacity, StepPlan
 from quire.types.seams import WeightSource
 
@@ -72,6 +73,9 @@ class ParallelExecutor(LocalExecutor):
             raise failure from error
         spec, itemsize = read_spec(source), self.model.dtype.itemsize
         self._reasons.append(describe_parallel(spec, options.device, itemsize, self._group.backend))
+
+    def connect(self, peers: PeerLink) -> None:
+        """A rank has a part of every page, and only the first could hand over its own: prompts are computed again."""
 
     def _fit(self, options: EngineOptions, pages: int) -> None:
         """On GPUs, no more pages than the fullest of them has room for; ranks on CPUs share one memory."""

@@ -1,4 +1,5 @@
-"""Tier prefetch: pages of waiting sequences are loaded from the tiers below the device, before their turn.
+"""Tier prefetch: pages of waiting sequences are loaded from the tiers below the device, or come from the engine that
+hands them over, before their turn.
 
     waiting ──► part of its prefix is in a tier ──► landing: device pages held, filled while others run ──► starts
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.memory.tiers import ELSEWHERE, Directory
@@ -21,10 +23,11 @@ from quire.scheduling.sequence import Sequence
 from quire.scheduling.waiting_queue import WaitingQueue
 from quire.types.errors import ConfigError
 from quire.types.events import TierStats
+from quire.types.handover import Handover
 from quire.types.kv import NULL_PAGE
 from quire.types.plan import StepResult
 from quire.types.request import FinishReason
-from quire.types.transfer import DEVICE, Key, TransferDone
+from quire.types.transfer import DEVICE, PEER, Key, TransferDone
 
 MAX_PREFETCHED = 64  # waiting sequences whose pages are loaded before their turn
 MAX_KEYS_ASKED = 1024  # of a shared tier at a time
@@ -63,7 +66,7 @@ class TierPrefetch(SchedulingFeature):
         self._spare = spare
         self._memory = memory
         self._mode = preempt
-        self._on = bool(directory.tiers) and memory.prefix_cache
+        self._tiered = bool(directory.tiers) and memory.prefix_cache
         self._sizes = [group.tokens_per_page for group in memory.layout.groups]
         self._landings: dict[Landing, None] = {}
         self._of: dict[Sequence, Landing] = {}
@@ -71,10 +74,15 @@ class TierPrefetch(SchedulingFeature):
         self._asking: dict[int, Sequence] = {}
         self._asked: set[Sequence] = set()  # that a shared tier has answered, or is being asked for
         self._looked: set[Sequence] = set()
-        if self._on:
+        self._handed_over: set[Sequence] = set()  # whose source was asked for their pages: it is so once
+        if self._tiered:
             memory.on_eviction(directory.evict)
-        if self._on and memory.states is not None:
+        if self._tiered and memory.states is not None:
             memory.states.leaving, memory.states.saves = directory.evict_state, directory.kept
+
+    @property
+    def _on(self) -> bool:
+        return self._tiered or (self.directory.peer is not None and self._memory.prefix_cache)
 
     @property
     def moving(self) -> bool:
@@ -116,16 +124,27 @@ class TierPrefetch(SchedulingFeature):
         landing = self._of.get(seq)
         if seq in self._asking.values() or (landing is not None and landing.moving):
             return True
-        tokens, pages = self._memory.longest(seq.table, seq.reusable, self.directory.run)
-        if self._ask(seq, tokens):
+        handover = self._handover(seq)
+        run = partial(self.directory.run, peer=handover is not None)
+        tokens, pages = self._memory.longest(seq.table, seq.reusable, run)
+        if handover is None and self._ask(seq, tokens):
             return True
         missing = [(g, i) for g, run in enumerate(pages) for i, page in enumerate(run) if page == ELSEWHERE]
         snapshot = self._snapshot(seq, tokens)
         if not missing and snapshot is None:
             return False
-        if (room is not None and len(missing) > room) or not self._pays(seq, tokens, missing, snapshot):
+        if room is not None and len(missing) > room:
+            return False
+        if handover is None and not self._pays(seq, tokens, missing, snapshot):
             return False
         return self._land(seq, tokens, pages, missing, snapshot)
+
+    def _handover(self, seq: Sequence) -> Handover | None:
+        """How another engine gives the sequence's pages, unless that was tried. Snapshots are not handed over."""
+        handover, states = seq.request.handover, self._memory.states
+        if handover is None or not handover.source or self.directory.peer is None or states is not None:
+            return None
+        return None if seq in self._handed_over else handover
 
     def _snapshot(self, seq: Sequence, tokens: int) -> Key | None:
         """The snapshot behind so many tokens, if it is in a tier and not on the device."""
@@ -185,7 +204,9 @@ class TierPrefetch(SchedulingFeature):
         landing = Landing(seq, PageTable(len(self._sizes)))
         keys = [(g, names[g][i]) for g, i in missing]
         parts = self.directory.state_keys(snapshot[1]) if snapshot is not None else []
-        sources = [self.directory.locate(key) for key in keys]  # before making room moves anything
+        handover = self._handover(seq)
+        peer = self.directory.peer if handover is not None else None
+        sources = [self.directory.locate(key) or peer for key in keys]  # before making room moves anything
         if snapshot is not None:
             sources += self.directory.locate_state(snapshot[1]) or []
         if not self._hold_state(landing, seq, tokens, snapshot):
@@ -203,7 +224,9 @@ class TierPrefetch(SchedulingFeature):
         landing.table.pages = pages
         cells = self._memory.state_pages(landing.table.state.cell) if parts else []
         landing.places |= {key: (page, b"", []) for key, page in zip(parts, cells, strict=True)}
-        landing.moving = set(self.directory.load([*keys, *parts], [*fresh, *cells], sources))
+        landing.moving = set(self.directory.load([*keys, *parts], [*fresh, *cells], sources, handover))
+        if handover is not None:
+            self._handed_over.add(seq)
         self._transfers.update(dict.fromkeys(landing.moving, landing))
         self._landings[landing] = None
         self._let_go(self._of.pop(seq, None))
@@ -268,7 +291,8 @@ class TierPrefetch(SchedulingFeature):
         if landing is None:
             return
         self._let_go(landing)
-        compute = self.directory.costs.compute(sum(landing.tokens.values()))
+        loaded = sum(count for name, count in landing.tokens.items() if name != PEER)
+        compute = self.directory.costs.compute(loaded) if loaded else None
         saved = 0.0 if compute is None else compute - landing.seconds
         self._timeline.stats.tier_saved += saved
         seq.log.saved += saved
@@ -279,6 +303,7 @@ class TierPrefetch(SchedulingFeature):
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         """The sequence will not start any more."""
+        self._handed_over.discard(seq)
         self._looked.discard(seq)
         self._asked.discard(seq)
         landing = self._of.pop(seq, None)
@@ -320,7 +345,7 @@ class TierPrefetch(SchedulingFeature):
 
     def preempted(self, seq: Sequence) -> None:
         """Choose whether the pages a sequence is about to lose are worth saving, or are computed again."""
-        if not self._on:
+        if not self._tiered:
             return
         pool, table = self._memory.pool, seq.table
         keys = [
@@ -359,7 +384,7 @@ class TierPrefetch(SchedulingFeature):
             self._timeline.stats.tier_waits += result.seconds
         for done in result.transfers:
             self.finish(done)
-        if self._on and self.directory.kept:
+        if self._tiered and self.directory.kept:
             for row, (seq, epoch) in zip(plan.rows, step.rows, strict=True):
                 if seq.epoch == epoch:
                     self._save_computed(seq.table, row.start + row.count)
@@ -373,3 +398,5 @@ class TierPrefetch(SchedulingFeature):
         self.directory.drop([tier.name for tier in self.directory.tiers if not tier.spec.kept])
         for tier in self.directory.tiers:
             tier.stats = TierStats(name=tier.name, capacity=tier.spec.pages)
+        if self.directory.peer is not None:
+            self.directory.peer.stats = TierStats(name=PEER)

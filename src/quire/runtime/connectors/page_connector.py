@@ -1,0 +1,270 @@
+"""What all connectors share: which pages are asked for, of whom and by whom; what is taken for them, and until when.
+
+    get ──► Want ──► source's engine ──► put ──► Pages (signed) ──► verified ──► into the buffer    or Gone, or too late
+
+Every page is signed for its key, so one that is damaged, forged, of another model or out of place is dropped and
+counted, as is one that nobody waits for (any more): a page comes once. Refuses to know: how frames travel.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+import msgspec
+
+from quire.runtime.tiers.signed_page import PageSigner
+from quire.types.handover import Handover, HandoverStats
+from quire.types.transfer import Bytes, Key, TierDone, TierJob, Wanted
+
+log = logging.getLogger(__name__)
+
+MAX_KEYS = 1 << 17  # of one hand-over
+MAX_WANTS = 4096  # hand-overs that peers wait for
+BATCH_BYTES = 8 << 20  # of pages in one message, or one page
+
+
+class Want(msgspec.Struct, tag=True):
+    handover: str
+    keys: list[Key]
+    waits: bool
+    timeout: float
+
+
+class Pages(msgspec.Struct, tag=True):
+    """Followed by the signed pages of these keys."""
+
+    handover: str
+    keys: list[Key]
+
+
+class Gone(msgspec.Struct, tag=True):
+    """These will not come."""
+
+    handover: str
+    keys: list[Key]
+
+
+class Cancel(msgspec.Struct, tag=True):
+    """Nobody waits any more: all came, or it took too long."""
+
+    handover: str
+
+
+Frame = Want | Pages | Gone | Cancel
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class _Fetch:
+    def __init__(self, job: TierJob, handover: Handover, now: float):
+        self.job = job
+        self.handover = handover
+        self.missing: dict[Key, Bytes] = dict(zip(job.keys, job.buffers, strict=True))
+        self.came: set[Key] = set()
+        self.began = self.heard = now
+
+
+class PageConnector(ABC):
+    """Implements types.transfer.KVConnector but for the way that frames take."""
+
+    address = ""
+
+    def __init__(self, signer: PageSigner, signal: threading.Event, clock: Callable[[], float] = time.monotonic):
+        """`signal` is set when a job has ended."""
+        self._signer = signer
+        self._signal = signal
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
+        self._routes: dict[str, Hashable] = {}  # to peers that wait for pages, by hand-over
+        self._wanted: deque[Wanted] = deque()
+        self._done: list[TierDone] = []
+        self._wake: Callable[[], None] = lambda: None
+        self.stats = HandoverStats()
+
+    # ---- for the engine -------------------------------------------------------------------------------------
+
+    def wake_by(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+
+    @property
+    def asked(self) -> bool:
+        return bool(self._wanted)
+
+    def wanted(self) -> list[Wanted]:
+        with self._lock:
+            found, self._wanted = list(self._wanted), deque()
+        return found
+
+    def submit(self, job: TierJob) -> None:
+        assert job.handover is not None, "pages of peers are a hand-over's"
+        if job.kind == "get":
+            self._ask(job, job.handover)
+            return
+        done = [True] * len(job.keys)
+        if job.kind == "put":
+            done = self._give(job, job.handover)
+        elif (route := self._routes.get(job.handover.id)) is not None:
+            self._send(route, [_encoder.encode(Gone(job.handover.id, job.keys))])
+        self._end(TierDone(job.id, done, 0.0))
+
+    def poll(self) -> Sequence[TierDone]:
+        now = self._clock()
+        with self._lock:
+            for fetch in [one for one in self._fetches.values() if now - one.heard > one.handover.timeout]:
+                self.stats.timed_out += 1
+                self._close(fetch)
+            done, self._done = self._done, []
+        return done
+
+    def cancel(self, job_id: int) -> None:
+        with self._lock:
+            for fetch in [one for one in self._fetches.values() if one.job.id == job_id]:
+                self._close(fetch)
+
+    def scan(self) -> list[Key]:
+        return []
+
+    def close(self) -> None:
+        """What is under way ends with what has come."""
+        with self._lock:
+            for fetch in list(self._fetches.values()):
+                self._close(fetch)
+
+    def _ask(self, job: TierJob, handover: Handover) -> None:
+        with self._lock:
+            known = handover.id in self._fetches
+            if known or len(job.keys) > MAX_KEYS:
+                self._end(TierDone(job.id, [False] * len(job.keys), 0.0))
+                return
+            self._fetches[handover.id] = _Fetch(job, handover, self._clock())
+            self.stats.started += 1
+        want = Want(handover.id, job.keys, handover.waits, handover.timeout)
+        self._send_to(handover.source, [_encoder.encode(want)])
+
+    def _give(self, job: TierJob, handover: Handover) -> list[bool]:
+        """Pages go out in messages of bounded size, in their order."""
+        if (route := self._routes.get(handover.id)) is None:
+            return [False] * len(job.keys)
+        count = max(1, BATCH_BYTES // self._signer.page_bytes)
+        for start in range(0, len(job.keys), count):
+            keys = job.keys[start : start + count]
+            signed = [self._signer.sign(*one) for one in zip(keys, job.buffers[start : start + count], strict=True)]
+            self._send(route, [_encoder.encode(Pages(handover.id, keys)), *self._pack(signed)])
+            self.stats.pages_sent += len(keys)
+            self.stats.bytes_sent += sum(map(len, signed))
+        return [True] * len(job.keys)
+
+    def _end(self, done: TierDone) -> None:
+        with self._lock:
+            self._done.append(done)
+        self._signal.set()
+
+    def _close(self, fetch: _Fetch) -> None:
+        """No more is taken for it."""
+        del self._fetches[fetch.handover.id]
+        seconds = self._clock() - fetch.began
+        self.stats.seconds += seconds
+        self.stats.completed += len(fetch.came) == len(fetch.job.keys)
+        self._send_to(fetch.handover.source, [_encoder.encode(Cancel(fetch.handover.id))])
+        self._end(TierDone(fetch.job.id, [key in fetch.came for key in fetch.job.keys], seconds))
+
+    # ---- from the link, on any thread -----------------------------------------------------------------------
+
+    def _receive(self, route: Hashable, frames: Sequence[bytes]) -> None:
+        """A message of a peer; `route` leads back to it."""
+        try:
+            frame = _decoder.decode(frames[0])
+            payload = self._unpack(frames[1:]) if isinstance(frame, Pages) else frames[1:]
+        except (msgspec.MsgspecError, ValueError, OSError, IndexError):
+            self._drop("it is no message")
+            return
+        if isinstance(frame, Want):
+            self._asked_for(route, frame)
+        elif isinstance(frame, Cancel):
+            if self._routes.get(frame.handover) == route:
+                del self._routes[frame.handover]
+        elif isinstance(frame, Gone):
+            self._take_gone(frame)
+        else:
+            self._take_pages(frame, payload)
+
+    def _asked_for(self, route: Hashable, want: Want) -> None:
+        with self._lock:
+            taken = self._routes.get(want.handover, route) != route
+            if taken or len(want.keys) > MAX_KEYS or len(self._routes) >= MAX_WANTS:
+                self._drop("it asks for too much")
+                self._send(route, [_encoder.encode(Gone(want.handover, want.keys[:MAX_KEYS]))])
+                return
+            self._routes[want.handover] = route
+            self._wanted.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
+        self._wake()
+
+    def _take_pages(self, frame: Pages, signed: Sequence[bytes]) -> None:
+        if len(frame.keys) != len(signed):
+            self._drop("keys and pages differ in number")
+            return
+        for key, data in zip(frame.keys, signed, strict=True):
+            with self._lock:  # so that nothing is written for a job that has ended
+                fetch = self._fetches.get(frame.handover)
+                if fetch is None or key not in fetch.missing:
+                    self._drop("nobody waits for the page")
+                elif not self._signer.verify(key, data, fetch.missing[key]):
+                    self._drop("the page is not what it is said to be")
+                else:
+                    del fetch.missing[key]
+                    fetch.came.add(key)
+                    fetch.heard = self._clock()
+                    self.stats.pages_received += 1
+                    self.stats.bytes_received += len(data)
+                    if not fetch.missing:
+                        self._close(fetch)
+
+    def _take_gone(self, frame: Gone) -> None:
+        with self._lock:
+            fetch = self._fetches.get(frame.handover)
+            if fetch is None:
+                return
+            for key in frame.keys:
+                fetch.missing.pop(key, None)
+            fetch.heard = self._clock()
+            if not fetch.missing:
+                self._close(fetch)
+
+    def _drop(self, why: str) -> None:
+        self.stats.dropped += 1
+        log.warning("a frame of a peer was dropped: %s", why)
+
+    def _lost(self, source: str) -> None:
+        """The peer there is gone: nothing more comes from it."""
+        with self._lock:
+            for fetch in [one for one in self._fetches.values() if one.handover.source == source]:
+                self.stats.peers_lost += 1
+                self._close(fetch)
+
+    def _left(self, route: Hashable) -> None:
+        """Nobody is behind this route any more."""
+        with self._lock:
+            self._routes = {id: one for id, one in self._routes.items() if one != route}
+
+    # ---- the way that frames take ---------------------------------------------------------------------------
+
+    def _pack(self, signed: list[bytes]) -> list[bytes]:
+        """Signed pages as parts of a message."""
+        return signed
+
+    def _unpack(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+        return parts
+
+    @abstractmethod
+    def _send_to(self, address: str, frames: list[bytes]) -> None:
+        """To the peer at an address, which may not be there."""
+
+    @abstractmethod
+    def _send(self, route: Hashable, frames: list[bytes]) -> None:
+        """Back along a route, whoever may have left."""

@@ -1,0 +1,109 @@
+"""KV hand-over: pages that peers want are sent as soon as they are computed here.
+
+    a peer wants pages ──► those in the prefix cache go with the next plan, others after the step that computes them
+                       └─► what will not be computed (its request is over, or was never to come) the peer is told
+
+A page goes while the rest of its prompt is still computed: by chunks of prefill, since a page has all layers of its
+tokens. Refuses to know: who decides that pages are handed over, how bytes move.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from quire.memory.manager import KVManager
+from quire.memory.tiers import Directory
+from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.sequence import Sequence
+from quire.types.clock import Clock
+from quire.types.handover import Handover
+from quire.types.plan import StepResult
+from quire.types.request import FinishReason
+from quire.types.transfer import Key, Wanted
+
+MAX_REMEMBERED = 4096  # hand-overs whose request is over
+
+
+class _Open:
+    """What a peer still waits for."""
+
+    def __init__(self, wanted: Wanted, now: float):
+        self.handover = Handover(wanted.handover)
+        self.keys = dict.fromkeys(wanted.keys)
+        self.waits = wanted.waits
+        self.timeout = wanted.timeout
+        self.until = now + wanted.timeout
+
+
+class KVHandover(SchedulingFeature):
+    def __init__(self, memory: KVManager, directory: Directory, clock: Clock, in_flight: Iterable[PlanBuilder]):
+        """`in_flight`: steps that have not landed."""
+        self._memory = memory
+        self._directory = directory
+        self._clock = clock
+        self._in_flight = in_flight
+        self._sizes = [group.tokens_per_page for group in memory.layout.groups]
+        self._open: dict[str, _Open] = {}  # by hand-over
+        self._over: OrderedDict[str, None] = OrderedDict()  # hand-overs whose request has computed all it will
+        self._given: list[tuple[int, Handover, list[Key]]] = []  # with steps that have not landed: step, to whom, what
+        self._due = False  # whether something may have become possible to send, or impossible
+
+    @property
+    def busy(self) -> bool:
+        """Whether a plan is needed even if no request is there."""
+        return self._due and bool(self._open)
+
+    def want(self, wanted: Wanted) -> None:
+        """A peer asks for pages."""
+        self._open[wanted.handover] = _Open(wanted, self._clock.now)
+        self._due = True
+
+    def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
+        self._given = [one for one in self._given if one[0] > step.plan.step]
+        self._due = True
+
+    def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
+        handover = seq.request.handover
+        if handover is not None and not handover.source:
+            self._over[handover.id] = None
+            self._due = True
+            if len(self._over) > MAX_REMEMBERED:
+                self._over.popitem(last=False)
+
+    def contribute(self, builder: PlanBuilder) -> None:
+        if not self.busy:
+            return
+        self._due, now = False, self._clock.now
+        writing = self._being_written(builder)
+        for name, one in list(self._open.items()):
+            held = ((key, page) for key in one.keys for page in self._memory.index.run(key[0], [key[1]]))
+            found = {key: page for key, page in held if page not in writing}
+            if found:
+                self._directory.give(one.handover, found)
+                self._given.append((builder.plan.step, one.handover, list(found)))
+                one.until = now + one.timeout
+            for key in found:
+                del one.keys[key]
+            if one.keys and (not one.waits or name in self._over or now > one.until):
+                self._directory.withhold(one.handover, list(one.keys))
+                one.keys.clear()
+            if not one.keys:
+                del self._open[name]
+
+    def _being_written(self, builder: PlanBuilder) -> set[int]:
+        """Pages are in the prefix cache from when their step is planned; until it lands, nobody else may read them."""
+        return {
+            page
+            for step in (*self._in_flight, builder)
+            for row, (seq, _) in zip(step.plan.rows, step.rows, strict=True)
+            for size, pages in zip(self._sizes, seq.table.pages, strict=True)
+            for page in pages[row.start // size : -(-(row.start + row.count + row.drafts) // size)]
+        }
+
+    def step_failed(self) -> None:
+        """Nothing is cached any more, and what went with the step may not have gone."""
+        for _, handover, keys in self._given:
+            self._directory.withhold(handover, keys)
+        self._given, self._due = [], True

@@ -1,0 +1,300 @@
+"""One suite for every connector: pages come whole, once and to whoever asked for them, or are said not to come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from quire.runtime.connectors import page_connector, shared_memory
+from quire.runtime.connectors.in_process import InProcessConnector
+from quire.runtime.connectors.page_connector import PageConnector
+from quire.runtime.connectors.shared_memory import SharedMemoryConnector
+from quire.runtime.connectors.tcp import TcpConnector
+from quire.runtime.tiers.signed_page import PageSigner
+from quire.types.handover import Handover
+from quire.types.kv import KVGroup, KVLayout
+from quire.types.membership import CurveKeys
+from quire.types.transfer import Key, TierJob, Wanted
+
+LAYOUT = KVLayout((KVGroup(layers=(0, 1), tokens_per_page=4, kv_heads=2, head_dim=8),), "float32")
+SIZE = LAYOUT.page_bytes
+KEYS = [(0, bytes([i]) * 16) for i in range(12)]
+PATIENCE_S = 20.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class CorruptingSigner(PageSigner):
+    """Signs a page and then changes one bit of it."""
+
+    def sign(self, key: Key, page: np.ndarray) -> bytes:
+        signed = bytearray(super().sign(key, page))
+        signed[len(signed) // 2] ^= 1
+        return bytes(signed)
+
+
+def page(i: int) -> np.ndarray:
+    return np.random.default_rng(i).integers(0, 256, SIZE, dtype=np.uint8)
+
+
+class Link:
+    """Connectors of one kind that can reach each other."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self.peers: dict[str, InProcessConnector] = {}
+        self.made: list[PageConnector] = []
+        public, secret = zmq.curve_keypair()
+        self.keys = CurveKeys("", public.decode(), secret.decode())
+
+    def connector(
+        self, secret: bytes = bytes(32), clock: Clock | None = None, signer: type[PageSigner] = PageSigner
+    ) -> PageConnector:
+        common = (signer(secret, b"model", LAYOUT), threading.Event(), clock or Clock())
+        made: PageConnector
+        if self.kind == "in-process":
+            made = InProcessConnector(self.peers, f"engine-{len(self.made)}", *common)
+        else:
+            kind = TcpConnector if self.kind == "tcp" else SharedMemoryConnector
+            made = kind("127.0.0.1", self.keys, *common)
+        self.made.append(made)
+        return made
+
+    def end(self, connector: PageConnector) -> None:
+        self.made.remove(connector)
+        connector.close()
+
+
+@pytest.fixture(params=["in-process", "tcp", "shared-memory"])
+def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    link = Link(request.param)
+    yield link
+    for made in list(link.made):
+        link.end(made)
+
+
+class Fetch:
+    """Pages asked for by `target` of `source`."""
+
+    def __init__(self, source: PageConnector, target: PageConnector, count: int = 6, *, waits: bool = True):
+        self.source, self.target = source, target
+        self.handover = Handover(f"h{id(self)}", source.address, timeout=10.0, waits=waits)
+        self.keys = KEYS[:count]
+        self.into = [np.zeros(SIZE, np.uint8) for _ in self.keys]
+        target.submit(TierJob(1, "get", self.keys, self.into, self.handover))
+
+    def wanted(self) -> Wanted:
+        return until(self.source.wanted)[0]
+
+    def give(self, *places: int, content: int = 0, handover: Handover | None = None) -> list[bool]:
+        keys = [KEYS[i] for i in places]
+        job = TierJob(2, "put", keys, [page(i + content) for i in places], handover or self.handover)
+        self.source.submit(job)
+        return until(self.source.poll)[0].done
+
+    def gone(self, *places: int) -> None:
+        self.source.submit(TierJob(3, "drop", [KEYS[i] for i in places], None, self.handover))
+
+    def done(self) -> list[bool]:
+        return until(self.target.poll)[0].done
+
+
+def until(found):
+    """What there is, once there is something."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (something := found()):
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.001)
+    return something
+
+
+def test_pages_come_in_any_order_and_in_parts(link: Link) -> None:
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target)
+    wanted = fetch.wanted()
+    assert (wanted.handover, wanted.keys, wanted.waits) == (fetch.handover.id, fetch.keys, True)
+    assert fetch.give(4, 1) == [True, True]
+    until(lambda: target.stats.pages_received == 2)
+    assert not target.poll(), "it ends when all came"
+    fetch.give(0, 2, 3, 5)
+    assert fetch.done() == [True] * 6
+    assert all((found == page(i)).all() for i, found in enumerate(fetch.into))
+    assert target.stats.completed == target.stats.started == 1 and target.stats.dropped == 0
+    assert source.stats.pages_sent == 6 and source.stats.bytes_sent == target.stats.bytes_received > 6 * SIZE
+
+
+def test_what_will_not_come_is_said(link: Link) -> None:
+    fetch = Fetch(link.connector(), link.connector(), waits=False)
+    assert not fetch.wanted().waits
+    fetch.give(0, 1)
+    fetch.gone(2, 3, 4, 5)
+    assert fetch.done() == [True, True, False, False, False, False]
+    assert fetch.target.stats.completed == 0
+
+
+def test_a_page_comes_once(link: Link) -> None:
+    """A replayed page changes nothing, whether its hand-over is under way or over."""
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 3)
+    fetch.wanted()
+    fetch.give(0)
+    fetch.give(0, content=100)
+    until(lambda: target.stats.dropped == 1)
+    fetch.give(1, 2)
+    assert fetch.done() == [True] * 3 and (fetch.into[0] == page(0)).all()
+    until(lambda: fetch.give(1) == [False])  # the source learns that nobody waits any more
+    assert (fetch.into[1] == page(1)).all()
+
+
+@pytest.mark.parametrize("signer", [PageSigner, CorruptingSigner])
+def test_forged_and_corrupted_pages_are_dropped_and_counted(link: Link, signer: type[PageSigner]) -> None:
+    forger = link.connector(b"f" * 32 if signer is PageSigner else bytes(32), signer=signer)
+    clock = Clock()
+    fetch = Fetch(forger, link.connector(clock=clock), 2)
+    fetch.wanted()
+    fetch.give(0, 1)
+    until(lambda: fetch.target.stats.dropped == 2)
+    assert not any(found.any() for found in fetch.into) and not fetch.target.poll()
+    clock.now = 11.0
+    assert fetch.done() == [False, False]
+
+
+def test_a_page_in_the_place_of_another_is_dropped(link: Link) -> None:
+    """Signed, but for another key."""
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    sign = source._signer.sign
+    source._signer.sign = lambda key, content: sign(KEYS[5], content)  # type: ignore[method-assign]
+    fetch.give(0, 1)
+    until(lambda: target.stats.dropped == 2)
+    assert not any(found.any() for found in fetch.into)
+
+
+def test_a_hand_over_ends_when_nothing_came_for_its_timeout(link: Link) -> None:
+    clock = Clock()
+    fetch = Fetch(link.connector(), link.connector(clock=clock), 3)
+    fetch.wanted()
+    clock.now = 8.0
+    fetch.give(1)
+    until(lambda: fetch.target.stats.pages_received == 1)
+    clock.now = 17.0
+    assert not fetch.target.poll(), "nine seconds ago something came"
+    clock.now = 18.5
+    assert fetch.done() == [False, True, False] and fetch.target.stats.timed_out == 1
+    until(lambda: fetch.give(0) == [False])  # told to stop
+    assert not fetch.into[0].any(), "nothing is written once a job has ended"
+
+
+def test_a_lost_source_is_known_before_the_timeout(link: Link) -> None:
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 3)
+    fetch.wanted()
+    fetch.give(2)
+    until(lambda: target.stats.pages_received == 1)
+    link.end(source)
+    assert fetch.done() == [False, False, True] and target.stats.peers_lost == 1
+
+
+def test_a_source_that_never_was_is_lost(link: Link) -> None:
+    source, target = link.connector(), link.connector()
+    link.end(source)
+    assert Fetch(source, target, 2).done() == [False, False]
+
+
+def test_a_target_that_is_gone_costs_its_source_nothing(link: Link) -> None:
+    source, target, other = link.connector(), link.connector(), link.connector()
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    link.end(target)
+    until(lambda: fetch.give(0) == [False])
+    again = Fetch(source, other, 2)
+    until(source.wanted)
+    again.give(0, 1)
+    assert again.done() == [True, True]
+
+
+def test_what_peers_may_ask_for_is_bounded(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_connector, "MAX_WANTS", 1)
+    source, target = link.connector(), link.connector()
+    first = Fetch(source, target, 2)
+    first.wanted()
+    job = TierJob(7, "get", KEYS[:2], [np.zeros(SIZE, np.uint8)] * 2, Handover("more", source.address))
+    target.submit(job)
+    assert until(target.poll)[0].done == [False, False], "it is told at once that nothing will come"
+    assert source.stats.dropped == 1 and not source.wanted()
+    monkeypatch.setattr(page_connector, "MAX_KEYS", 1)
+    target.submit(TierJob(8, "get", KEYS[:2], [np.zeros(SIZE, np.uint8)] * 2, Handover("larger", source.address)))
+    assert until(target.poll)[0].done == [False, False]
+
+
+def test_many_pages_go_in_messages_of_bounded_size(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_connector, "BATCH_BYTES", 2 * SIZE)
+    fetch = Fetch(link.connector(), link.connector(), 12)
+    fetch.wanted()
+    fetch.give(*range(12))
+    assert fetch.done() == [True] * 12 and all((found == page(i)).all() for i, found in enumerate(fetch.into))
+
+
+def test_nobody_answers_for_another(link: Link) -> None:
+    """A hand-over that one peer asked for is not given to a second one of the same name."""
+    source, target, thief = link.connector(), link.connector(), link.connector()
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    stolen = [np.zeros(SIZE, np.uint8) for _ in range(2)]
+    thief.submit(TierJob(9, "get", KEYS[:2], stolen, fetch.handover))
+    assert until(thief.poll)[0].done == [False, False]
+    fetch.give(0, 1)
+    assert fetch.done() == [True, True] and not any(found.any() for found in stolen)
+
+
+def test_noise_on_the_link_is_dropped_and_counted(link: Link) -> None:
+    if link.kind == "in-process":
+        pytest.skip("there is no link that anything else could write to")
+    source = link.connector()
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.curve_serverkey = peer.curve_publickey = link.keys.public.encode()
+    peer.curve_secretkey = link.keys.secret.encode()
+    peer.connect(source.address)
+    peer.send(b"\xff noise")
+    until(lambda: source.stats.dropped == 1)
+    stranger = context.socket(zmq.DEALER)
+    stranger.curve_serverkey = link.keys.public.encode()
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.connect(source.address)
+    stranger.send(b"let me in")
+    until(lambda: source.stats.refused == 1)
+    for socket in (peer, stranger):
+        socket.close(linger=0)
+    context.term()
+
+
+def test_no_memory_file_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+    link = Link("shared-memory")
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    fetch.give(0, 1)
+    assert fetch.done() == [True, True] and not list(tmp_path.iterdir())
+    unread = Fetch(source, target, 2)
+    unread.wanted()
+    source._send = lambda route, frames: None  # type: ignore[method-assign]
+    unread.give(0)
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_mode & 0o777 == 0o600
+    for made in list(link.made):
+        link.end(made)
+    assert not list(tmp_path.iterdir())
