@@ -59,6 +59,9 @@ def test_replicas_of_a_server_with_one_engine(fake_server: str) -> None:
     for path in ("restart", f"{one['id']}/drain", f"{one['id']}/restart", f"{one['id']}/activate"):
         refused = httpx.post(f"{admin}/v1/replicas/{path}")
         assert refused.status_code == 400 and "one engine" in refused.json()["error"]["message"]
+    for role, problem in (("prefill", "one engine"), ("both sides", "role")):
+        refused = httpx.post(f"{admin}/v1/replicas/{one['id']}/role", json={"role": role})
+        assert refused.status_code == 400 and problem in refused.json()["error"]["message"]
     assert httpx.get(f"{fake_server}/v1/replicas").status_code == 404  # operators' alone
     assert 'quire_replica_ready{replica="replica-0"} 1.0' in httpx.get(f"{admin}/metrics").text
 

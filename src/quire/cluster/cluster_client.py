@@ -19,6 +19,8 @@ from msgspec.structs import replace
 
 from quire.cluster.active_request import ActiveRequest, Part
 from quire.cluster.autoscaler import Autoscaler
+from quire.cluster.handovers import BOTH, DECODE, PREFILL, Handovers
+from quire.cluster.migration import Migrations
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
 from quire.cluster.replica_queries import NO_REPLICA, ReplicaQueries
@@ -76,8 +78,13 @@ class ClusterClient(ReplicaQueries):
         *,
         autoscaler: Autoscaler | None = None,
         replica_wait: float | None = None,
+        prefill: int = 0,
+        connector: str = "",
+        handover_timeout: float = 10.0,
+        rebalance: bool = False,
     ):
-        """`replica_wait`: seconds that a request waits for a replica while there is none."""
+        """`replica_wait`: seconds that a request waits for a replica while there is none. `prefill`: how many of the
+        replicas only compute prompts; `connector`: by which KV pages are handed over."""
         super().__init__(ReplicaHub(host, self._on_loop))
         self.autoscaler = autoscaler
         self._scaler: ReplicaScaler | None = None
@@ -85,7 +92,11 @@ class ClusterClient(ReplicaQueries):
         self.policy = restarts
         self.failovers = 0  # requests that went on on another replica because theirs was lost
         most = replicas if autoscaler is None else autoscaler.high
-        self._replicas = [Replica(number, wanted=number < replicas) for number in range(most)]
+        decoding = DECODE if prefill else BOTH
+        self._replicas = [
+            Replica(number, PREFILL if number < prefill else decoding, wanted=number < replicas)
+            for number in range(most)
+        ]
         self._loads = [replica.load for replica in self._replicas]
         self._where: dict[str, Replica] = {}  # parts under way, by id
         self._router = RequestRouter(policy)
@@ -94,7 +105,11 @@ class ClusterClient(ReplicaQueries):
             keys=self.hub.keys,
             page_key=self._router.page_key.hex(),
             block_tokens=self._router.block_tokens,
+            connector=connector,
         )
+        self.handovers = Handovers(self.hub, self._replicas, self._router, handover_timeout)
+        self.migration = Migrations(self.handovers, self._replicas, self._go_on, handover_timeout)
+        self._rebalance = rebalance
         self._active: dict[str, ActiveRequest] = {}
         self._spares: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
         self._parked: deque[tuple[float, ActiveRequest, Request]] = deque()
@@ -201,10 +216,12 @@ class ClusterClient(ReplicaQueries):
 
     def _drop(self, replica: Replica, part: Part) -> None:
         self._where.pop(part.request.id, None)
+        self.handovers.ended(part.request.id)
         replica.drop(part)
 
-    def _place(self, active: ActiveRequest, request: Request) -> None:
-        """Send a request, or a part of one, to the replica that the router chooses; without any, let it wait."""
+    def _place(self, active: ActiveRequest, request: Request, on: Replica | None = None) -> None:
+        """Send a request, or a part of one, to the replica that the router chooses, or `on` one that has its pages;
+        without any, let it wait."""
         if self._active.get(active.request.id) is not active:
             return  # its reader left
         if not any(load.ready for load in self._loads):
@@ -212,14 +229,25 @@ class ClusterClient(ReplicaQueries):
             if self._scaler is not None:
                 self._scaler.wake()
             return
-        number, cached = self._router.choose(request, self._loads)
-        replica = self._replicas[number]
+        if on is not None and on.up:
+            replica, cached = on, len(request.prompt) + len(request.outputs)
+        else:
+            number, cached = self._router.choose(request, self._loads)
+            replica = self._replicas[number]
+        request = self.handovers.offload(request, replica, cached)
         part = active.part(request, cached)
         replica.take(part)
         self._where[request.id] = replica
         self.hub.send(replica.identity, Submit(request))
 
-    def _move(self, parts: list[Part], *, lost: bool) -> None:
+    def _go_on(self, part: Part, target: Replica) -> None:
+        """A part goes on on the replica that has its pages."""
+        source = self._where[part.request.id]
+        self.hub.send(source.identity, Abort(part.request.id))
+        source.drop(part)
+        self._move([part], lost=False, on=target)
+
+    def _move(self, parts: list[Part], *, lost: bool, on: Replica | None = None) -> None:
         """Have parts go on elsewhere; `lost`: because their replica was."""
         touched = {part.active: None for part in parts}
         for active in touched:
@@ -232,10 +260,11 @@ class ClusterClient(ReplicaQueries):
                 active.events.fail(EngineDeadError(problem))
         for part in parts:
             self._where.pop(part.request.id, None)
+            self.handovers.ended(part.request.id)
             for request in part.active.resumed(part):
                 if part.active.failovers <= MAX_FAILOVERS:
                     self._remember(part.active.request.id, request.id)
-                    self._place(part.active, request)
+                    self._place(part.active, request, on)
 
     # ---- what replicas say ----------------------------------------------------------------------------------
 
@@ -261,6 +290,8 @@ class ClusterClient(ReplicaQueries):
             for event in message.events:
                 if (part := replica.parts.get(event.request)) is not None:
                     self._deliver(replica, part, event)
+                else:
+                    self.handovers.said(replica, event)
         elif isinstance(message, CacheEvents):
             self._router.learn(replica.number, message)
         elif isinstance(message, Reply):
@@ -279,6 +310,7 @@ class ClusterClient(ReplicaQueries):
             return
         if not part.started:
             replica.begun(part)
+            self.handovers.began(part.request.id)
             if part.cached and event.counts is not None:
                 self._router.found(replica.number, min(part.cached, len(part.request.prompt)), event.counts.cached)
         fresh = active.take(part, event)
@@ -302,6 +334,7 @@ class ClusterClient(ReplicaQueries):
         self._by_identity[identity] = vacant
         vacant.join(identity, ready)
         self._router.joined(vacant.number, ready)
+        self.handovers.route()
         if self._info is None:
             self.adapters = list(ready.info.adapters)
         infos = [replica.info for replica in self._replicas if replica.info is not None]
@@ -331,6 +364,7 @@ class ClusterClient(ReplicaQueries):
             drained = replica.state is ReplicaState.DRAINED
             parts = replica.leave(REPLICA_LOST)
             self._router.left(replica.number)
+            self.handovers.route()
             for spare in list(self._spares):
                 self._joined(spare, self._spares.pop(spare))
             if drained:
@@ -353,6 +387,8 @@ class ClusterClient(ReplicaQueries):
             if 0 < self.policy.hang_timeout < now - replica.heard:  # its host ends it
                 silence = f"no sign of life for {now - replica.heard:.0f} s"
                 self._gone(replica.identity, Failed(EngineDeadError.__name__, silence))
+        if self._rebalance:
+            self.migration.rebalance()
         while self._parked and now - self._parked[0][0] > self._replica_wait:
             self._parked.popleft()[1].events.fail(EngineDeadError(NO_REPLICA))
 
@@ -382,10 +418,13 @@ class ClusterClient(ReplicaQueries):
     async def empty(self, replica: Replica, timeout: float) -> None:
         """Drain a replica, whether or not another is there to take over."""
         replica.state = ReplicaState.DRAINING
+        self.handovers.route()
         with suppress(TimeoutError):
             await asyncio.wait_for(replica.idle.wait(), timeout)
+        if replica.state is ReplicaState.DRAINING:
+            await self.migration.evacuate(replica)
         if replica.state is ReplicaState.DRAINING:  # neither lost nor activated meanwhile
-            for request in replica.parts:
+            for request in (*replica.parts, *replica.internal):
                 self.hub.send(replica.identity, Abort(request))
             self._move(replica.give_up(), lost=False)
             replica.state = ReplicaState.DRAINED
@@ -400,6 +439,18 @@ class ClusterClient(ReplicaQueries):
         replica = self._replica(id)
         if replica.identity and replica.wanted:
             replica.state = ReplicaState.READY
+            self.handovers.route()
+        return replica.view()
+
+    def handed_over(self) -> tuple[int, int]:
+        return self.migration.migrations, self.handovers.remote_prefills
+
+    async def assign(self, id: str, role: str) -> ReplicaView:
+        """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""
+        replica = self._replica(id)
+        self.handovers.assign(replica, role)
+        if role == PREFILL:
+            await self.migration.evacuate(replica)
         return replica.view()
 
     async def restart(self, id: str, timeout: float) -> ReplicaView:
@@ -434,6 +485,7 @@ class ClusterClient(ReplicaQueries):
         self._watcher.cancel()
         if self._scaler is not None:
             await self._scaler.close()
+        self.migration.stop()
         for active in self._active.values():
             active.events.fail(EngineDeadError(CLOSED))
         for identity in self._by_identity:

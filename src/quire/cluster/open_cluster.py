@@ -30,6 +30,10 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
         host.node_address,
         autoscaler=Autoscaler(serving, serving.replicas) if serving.scales else None,
         replica_wait=serving.replica_wait,
+        prefill=serving.prefill_replicas,
+        connector=serving.connector,
+        handover_timeout=serving.handover_timeout,
+        rebalance=serving.rebalance and serving.most_replicas > 1,
     )
     try:
         await asyncio.to_thread(

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from quire.cluster.active_request import Part
 from quire.cluster.routers import ReplicaLoad
@@ -28,24 +30,40 @@ class ReplicaState(enum.StrEnum):
     STOPPED = "stopped"
 
 
+@dataclass(eq=False, slots=True)
+class InternalRequest:
+    """Work for another replica's request: a prompt to compute, or pages to get. Nobody reads what it draws."""
+
+    id: str
+    replica: Replica
+    tokens: int  # to be computed
+    began: float
+    done: Callable[[bool], None]  # told whether it went well
+    alone: bool  # nothing else was to be computed there when it came
+
+
 class Replica:
-    def __init__(self, number: int, *, wanted: bool = True):
+    def __init__(self, number: int, role: str = "both", *, wanted: bool = True):
         self.number = number
+        self.role = role
         self.wanted = wanted  # whether it is to be there
         self.id = f"replica-{number}"
         self.load = ReplicaLoad(ready=False)
         self.identity = ""  # of its process on the hub; none: there is no process
         self.pid = 0
         self.host = ""
+        self.connector = ""  # where others ask it for KV pages; empty: it hands none over
         self.info: EngineInfo | None = None
         self.restarts = -1
         self.heard = 0.0
         self.parts: dict[str, Part] = {}  # what it works on, by the ids it knows them by
+        self.internal: dict[str, InternalRequest] = {}  # ... and for others' requests
         self.asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
         self.joined = asyncio.Event()
         self.idle = asyncio.Event()
         self.gone = asyncio.Event()
         self._state = ReplicaState.STARTING if wanted else ReplicaState.STOPPED
+        self._routed = True
         self.idle.set()
         self.gone.set()
 
@@ -56,11 +74,26 @@ class Replica:
     @state.setter
     def state(self, state: ReplicaState) -> None:
         self._state = state
-        self.load.ready = state is ReplicaState.READY
+        self.load.ready = self.up and self._routed
+
+    @property
+    def up(self) -> bool:
+        return self._state is ReplicaState.READY
+
+    @property
+    def routed(self) -> bool:
+        """Whether the router may send it requests while it is ready."""
+        return self._routed
+
+    @routed.setter
+    def routed(self, routed: bool) -> None:
+        self._routed = routed
+        self.load.ready = self.up and routed
 
     def join(self, identity: str, ready: Ready) -> None:
         """A process is ready to work as this replica."""
         self.identity, self.pid, self.host, self.info = identity, ready.pid, ready.host, ready.info
+        self.connector = ready.connector
         self.restarts += 1
         self.heard = time.monotonic()
         self.state = ReplicaState.READY
@@ -77,6 +110,8 @@ class Replica:
             if not future.done():
                 future.set_exception(EngineDeadError(why))
         self.asked.clear()
+        for internal in list(self.internal.values()):
+            self.end(internal, well=False)
         return self.give_up()
 
     def give_up(self) -> list[Part]:
@@ -103,9 +138,18 @@ class Replica:
             if not self.parts:
                 self.idle.set()
 
+    def run(self, internal: InternalRequest) -> None:
+        self.internal[internal.id] = internal
+        self.load.sent(internal.tokens)
+
+    def end(self, internal: InternalRequest, *, well: bool) -> None:
+        if self.internal.pop(internal.id, None) is not None:
+            self.load.ended(internal.tokens)
+            internal.done(well)
+
     def view(self) -> ReplicaView:
         running = sum(part.started for part in self.parts.values())
         return ReplicaView(
-            id=self.id, pid=self.pid, host=self.host, role="both", state=self.state.value, running=running,
-            waiting=len(self.parts) - running, restarts=max(0, self.restarts),
+            id=self.id, pid=self.pid, host=self.host, role=self.role, state=self.state.value, running=running,
+            waiting=len(self.parts) - running + len(self.internal), restarts=max(0, self.restarts),
         )  # fmt: skip

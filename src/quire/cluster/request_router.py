@@ -38,6 +38,15 @@ class RequestRouter:
         view = RouteView(tokens, self._blocks(request), request.tenant, request.session)
         return self._policy.choose(view, loads), self._policy.saved
 
+    def held(self, request: Request, numbers: Sequence[int]) -> dict[int, int]:
+        """How many of a request's tokens these replicas are known to hold."""
+        found = dict.fromkeys(numbers, 0)
+        matches = self._directory.match(self._blocks(request)) if self._directory is not None else []
+        size = self._hasher.tokens_per_page * self._block_pages if self._hasher is not None else 0
+        for number in numbers:
+            found[number] = next((one.blocks * size for one in matches if one.replicas >> number & 1), 0)
+        return found
+
     def _blocks(self, request: Request) -> list[bytes]:
         if self._hasher is None:
             return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 
 from quire.types.autoscaling import AutoscaleOptions
@@ -110,6 +111,19 @@ class ServeOptions(AutoscaleOptions):
         "which replica a request goes to: cache-aware, prefix, session, power-of-two, least-load or round-robin",
         forms=("cache-aware", "prefix", "session", "power-of-two", "least-load", "round-robin"),
     )
+    prefill_replicas: int = option(
+        0, "of the replicas, those that compute prompts for the others, which answer (prefill-decode disaggregation)",
+        low=0,
+    )  # fmt: skip
+    kv_connector: str = option(
+        "auto",
+        "how replicas hand KV pages over: tcp, shared-memory (on one machine), none, or auto (by where they are)",
+        forms=("auto", "tcp", "shared-memory", "none"),
+    )
+    handover_timeout: float = option(
+        10.0, "seconds without a page after which a replica computes what it waits for", above=0
+    )
+    rebalance: bool = option(True, "move running requests from replicas that have many to those that have few")
     ray_address: str | None = option(
         None, "Ray cluster to run replicas on, HOST:PORT or auto (default: a Ray of the server's own, on this machine)"
     )
@@ -139,17 +153,35 @@ class ServeOptions(AutoscaleOptions):
                 raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
 
     def _check_replicas(self) -> None:
-        others = ("router", "ray_address", "replica_cpus", "replica_gpus", "replica_wait")
+        others = ("router", "prefill_replicas", "kv_connector", "handover_timeout", "rebalance")
+        others += ("ray_address", "replica_cpus", "replica_gpus", "replica_wait")
         for name in (*others, *AutoscaleOptions.__dataclass_fields__):
             if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect without replicas")
         if self.replicas is not None:
             self.check_start(self.replicas)
+        if self.prefill_replicas and self.scales:
+            raise ConfigError("prefill_replicas are a fixed number: leave out min_replicas and max_replicas")
+        if self.prefill_replicas and self.prefill_replicas >= (self.replicas or 0):
+            raise ConfigError("prefill_replicas must be fewer than replicas: some must answer")
+        if self.kv_connector == "none" and self.prefill_replicas:
+            raise ConfigError("prefill_replicas have no effect with kv_connector none")
+        if self.kv_connector == "shared-memory" and self.ray_address is not None:
+            raise ConfigError(
+                "kv_connector shared-memory is for replicas on this machine, not for ray_address; use tcp"
+            )
 
     @property
     def most_replicas(self) -> int:
         """That there are at any time."""
         return self.max_replicas or self.replicas or 1
+
+    @property
+    def connector(self) -> str:
+        """How replicas hand KV pages over; empty: they do not."""
+        if self.kv_connector == "auto":
+            return "tcp" if self.ray_address is not None or sys.platform != "linux" else "shared-memory"
+        return "" if self.kv_connector == "none" else self.kv_connector
 
     @property
     def origins(self) -> list[str]:

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.types.membership import ReplicaView
+from quire.types.seams import ReplicaOperator
 
 if TYPE_CHECKING:
     from quire.serve.core.generation import Serving
@@ -59,6 +60,11 @@ class _Gauges(Collector):
         yield from (up, running, waiting, restarts)
         failovers = getattr(self.serving.frontend.client, "failovers", 0)
         yield CounterMetricFamily("quire_failovers", "Requests that went on on another replica.", failovers)
+        client = self.serving.frontend.client
+        if isinstance(client, ReplicaOperator):
+            moved, prefills = client.handed_over()
+            yield CounterMetricFamily("quire_migrations", "Running requests moved with their KV pages.", moved)
+            yield CounterMetricFamily("quire_remote_prefills", "Prompts computed by a prefill replica.", prefills)
         yield from self._of_autoscaling()
 
     def _of_autoscaling(self) -> Iterator[Metric]:

@@ -1,13 +1,14 @@
 """/v1/replicas: the engines behind this server, and what operators may do with each.
 
 GET lists them. POST .../{id}/drain sends one nothing new and has the rest of its requests go on elsewhere, .../activate
-takes that back, .../restart replaces it; /v1/replicas/restart replaces all, one after the other. No request is lost.
+takes that back, .../role gives it another role, .../restart replaces it; /v1/replicas/restart replaces all, one after
+the other. No request is lost.
 Refuses to know: how requests go on elsewhere, who starts replicas.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter
@@ -28,6 +29,12 @@ class DrainBody(msgspec.Struct, forbid_unknown_fields=True):
     """`timeout`: seconds that requests have to finish where they are (default: as long as at a server's end)."""
 
     timeout: Annotated[float, Meta(ge=0, le=24 * 3600)] | None = None
+
+
+class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`role`: prefill (it computes prompts for others), decode or both."""
+
+    role: Literal["prefill", "decode", "both"]
 
 
 class ReplicaList(msgspec.Struct):
@@ -71,6 +78,13 @@ def router(serving: Serving) -> APIRouter:
     @routes.post("/v1/replicas/{id}/activate", summary="Route to a drained replica", openapi_extra=answers(ReplicaView))
     async def activate(id: str) -> Response:
         return answer(operator().activate(id))
+
+    @routes.post(
+        "/v1/replicas/{id}/role", summary="Prefill, decode or both", openapi_extra=answers(ReplicaView, takes=RoleBody)
+    )
+    async def role(id: str, request: Request) -> Response:
+        asked = decode(msgspec.json.Decoder(RoleBody), await read_body(request, serving.max_body))
+        return answer(await operator().assign(id, asked.role))
 
     @routes.post("/v1/replicas/{id}/restart", summary="Drain a replica and start it anew", openapi_extra=shown)
     async def restart(id: str, request: Request) -> Response:

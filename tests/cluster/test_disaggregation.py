@@ -1,0 +1,265 @@
+"""Prefill and decode on replicas of their own, and running requests that move: what readers get is what one engine
+gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from fake_replicas import FakeReplica, ask
+from test_failover import Host, Reader, process_of, until
+
+from quire.cluster import migration
+from quire.cluster.cluster_client import ClusterClient
+from quire.cluster.handovers import FIXED_TOKENS, PrefillCosts
+from quire.cluster.replica_handle import Replica
+from quire.cluster.routers import make_router
+from quire.engine.client import RestartPolicy
+from quire.types.errors import ConfigError, InputError
+from quire.types.grammar import GrammarSpec
+from quire.types.serving import ServeOptions
+
+PROMPT = list(range(1, 34))  # eight pages and one token
+
+
+@asynccontextmanager
+async def cluster(
+    count: int, *, prefill: int = 0, gated: tuple[int, ...] = (), **options: Any
+) -> AsyncIterator[tuple[ClusterClient, dict[str, FakeReplica]]]:
+    """Replicas by their ids; `gated`: the numbers of those that take only steps they are given."""
+    settings = {"connector": "tcp", "handover_timeout": 60.0} | options
+    client = ClusterClient(
+        count, make_router("least-load", count), RestartPolicy(max_restarts=20), prefill=prefill, **settings
+    )
+    made: dict[str, FakeReplica] = {}
+    try:
+        for number in range(count):
+            made[f"replica-{number}"] = FakeReplica(client, gated=number in gated)
+            await until(lambda number=number: client._replicas[number].joined.is_set())
+        await client.ready(Host())
+        yield client, made
+    finally:
+        for replica in made.values():
+            replica.free()
+        await client.close()
+
+
+@pytest.fixture
+def free_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts here are short: a hand-over is taken to cost nothing."""
+    monkeypatch.setattr(PrefillCosts, "handover_tokens", 0.0)
+
+
+async def gather(*readers: Reader) -> None:
+    async with asyncio.timeout(60):
+        for reader in readers:
+            (await reader.task).check()
+
+
+def handed_over(replica: FakeReplica) -> int:
+    assert replica.core.connector is not None
+    return replica.core.connector.stats.pages_received
+
+
+@pytest.mark.usefixtures("free_handovers")
+@pytest.mark.parametrize("connector", ["in-process", "tcp", "shared-memory"])
+async def test_prompts_are_computed_by_one_replica_and_answered_by_another(connector: str) -> None:
+    async with cluster(2, prefill=1, connector=connector) as (client, made):
+        assert [one.role for one in await client.replicas()] == ["prefill", "decode"]
+        first = Reader(client, ask("alone", [9, 8, 7] * 8, temperature=0.0))
+        others = [
+            Reader(client, ask("greedy", PROMPT, temperature=0.0)),
+            Reader(client, ask("branches", PROMPT[::-1], n=3, seed=7, frequency_penalty=0.5)),
+            Reader(client, ask("grammar", PROMPT[5:], grammar=GrammarSpec("json_object"))),
+        ]
+        await gather(first, *others)
+        assert client.handed_over() == (0, 3), "the first came while nobody was answered: it is computed in place"
+        assert handed_over(made["replica-1"]) == 8 + 8 + 6
+        assert made["replica-0"].core.stats().finished["length"] == 3, "no answer is drawn by the prefill replica"
+        assert client.handovers.costs.token_s > 0 and client.handovers.costs.exposed_s > 0
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_prefix_that_the_decoder_holds_is_not_sent_for() -> None:
+    async with cluster(2, prefill=1) as (client, _):
+        await gather(Reader(client, ask("before", PROMPT)))
+        await gather(Reader(client, ask("busy", [5] * 9)), Reader(client, ask("again", PROMPT, seed=3)))
+        assert client.handed_over()[1] <= 1
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_prefill_replica_that_dies_costs_no_request() -> None:
+    async with cluster(2, prefill=1, gated=(0,)) as (client, made):
+        first = Reader(client, ask("first", [3] * 6))
+        second = Reader(client, ask("second", PROMPT))
+        await until(lambda: client.handed_over()[1] == 1)
+        await gather(first)
+        assert not second.drawn, "it waits for its pages"
+        made["replica-0"].kill()
+        await gather(second)
+        assert handed_over(made["replica-1"]) == 0
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_when_all_decoders_die_prefill_replicas_answer() -> None:
+    async with cluster(2, prefill=1, gated=(1,)) as (client, made):
+        reader = Reader(client, ask("r", PROMPT))
+        made["replica-1"].steps(4)
+        await until(lambda: reader.drawn >= 1)
+        made["replica-1"].kill()
+        await gather(reader)
+        assert client.failovers == 1
+        FakeReplica(client)
+        await until(lambda: client._replicas[1].up)
+        assert [load.ready for load in client._loads] == [False, True], "then it prefills again"
+        await gather(Reader(client, ask("later", PROMPT)))
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_silent_prefill_replica_is_not_waited_for_longer_than_said() -> None:
+    async with cluster(2, prefill=1, gated=(0,), handover_timeout=0.1) as (client, made):
+        readers = [Reader(client, ask("first", [3] * 6)), Reader(client, ask("second", PROMPT))]
+        await gather(*readers)
+        assert client.handed_over()[1] == 1
+        stats = made["replica-1"].core.stats().handovers
+        assert stats is not None and stats.timed_out == 1
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_request_whose_reader_leaves_ends_its_prefill() -> None:
+    async with cluster(2, prefill=1, gated=(0, 1)) as (client, made):
+        first = Reader(client, ask("first", [3] * 6))
+        second = Reader(client, ask("second", PROMPT))
+        await until(lambda: client.handed_over()[1] == 1)
+        second.task.cancel()
+        await second.stream.aclose()
+        assert not client._replicas[0].internal and not client._replicas[0].load.requests
+        for replica in made.values():
+            replica.free()
+        await gather(first)
+        await until(lambda: not made["replica-0"].core.scheduler.sequences.requests)
+
+
+async def test_roles_change_without_losing_anything() -> None:
+    async with cluster(3, prefill=1, gated=(1,)) as (client, made):
+        reader = Reader(client, ask("r", PROMPT, seed=4))
+        made["replica-1"].steps(6)
+        await until(lambda: reader.drawn >= 4)
+        assert process_of(client, list(made.values()), "r") is made["replica-1"]
+        changing = asyncio.create_task(client.assign("replica-1", "prefill"))
+        await until(lambda: bool(client._replicas[2].internal))
+        made["replica-1"].free()
+        assert (await changing).role == "prefill"
+        await gather(reader)
+        with pytest.raises(InputError, match="no other replica decodes"):
+            await client.assign("replica-2", "prefill")
+        await client.assign("replica-0", "both")
+        assert [load.ready for load in client._loads] == [True, False, True]
+        await gather(Reader(client, ask("later", PROMPT)))
+
+
+async def test_running_requests_move_with_their_pages() -> None:
+    """Of many kinds, all of one replica at once; what was copied is not computed again."""
+    async with cluster(2, gated=(0,)) as (client, made):
+        requests = [
+            ask("greedy", PROMPT, temperature=0.0),
+            ask("seeded", PROMPT[3:], seed=8),
+            ask("branches", PROMPT[6:], n=2, seed=7, frequency_penalty=0.5),
+            ask("grammar", PROMPT[9:], grammar=GrammarSpec("json_object")),
+        ]
+        client._replicas[1].routed = False
+        readers = [Reader(client, request) for request in requests]
+        await until(lambda: len(client._replicas[0].parts) == 4)
+        made["replica-0"].steps(9)
+        await until(lambda: all(min(map(len, reader.tokens.values())) >= 3 for reader in readers))
+        client._replicas[1].routed = True
+        draining = asyncio.create_task(client.drain("replica-0", 0.0))
+        await until(lambda: len(client._replicas[1].internal) >= 4)
+        made["replica-0"].free()  # it draws on while its pages are copied
+        assert (await draining).state == "drained"
+        await gather(*readers)
+        assert client.migration.migrations + sum(r.drawn == 24 for r in readers) >= 1
+        if client.migration.migrations:
+            assert handed_over(made["replica-1"]) >= 8
+
+
+async def test_a_request_that_cannot_be_copied_goes_on_all_the_same() -> None:
+    """The target dies while pages are on their way; the source is lost meanwhile."""
+    async with cluster(3, gated=(0, 1)) as (client, made):
+        for replica in client._replicas[1:]:
+            replica.routed = False
+        reader = Reader(client, ask("r", PROMPT, seed=5))
+        made["replica-0"].steps(6)
+        await until(lambda: reader.drawn >= 4)
+        client._replicas[1].routed = True
+        draining = asyncio.create_task(client.drain("replica-0", 0.0))
+        await until(lambda: bool(client._replicas[1].internal))
+        client._replicas[2].routed = True
+        made["replica-1"].kill()
+        assert (await draining).state == "drained"
+        made["replica-0"].free()
+        await gather(reader)
+
+
+async def test_skewed_load_is_rebalanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "MIN_TOKENS", 1)
+    async with cluster(2, gated=(0,), rebalance=True) as (client, made):
+        client._replicas[1].routed = False
+        readers = [Reader(client, ask(f"r{i}", PROMPT[i:], seed=i)) for i in range(8)]
+        await until(lambda: len(client._replicas[0].parts) == 8)
+        made["replica-0"].steps(6)
+        await until(lambda: all(reader.drawn >= 1 for reader in readers))
+        client._replicas[1].routed = True
+        await until(lambda: len(client._replicas[1].internal) == 4)
+        await until(lambda: len(made["replica-0"].core.connector._routes) == 4)  # type: ignore[union-attr]
+        made["replica-0"].steps(3)  # their pages are read between steps
+        await until(lambda: client.migration.migrations == 4)
+        assert len(client._replicas[0].parts) == 4
+        made["replica-0"].free()
+        await gather(*readers)
+
+
+async def test_balanced_load_stays_where_it_is() -> None:
+    async with cluster(2, gated=(0, 1), rebalance=True) as (client, made):
+        readers = [Reader(client, ask(f"r{i}", PROMPT[i:], seed=i)) for i in range(6)]
+        await until(lambda: len(client._where) == 6)
+        client.migration.rebalance()
+        assert not any(replica.internal for replica in client._replicas)
+        for replica in made.values():
+            replica.free()
+        await gather(*readers)
+        assert client.handed_over() == (0, 0)
+
+
+def test_where_a_prompt_is_computed_is_a_matter_of_cost() -> None:
+    costs, decoder, prefill = PrefillCosts(), Replica(0), Replica(1)
+    assert not costs.remote_pays(4096, decoder, prefill, 0), "nobody is delayed, and it takes no longer in place"
+    decoder.load.sent(0)
+    assert costs.remote_pays(4096, decoder, prefill, 0)
+    assert not costs.remote_pays(FIXED_TOKENS, decoder, prefill, 0), "too short to be worth a hand-over"
+    prefill.load.sent(9000)
+    assert not costs.remote_pays(4096, decoder, prefill, 0), "it would wait too long there"
+    assert costs.remote_pays(4096, decoder, prefill, 4090 * 2), "... unless most of it is cached there"
+    costs.prefilled(1000, 1.0)
+    costs.exposed(6.0)
+    assert costs.handover_tokens == 6000
+    for _ in range(50):
+        costs.exposed(0.1)
+    assert 90 < costs.handover_tokens < 110
+
+
+def test_options_of_disaggregation() -> None:
+    assert ServeOptions(replicas=3, prefill_replicas=1).connector in ("shared-memory", "tcp")
+    assert ServeOptions(replicas=3, ray_address="auto").connector == "tcp"
+    assert ServeOptions(replicas=3, kv_connector="none").connector == ""
+    for wrong, why in (
+        ({"prefill_replicas": 1}, "has no effect without replicas"),
+        ({"replicas": 2, "prefill_replicas": 2}, "fewer than replicas"),
+        ({"replicas": 2, "prefill_replicas": 1, "kv_connector": "none"}, "no effect with kv_connector none"),
+        ({"replicas": 2, "ray_address": "auto", "kv_connector": "shared-memory"}, "on this machine"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            ServeOptions(**wrong)
