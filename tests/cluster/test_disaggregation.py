@@ -174,7 +174,8 @@ async def test_running_requests_move_with_their_pages() -> None:
         readers = [Reader(client, request) for request in requests]
         await until(lambda: len(client._replicas[0].parts) == 4)
         made["replica-0"].steps(9)
-        await until(lambda: all(min(map(len, reader.tokens.values())) >= 3 for reader in readers))
+        each = [tokens for reader in readers for tokens in reader.tokens.values()]
+        await until(lambda: min(map(len, each)) >= 3, stepping=[made["replica-0"]])
         client._replicas[1].routed = True
         draining = asyncio.create_task(client.drain("replica-0", 0.0))
         await until(lambda: len(client._replicas[1].internal) >= 4)
@@ -211,7 +212,7 @@ async def test_skewed_load_is_rebalanced(monkeypatch: pytest.MonkeyPatch) -> Non
         readers = [Reader(client, ask(f"r{i}", PROMPT[i:], seed=i)) for i in range(8)]
         await until(lambda: len(client._replicas[0].parts) == 8)
         made["replica-0"].steps(6)
-        await until(lambda: all(reader.drawn >= 1 for reader in readers))
+        await until(lambda: all(reader.drawn >= 1 for reader in readers), stepping=[made["replica-0"]])
         client._replicas[1].routed = True
         await until(lambda: len(client._replicas[1].internal) == 4)
         await until(lambda: len(made["replica-0"].core.connector._routes) == 4)  # type: ignore[union-attr]

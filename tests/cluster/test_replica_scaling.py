@@ -110,7 +110,7 @@ async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypa
         await until(lambda: len(client._where) == 3)
         for replica in host.made.values():
             replica.steps(4)
-        await until(lambda: all(reader.drawn >= 2 for reader in readers))
+        await until(lambda: all(reader.drawn >= 2 for reader in readers), stepping=host.made.values())
         client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())  # type: ignore[method-assign, assignment]
         scaler.target = 1
         await until(lambda: "ready" in states(client) and len(host.ended) == 1)
