@@ -44,7 +44,7 @@ def out_of_range():
 
 @pytest.mark.parametrize(("owner", "name", "value"), [*wrong_types(), *out_of_range()])
 def test_what_an_option_does_not_take_is_refused_by_its_name(owner, name, value):
-    with pytest.raises(ConfigError, match=f"^{name} (must|is a size)"):
+    with pytest.raises(ConfigError, match=f"^{name} must"):
         owner(**{name: value})
     if owner is not ServeOptions:
         with pytest.raises(ConfigError, match=f"^{name} "):

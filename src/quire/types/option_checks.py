@@ -52,8 +52,8 @@ class Takes:
         try:
             if self.size or (self.sized and (text := named_size(text)[1])):
                 parse_size(text)
-        except ConfigError as error:
-            return f"is a size: {error}"
+        except ConfigError:
+            return "must be a size above 0 like 512M or 8G"
         return ""
 
 
