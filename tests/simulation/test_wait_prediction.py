@@ -69,3 +69,15 @@ def test_what_would_wait_longer_than_it_may_is_refused_and_leaves_nothing():
         core.step()
     core.settle()
     core.scheduler.check()
+
+
+def test_a_first_impression_refuses_nobody():
+    """The first step is slow: those who come next would be told of hours, and nothing would ever be learned."""
+    one = served([Arrival(0.0, 64, 50)], slots=1, scheduler="fcfs")
+    one.core.scheduler._prefill_limiter._base = 1000.0
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=2)
+    for name in "abc":
+        one._lengths[name] = 2
+        one.recorder.expect(name, Arrival(0.0, 64, 2))
+        one.core.submit(Request(id=name, prompt=[1] * 64, params=params, arrival=one._clock.now, longest_wait=30.0))
+    assert len(one.core.scheduler.sequences.requests) == 3

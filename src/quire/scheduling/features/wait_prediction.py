@@ -29,6 +29,7 @@ from quire.types.request import FinishReason
 
 MAX_SCANNED = 64  # sequences ahead that are gone through one by one; those behind them count as their mean
 MAX_FACTOR = 64.0
+MIN_CHECKED = 16  # predictions that came true before any is relied on
 LEARNING_RATE = 0.05  # of a factor's logarithm, for each wait
 OUTPUT_WEIGHT = 0.05  # of the latest answer in the mean length, where no lengths are predicted
 RESIDUAL_SHARE = 0.25  # of the expected length, that is still to come of an answer that is longer than expected
@@ -123,7 +124,7 @@ class WaitPrediction(SchedulingFeature):
 
     def queued(self, seq: Sequence, in_flight: Iterable[PlanBuilder]) -> float:
         """Predict the wait of a sequence that has just been queued; returns what of it is due to others, 0 if there are
-        none or nothing is known yet: however slow the device seems, one that is idle takes whatever comes."""
+        none or too little is known yet: however slow the device seems, one that is idle takes whatever comes."""
         if not seq.draws or not self._limiter.step:
             return 0.0
         busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
@@ -138,7 +139,8 @@ class WaitPrediction(SchedulingFeature):
         predicted = seconds * (exp(factor.logarithm) if factor else 1.0)
         seq.log.predicted_wait = predicted
         alone = not (self._table.running or len(self._table.waiting) > 1)
-        return 0.0 if alone else max(0.0, predicted - self._prefill(seq))
+        checked = sum(factor.seen for factor in self._factors.values())
+        return 0.0 if alone or checked < MIN_CHECKED else max(0.0, predicted - self._prefill(seq))
 
     def _thought(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
         """Seconds, and whether a slot or pages had to come free; `last`: all that wait go before it."""

@@ -225,9 +225,8 @@ class Generation:
             if context.permit.background and info.priorities:
                 for request in self.requests:
                     request.priority = max(request.priority, BACKGROUND)
-            sequences = sum(width(request) for request in self.requests)
             tokens = sum(price(request, info) for request in self.requests)
-            self.serving.admission.charge(context.permit, tokens, sequences, left)
+            self.serving.admission.charge(context.permit, tokens)
         return context.permit
 
     async def _deltas(

@@ -2,24 +2,19 @@
 
 A request is let in twice. Before its body is read: is there a place in the queue, is the key within its
 concurrency? Once its tokens are counted, before anything is allocated for it: may the queue hold that many, does
-the key's budget cover them, could its deadline be met?
+the key's budget cover them?
 
     enter ──► waiting ──charge──► queued tokens ──first token──► running ──► leave
 
 The price of a request is what it may at most need: its prompt and all tokens it may draw. What it did not use goes
-back to its key's budget. What a request would wait in its place in the queue, the engine knows, and refuses what may
-not wait so long; before that, those who could not be served at all are turned away here. The queue drains at the rate
-at which priced tokens leave it, measured only while something is queued; waits and `Retry-After` are computed from
-that. While the engine has free slots, the queue drains as fast as prompts are computed; once all are taken, as fast
-as requests finish, so the two are measured apart. And since batches tend to finish in waves, how much longer than
-expected waits behind a full house turn out is learned.
+back to its key's budget. How long a request would wait in its place in the queue, the engine knows, which refuses what
+may not wait so long; `Retry-After` is how long requests have waited lately.
 Refuses to know: HTTP, engines.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,10 +23,7 @@ from dataclasses import dataclass, field
 from quire.serve.core.api_keys import Key
 from quire.types.errors import OverloadedError, RateLimitError
 
-DRAIN_HALF_LIFE_S = 10.0  # after which a measurement counts a half
-CAUTION_HALF_LIFE_S = 30.0  # the same, for what was learned of waits behind a full house
-MAX_CAUTION = 64.0
-MIN_MEASURED_SHARE = 1 / 30  # of a wait: measured for less time, a rate refuses no request
+EMA_WEIGHT = 0.1  # of the latest request, in how long they wait and stay
 DRAIN_RETRY = 5.0  # seconds after which another server, or this one again, should be there
 
 
@@ -43,9 +35,7 @@ class Permit:
     entered: float
     price: int = 0
     used: int = 0
-    sequences: int = 0
     charged: float = 0.0  # when
-    expected: float = 0.0  # the wait it was let in with, if it found every slot taken
     started: bool = False
     released: bool = False
     background: bool = False  # others do not wait for it, nor it for them: whoever starts it sees to that
@@ -63,50 +53,12 @@ class Bucket:
         self.filled = now
 
 
-@dataclass
-class DrainMeter:
-    """Tokens that left the queue per second during which it held any; old measurements fade."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-
-    def note(self, tokens: float, seconds: float) -> None:
-        fade = 0.5 ** (seconds / DRAIN_HALF_LIFE_S)
-        self.tokens = self.tokens * fade + tokens
-        self.seconds = self.seconds * fade + seconds
-
-    @property
-    def rate(self) -> float:
-        """0 while nothing is known."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclass
-class Caution:
-    """By which factor waits behind a full house exceed the expected, nine times out of ten; it fades unless fed."""
-
-    factor: float = 1.0
-    _since: float = 0.0
-
-    def at(self, now: float) -> float:
-        self.factor = max(1.0, self.factor * 0.5 ** ((now - self._since) / CAUTION_HALF_LIFE_S))
-        self._since = now
-        return self.factor
-
-    def learn(self, ratio: float, now: float) -> None:
-        """One wait was `ratio` times the expected. Up by a half one time in nine, down a little the other eight."""
-        change = 1.5 if ratio > self.at(now) else 0.95
-        self.factor = min(MAX_CAUTION, max(1.0, self.factor * change))
-
-
 @dataclass(eq=False)
 class RequestAdmission:
     max_queue: int
     max_queue_tokens: int
-    max_queue_wait: float
     key_concurrency: int = 0
     key_tokens_per_minute: int = 0
-    slots: int = 0  # sequences that run at once; 0: not known
     clock: Callable[[], float] = time.monotonic
 
     draining: bool = False
@@ -114,15 +66,11 @@ class RequestAdmission:
     queued: int = 0  # what those of them are worth whose price is known
     inflight: int = 0
     background: int = 0  # ... of which others do not wait for
-    sequences: int = 0  # of requests under way
     refused: Counter[str] = field(default_factory=Counter)  # by reason
-    drains: tuple[DrainMeter, DrainMeter] = field(default_factory=lambda: (DrainMeter(), DrainMeter()))
-    caution: Caution = field(default_factory=Caution)
     _by_key: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, Bucket] = field(default_factory=dict)
-    _since: float = 0.0  # when the queue was last looked at
     _stay: float = 1.0  # how long requests stay, on average
-    _price: float = 0.0  # what they cost, on average
+    _waited: float = 0.0  # ... and wait for their first token
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -143,7 +91,6 @@ class RequestAdmission:
             if self.waiting >= self.max_queue:
                 message = f"{self.waiting} requests are waiting, as many as may; retry later"
                 raise self._refusal("queue_full", message, self.wait())
-            self._check_wait(self.max_queue_wait, "queue_wait", "longer than this server lets anybody wait")
             self.waiting += 1
         self.background += background
         self.inflight += 1
@@ -151,23 +98,17 @@ class RequestAdmission:
         self._idle.clear()
         return Permit(key, self.clock(), started=background, background=background)
 
-    def charge(self, permit: Permit, tokens: int, sequences: int = 1, time_left: float = math.inf) -> None:
+    def charge(self, permit: Permit, tokens: int) -> None:
         """The request will need up to `tokens`: queue it, or raise. A request larger than the queue may enter an
         empty one. A permit that was given back is charged nothing: the server itself goes on with the work."""
         if permit.released:
             return
-        if not permit.background:
-            if self.queued and self.queued + tokens > self.max_queue_tokens:
-                message = f"the queue holds {self.queued} tokens and has no room for {tokens} more; retry later"
-                raise self._refusal("queue_tokens", message, self.wait())
-            self._check_wait(time_left, "deadline", "longer than its deadline allows")
+        if not permit.background and self.queued and self.queued + tokens > self.max_queue_tokens:
+            message = f"the queue holds {self.queued} tokens and has no room for {tokens} more; retry later"
+            raise self._refusal("queue_tokens", message, self.wait())
         self._spend(permit.key, tokens)
-        self._price += 0.1 * (tokens - self._price) if self._price else tokens
-        permit.charged = self._measure(0)
-        permit.expected = self._turn() if self.full else 0.0
+        permit.charged = self.clock()
         permit.price += tokens
-        permit.sequences += sequences
-        self.sequences += sequences
         if not permit.started:
             self.queued += tokens
 
@@ -175,9 +116,8 @@ class RequestAdmission:
         """The request got its first token: it waits no more."""
         if not permit.started and not permit.released:
             permit.started = True
-            now = self._measure(permit.price)
-            if permit.expected:
-                self.caution.learn((now - permit.charged) / permit.expected, now)
+            if permit.charged:
+                self._waited += EMA_WEIGHT * (self.clock() - permit.charged - self._waited)
             self.waiting -= 1
             self.queued -= permit.price
 
@@ -185,14 +125,12 @@ class RequestAdmission:
         """The request is over, however it ended; what it did not use goes back to its key."""
         if permit.released:
             return
-        self._measure(0)
         if not permit.started:
             self.waiting -= 1
             self.queued -= permit.price
         permit.released = True
         self.inflight -= 1
         self.background -= permit.background
-        self.sequences -= permit.sequences
         name = permit.key.name
         self._by_key[name] -= 1
         if not self._by_key[name]:
@@ -200,49 +138,19 @@ class RequestAdmission:
         if (bucket := self._buckets.get(name)) is not None:
             bucket.level += max(0, permit.price - permit.used)
         if not permit.background:
-            self._stay += 0.1 * (self.clock() - permit.entered - self._stay)
+            self._stay += EMA_WEIGHT * (self.clock() - permit.entered - self._stay)
         if not self.inflight:
             self._idle.set()
 
     # ---- waits ----------------------------------------------------------------------------------------------
 
-    @property
-    def full(self) -> bool:
-        """Whether every slot of the engine is taken or spoken for."""
-        return 0 < self.slots <= self.sequences
-
-    @property
-    def drain(self) -> DrainMeter:
-        """How fast the queue drains as things stand."""
-        return self.drains[self.full]
-
     def wait(self) -> float:
-        """Seconds a newcomer would wait, by the measured rate; 0 while nothing is known."""
-        if self.full:
-            return self._turn() * self.caution.at(self.clock())
-        return self.queued / self.drain.rate if self.drain.rate else 0.0
-
-    def _turn(self) -> float:
-        """Seconds until one more request than is queued now will have left the queue."""
-        return (self.queued + self._price) / self.drain.rate if self.drain.rate else 0.0
+        """Seconds that requests have waited for their first token lately."""
+        return self._waited if self.waiting else 0.0
 
     async def idle(self) -> None:
         """Wait until no request is under way."""
         await self._idle.wait()
-
-    def _measure(self, left: int) -> float:
-        """Note what leaves the queue, and the time since the last look if there was a queue; returns now."""
-        now = self.clock()
-        if self.queued:
-            self.drain.note(left, now - self._since)
-        self._since = now
-        return now
-
-    def _check_wait(self, longest: float, reason: str, why: str) -> None:
-        expected = self.wait()
-        if expected > longest and self.drain.seconds > longest * MIN_MEASURED_SHARE:
-            message = f"a first token would take about {expected:.1f} s, {why}; retry later"
-            raise self._refusal(reason, message, expected - longest / 2)
 
     def refused_later(self, refusal: OverloadedError) -> OverloadedError:
         """The engine refused what was let in here."""

@@ -104,10 +104,8 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
     admission = RequestAdmission(
         max_queue=options.max_queue or info.slots + QUEUE,
         max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
-        max_queue_wait=options.max_queue_wait,
         key_concurrency=options.key_concurrency,
         key_tokens_per_minute=options.key_tokens_per_minute,
-        slots=info.slots,
     )
     return Serving(
         frontend=frontend,

@@ -30,8 +30,7 @@ class _Gauges(Collector):
             ("requests_inflight", "Requests under way.", admission.inflight),
             ("queue_requests", "Requests without a first token.", admission.waiting),
             ("queue_tokens", "Tokens those requests may need.", admission.queued),
-            ("queue_drain_tokens_per_second", "Measured rate at which the queue drains.", admission.drain.rate),
-            ("queue_wait_seconds", "Expected wait of a new request.", admission.wait()),
+            ("queue_wait_seconds", "How long requests waited for a first token lately.", admission.wait()),
             ("prepare_jobs", "Requests being rendered and tokenised off the loop.", self.serving.prepare_pool.pending),
         ):
             yield GaugeMetricFamily(f"quire_{name}", help, value)
