@@ -63,6 +63,7 @@ class ReplicaScaler:
         self._meter = FleetMeter()
         self._ending: dict[Replica, asyncio.Task[None]] = {}
         self._starting: dict[Replica, asyncio.Task[None]] = {}
+        self._asked: dict[Replica, asyncio.Future[None]] = {}  # the host, to start it; the latest time
         self._woken = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -130,8 +131,11 @@ class ReplicaScaler:
 
     async def _start(self, replica: Replica) -> None:
         began = time.monotonic()
+        asked = self._asked[replica] = asyncio.ensure_future(
+            asyncio.to_thread(self._host.start_replica, replica.number)
+        )
         try:
-            await asyncio.to_thread(self._host.start_replica, replica.number)
+            await asyncio.shield(asked)
         except Exception as error:  # the host's own kind: it is tried again
             log.warning("%s could not be started: %s", replica.id, error)
             replica.wanted = False
@@ -148,6 +152,8 @@ class ReplicaScaler:
             await self._client.empty(replica, DRAIN_TIMEOUT_S)
         else:
             replica.state = ReplicaState.STOPPED
+        if (asked := self._asked.pop(replica, None)) is not None:  # or the host would end it first and then start it
+            await asyncio.wait([asked])
         try:
             await asyncio.to_thread(self._host.stop_replica, replica.number)
         except Exception as error:  # the host's own kind
