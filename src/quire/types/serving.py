@@ -153,9 +153,9 @@ class ServeOptions(AutoscaleOptions):
                 raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
 
     def _check_replicas(self) -> None:
-        others = ("router", "prefill_replicas", "kv_connector", "handover_timeout", "rebalance")
-        others += ("ray_address", "replica_cpus", "replica_gpus", "replica_wait")
-        for name in (*others, *AutoscaleOptions.__dataclass_fields__):
+        pages = ("prefill_replicas", "kv_connector", "handover_timeout", "rebalance")
+        others = ("router", "ray_address", "replica_cpus", "replica_gpus", "replica_wait")
+        for name in (*others, *pages, *AutoscaleOptions.__dataclass_fields__):
             if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect without replicas")
         if self.replicas is not None:
