@@ -246,9 +246,12 @@ async def test_a_rolling_restart_replaces_all_and_loses_nothing() -> None:
         readers = [Reader(client, ask(f"r{i}", [i, 3], seed=i, n=2)) for i in range(1, 5)]
         await until(lambda: len(client._where) == 4)
 
+        identities = [replica.identity for replica in client._replicas]
+
         async def again() -> None:
             """As Ray does: whoever ends comes back."""
-            for replica in (made[0], made[1]):
+            for number in range(2):  # who came first is the first
+                replica = next(one for one in made if one.identity == identities[number])
                 await until(replica.ended.is_set)
                 made.append(FakeReplica(client))
 
