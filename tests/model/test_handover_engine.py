@@ -12,6 +12,7 @@ import zmq
 from tiny_engine import Engine
 from tiny_models import prompts, tiny
 
+from quire.types.errors import OverloadedError
 from quire.types.handover import Handover
 from quire.types.hashing import PageHasher
 from quire.types.membership import CurveKeys, PeerLink
@@ -209,6 +210,17 @@ def test_a_prefill_that_is_aborted_is_told(llama, pairs) -> None:
         pair.step()
     pair.source.abort("prefill")
     assert pair.until("answer") == alone(llama)[0]
+
+
+def test_a_prefill_that_is_refused_is_told(llama, pairs) -> None:
+    pair = Pair(llama, max_waiting=1)
+    pairs.append(pair)
+    handover = pair.handover()
+    pair.ask(pair.target, "answer", handover)
+    pair.ask(pair.source, "other", prompt=prompts(20, seed=5)[0])
+    with pytest.raises(OverloadedError):
+        pair.prefill(handover)
+    assert pair.until("answer") == alone(llama)[0] and pair.received() == 0
 
 
 def test_a_failed_step_at_the_source_hands_over_nothing_of_it(llama, pairs) -> None:

@@ -55,6 +55,8 @@ class PrefillCosts:
         """`need`: tokens that the decoder would compute; `held`: of them, those that the prefill replica has. Computed
         where it is answered, a prompt waits behind others and delays whoever is being answered there."""
         local = decoder.load.tokens + need * (1 + decoder.load.requests)
+        if need <= 0:
+            return False
         return prefill.load.tokens + need - held + self.handover_tokens < local
 
 
@@ -123,7 +125,7 @@ class Handovers:
         return best, held[best.number]
 
     def send(
-        self, replica: Replica, request: Request, tokens: list[int], handover: Handover, need: int,
+        self, replica: Replica, request: Request, tokens: list[int], handover: Handover | None, need: int,
         done: Callable[[bool], None],
     ) -> InternalRequest:  # fmt: skip
         """Have a replica compute tokens, or get their pages, for somebody else."""
@@ -158,9 +160,10 @@ class Handovers:
             self._ended[request_id] = time.monotonic()
 
     def began(self, request_id: str) -> None:
-        """A request has drawn its first token."""
+        """A request has drawn its first token; a prefill that is still under way was not waited for."""
         if (ended := self._ended.pop(request_id, None)) is not None:
             self.costs.exposed(time.monotonic() - ended)
+        self.ended(request_id)
 
     def ended(self, request_id: str) -> None:
         """Nobody waits any more for what was computed for a request."""

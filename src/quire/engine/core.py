@@ -16,7 +16,7 @@ from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import LengthPredictor, Scheduler, SchedulingFeature
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, OverloadedError
+from quire.types.errors import EngineDeadError, OverloadedError, QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.membership import PeerLink
 from quire.types.memory_use import resident_bytes
@@ -105,7 +105,14 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         self._rouse()
-        request = self.adapters.resolved(request)
+        try:
+            request = self.adapters.resolved(request)
+            self._submit(request)
+        except QuireError:
+            self.scheduler.features.handover.over(request)  # whoever waits for its pages waits in vain
+            raise
+
+    def _submit(self, request: Request) -> None:
         if request.params.grammar is None:
             self.scheduler.submit(request)
         else:
@@ -128,6 +135,7 @@ class EngineCore:
         now = self._clock()
         late = self.scheduler.expire(now)
         for wanted in self.connector.wanted() if self.connector is not None else ():
+            self._rouse()
             self.scheduler.features.handover.want(wanted)
         if self._grammar_queue:
             idle = not (self.scheduler.busy or self._tickets)

@@ -20,7 +20,7 @@ from quire.scheduling.sequence import Sequence
 from quire.types.clock import Clock
 from quire.types.handover import Handover
 from quire.types.plan import StepResult
-from quire.types.request import FinishReason
+from quire.types.request import FinishReason, Request
 from quire.types.transfer import Key, Wanted
 
 MAX_REMEMBERED = 4096  # hand-overs whose request is over
@@ -65,8 +65,11 @@ class KVHandover(SchedulingFeature):
         self._due = True
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
-        handover = seq.request.handover
-        if handover is not None and not handover.source:
+        self.over(seq.request)
+
+    def over(self, request: Request) -> None:
+        """Nothing more is computed for it, or it was refused."""
+        if (handover := request.handover) is not None and not handover.source:
             self._over[handover.id] = None
             self._due = True
             if len(self._over) > MAX_REMEMBERED:
