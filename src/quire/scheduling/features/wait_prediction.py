@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp, log
 
 from quire.memory.manager import KVManager
@@ -121,11 +121,13 @@ class WaitPrediction(SchedulingFeature):
         self._factors: dict[Situation, Factor] = {}
         self._predictions: dict[Sequence, Prediction] = {}  # of those without a first token
         self._running: tuple[int, Running] | None = None  # as of so many steps
+        self._queue: tuple[int, Device] | None = None  # ... behind the first of a long queue
 
     def queued(self, seq: Sequence, in_flight: Iterable[PlanBuilder]) -> float:
         """Predict the wait of a sequence that has just been queued; returns what of it is due to others, 0 if there are
-        none or too little is known yet: however slow the device seems, one that is idle takes whatever comes."""
-        if not seq.draws or not self._limiter.step:
+        none or too little is known yet: however slow the device seems, one that is idle takes whatever comes. For what
+        runs in the background nobody waits."""
+        if not seq.draws or seq.request.background or not self._limiter.step:
             return 0.0
         busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
         seconds, waited = self._thought(seq, busy, last=False)
@@ -144,22 +146,33 @@ class WaitPrediction(SchedulingFeature):
 
     def _thought(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
         """Seconds, and whether a slot or pages had to come free; `last`: all that wait go before it."""
-        limiter, pages_for, waiting = self._limiter, self._memory.layout.pages_for, self._table.waiting
+        limiter, waiting = self._limiter, self._table.waiting
         running = self._as_of_now()
         some = [one for one in waiting.first(MAX_SCANNED) if one is not seq]
         ahead = some if last else [one for one in some if one.rank < seq.rank]
         beyond = max(0, (len(waiting) - 1 if last else waiting.before(seq)) - len(ahead))
         busy += sum(self._prefill(one) for one in running.prompts if last or one.rank < seq.rank)
-        free = min(len(self._table.slots), limiter.room(len(self._table.running)))
-        device = Device(free, self._memory.pool.available, list(running.ends), busy)
-        for one in ahead:
-            device.start(pages_for(one.known), self._prefill(one), self._decode(one))
+        device = self._behind(ahead, running, busy)
         if beyond and ahead:
             device.busy *= 1 + beyond / len(ahead)
-        device.start(pages_for(seq.known), max(self._prefill(seq), limiter.step), 0.0)
+        device.start(self._memory.layout.pages_for(seq.known), max(self._prefill(seq), limiter.step), 0.0)
         behind = sum(self._prefill(one) for one in (*running.prompts, *some) if one.rank > seq.rank)
         longest = limiter.longest_step(decoding=running.decoding)  # others fill the step that its own prompt ends in
         return device.busy + min(behind, longest - device.busy % longest), device.waited
+
+    def _behind(self, ahead: list[Sequence], running: Running, busy: float) -> Device:
+        """The device once all ahead have begun; as many as are gone through, once a step: a burst of requests costs no
+        more than its first few."""
+        steps, many = self._timeline.stats.steps, len(ahead) >= MAX_SCANNED - 1
+        if many and self._queue is not None and self._queue[0] == steps:
+            return replace(self._queue[1], ends=list(self._queue[1].ends))
+        free = min(len(self._table.slots), self._limiter.room(len(self._table.running)))
+        device = Device(free, self._memory.pool.available, list(running.ends), busy)
+        for one in ahead:
+            device.start(self._memory.layout.pages_for(one.known), self._prefill(one), self._decode(one))
+        if many:
+            self._queue = steps, replace(device, ends=list(device.ends))
+        return device
 
     def _as_of_now(self) -> Running:
         steps = self._timeline.stats.steps
