@@ -128,7 +128,7 @@ def test_unsupported_type():
         ({"rope_parameters": {"rope_type": "linear", "factor": float("nan")}}, "'factor', got nan"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 1.0, "partial_rotary_factor": 2.0}}, "rotate 16"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of values"),
-        ({"rope_parameters": "yarn"}, "one set of values"),
+        ({"rope_parameters": "yarn"}, "should be an object"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}}, "does not work out"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "fast"}}, "does not work out"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq, but none is"),

@@ -139,7 +139,7 @@ def test_flags_that_pages_name_exist(page: str) -> None:
     text = re.sub(r"^```.*?^```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL | re.MULTILINE)
     if page.startswith("from-"):
         text = "\n".join(line.split(" | ", 1)[-1] if line.startswith("| ") else line for line in text.splitlines())
-    text = re.sub(r"`(docker|kubectl|--build-arg)\b[^`]*`", "", text)
+    text = re.sub(r"`(docker|podman|kubectl|--build-arg)\b[^`]*`", "", text)
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named and named <= known, named - known
 

@@ -22,7 +22,7 @@ PLAIN = [
 ]
 LOCATED = re.compile(r"(at )?\d+\(\d+\): ")  # in the source, which is then quoted
 # What is wrong with a part, without the grammar around it, which may be our own
-EMBEDDED = re.compile(r"(?:compile JSON schema: |\(in regex\): )(.*?)(?: while processing |\s+\d+ \| |\Z)", re.DOTALL)
+EMBEDDED = re.compile(r"(?:compile JSON schema: |\(in regex\): )(.*?)(?: while processing |\s\d+ \| |\Z)", re.DOTALL)
 ASSERTION = re.compile(r"lookarounds not supported yet; \w+")
 ANCHORS = r"^ and $ are kept to only where a pattern begins and ends, \\b nowhere:"
 NOISE = re.compile(
