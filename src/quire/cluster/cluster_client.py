@@ -13,7 +13,6 @@ import asyncio
 import logging
 import time
 from collections import deque
-from contextlib import suppress
 
 from msgspec.structs import replace
 
@@ -23,16 +22,16 @@ from quire.cluster.handovers import BOTH, DECODE, PREFILL, Handovers
 from quire.cluster.migration import Migrations
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
-from quire.cluster.replica_queries import NO_REPLICA, ReplicaQueries
+from quire.cluster.replica_operations import START_TIMEOUT_S, ReplicaOperations
+from quire.cluster.replica_queries import NO_REPLICA
 from quire.cluster.replica_scaling import ReplicaHost, ReplicaScaler
 from quire.cluster.request_router import RequestRouter
 from quire.cluster.routers import RouterPolicy
 from quire.engine.client import CLOSED, RESTART_WINDOW_S, RestartPolicy
 from quire.engine.event_queue import EventQueue
-from quire.types.autoscaling import AutoscalingView
-from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, RequestNotFoundError, from_wire
+from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, from_wire
 from quire.types.events import TokenEvent
-from quire.types.membership import ReplicaMembership, ReplicaView
+from quire.types.membership import ReplicaMembership
 from quire.types.messages import (
     Abort,
     AdapterInfo,
@@ -59,13 +58,12 @@ MAX_FAILOVERS = 3  # replicas that may be lost under one request, which may be w
 MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none, unless told otherwise
 RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
 WATCH_INTERVAL_S = 1.0
-START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
 
 REPLICA_LOST = "the replica was lost"
 
 
-class ClusterClient(ReplicaQueries):
+class ClusterClient(ReplicaOperations):
     """Implements types.seams.EngineClient for `replicas` engines that join the hub, and as many as the autoscaler wants
     later."""
 
@@ -379,6 +377,11 @@ class ClusterClient(ReplicaQueries):
         if len(self._losses) > (self.policy.max_restarts + 1) * wanted and not self._lost.done():
             self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
 
+    @property
+    def parked(self) -> int:
+        """Requests that wait for a replica while there is none."""
+        return len(self._parked)
+
     def _watch(self) -> None:
         """Replicas that hang, and requests that wait for one in vain."""
         now = time.monotonic()
@@ -392,87 +395,7 @@ class ClusterClient(ReplicaQueries):
         while self._parked and now - self._parked[0][0] > self._replica_wait:
             self._parked.popleft()[1].events.fail(EngineDeadError(NO_REPLICA))
 
-    # ---- replicas one by one --------------------------------------------------------------------------------
-
-    async def replicas(self) -> list[ReplicaView]:
-        return [replica.view() for replica in self._replicas if replica.state is not ReplicaState.STOPPED]
-
-    def autoscaling(self) -> AutoscalingView | None:
-        return None if self.autoscaler is None else self.autoscaler.view()
-
-    @property
-    def parked(self) -> int:
-        """Requests that wait for a replica while there is none."""
-        return len(self._parked)
-
-    async def drain(self, id: str, timeout: float) -> ReplicaView:
-        """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
-        replica = self._replica(id)
-        if not any(load.ready for load in self._loads if load is not replica.load):
-            raise InputError(f"no other replica is ready to take over from {id}", param="id")
-        if replica.state is ReplicaState.STARTING:
-            raise InputError(f"{id} is starting: there is nothing to drain", param="id")
-        await self.empty(replica, timeout)
-        return replica.view()
-
-    async def empty(self, replica: Replica, timeout: float) -> None:
-        """Drain a replica, whether or not another is there to take over."""
-        replica.state = ReplicaState.DRAINING
-        self.handovers.route()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(replica.idle.wait(), timeout)
-        if replica.state is ReplicaState.DRAINING:
-            await self.migration.evacuate(replica)
-        if replica.state is ReplicaState.DRAINING:  # neither lost nor activated meanwhile
-            for request in (*replica.parts, *replica.internal):
-                self.hub.send(replica.identity, Abort(request))
-            self._move(replica.give_up(), lost=False)
-            replica.state = ReplicaState.DRAINED
-
-    def end(self, replica: Replica) -> None:
-        """Have its process end, if there is one."""
-        if replica.identity:
-            self.hub.send(replica.identity, Shutdown())
-
-    def activate(self, id: str) -> ReplicaView:
-        """Route to a drained replica again."""
-        replica = self._replica(id)
-        if replica.identity and replica.wanted:
-            replica.state = ReplicaState.READY
-            self.handovers.route()
-        return replica.view()
-
-    def handed_over(self) -> tuple[int, int]:
-        return self.migration.migrations, self.handovers.remote_prefills
-
-    async def assign(self, id: str, role: str) -> ReplicaView:
-        """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""
-        replica = self._replica(id)
-        self.handovers.assign(replica, role)
-        if role == PREFILL:
-            await self.migration.evacuate(replica)
-        return replica.view()
-
-    async def restart(self, id: str, timeout: float) -> ReplicaView:
-        """Drain a replica and have its host start it anew; one that starts does so anyway."""
-        replica = self._replica(id)
-        if replica.state is not ReplicaState.STARTING:
-            await self.drain(id, timeout)
-        if replica.state is ReplicaState.DRAINED:
-            replica.joined.clear()
-            self.hub.send(replica.identity, Shutdown())
-        await asyncio.wait_for(replica.joined.wait(), START_TIMEOUT_S)
-        return replica.view()
-
-    async def rolling_restart(self, timeout: float) -> list[ReplicaView]:
-        """Replace all replicas, one after the other."""
-        return [await self.restart(replica.id, timeout) for replica in self._replicas if replica.wanted]
-
-    def _replica(self, id: str) -> Replica:
-        for replica in self._replicas:
-            if replica.id == id and replica.state is not ReplicaState.STOPPED:
-                return replica
-        raise RequestNotFoundError(f"there is no replica {id!r}")
+    # ---- the end --------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
         """End all replicas; what is still open ends with an error first."""
