@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import httpx
-import psutil
 import pytest
+from live_server import MODEL, live_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-MODEL = "smollm2-135m"
 FLAGS = (
     "--replicas 1 --min-replicas 0 --max-replicas 2 --max-seqs 4 --downscale-delay 5 --upscale-delay 1 "
     "--target-queue-delay 0.5 --port 0 --kv-memory 512M --log-level warning"
@@ -45,18 +41,8 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(default_model: Any) -> Iterator[Server]:
-    command = [sys.executable, "-m", "quire", "serve", MODEL, *FLAGS.split()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_DEDUP_LOGS": "0"})
-    assert process.stdout is not None
-    welcome = next((line for line in process.stdout if line.startswith("Quire serves")), "")
-    found = re.search(r"at (http://\S+)  .*admin: (http://[^;]+);", welcome)
-    assert found, "the server did not start"
-    family = psutil.Process(process.pid).children(recursive=True)
-    yield Server(found[1], found[2], process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    _, left = psutil.wait_procs(family, timeout=20)
-    assert not left, "processes outlive the server"
+    with live_server(*FLAGS.split()) as started:
+        yield Server(*started)
 
 
 async def answers(server: Server, count: int, tokens: int) -> tuple[list[str], float]:

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 import pytest
+from live_server import MODEL, live_server
 from stream_cases import streams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-
-MODEL = "smollm2-135m"
 
 
 class Cluster(NamedTuple):
@@ -43,18 +42,8 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(default_model: Any) -> Iterator[Cluster]:
-    command = [sys.executable, "-m", "quire", "serve", MODEL, "--replicas", "2", "--port", "0", "--kv-memory", "512M"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_DEDUP_LOGS": "0"})
-    assert process.stdout is not None
-    welcome = next((line for line in process.stdout if line.startswith("Quire serves")), "")
-    found = re.search(r"at (http://\S+)  .*admin: (http://[^;]+);", welcome)
-    assert found, "the server did not start"
-    family = psutil.Process(process.pid).children(recursive=True)
-    yield Cluster(found[1], found[2], process)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 0
-    _, left = psutil.wait_procs(family, timeout=20)
-    assert not left, "processes outlive the server"
+    with live_server("--replicas", "2", "--port", "0", "--kv-memory", "512M") as started:
+        yield Cluster(*started)
 
 
 @pytest.fixture(scope="module")
