@@ -4,6 +4,7 @@ request waits."""
 import random
 
 import pytest
+from msgspec.structs import replace
 from test_policies import Admitted, ask, engine, step
 
 from quire import LLM, SamplingParams
@@ -14,7 +15,7 @@ from quire.scheduling.length_predictor import ConstantPredictor
 from quire.scheduling.policies import mlfq
 from quire.scheduling.policies.targets import STEP_MARGIN
 from quire.types.errors import DeadlineError, InputError
-from quire.types.request import FinishReason
+from quire.types.request import FinishReason, Request
 
 STARVING = ["sjf", "srpt", "mlfq", "slo", "auto", "lpm"]
 
@@ -284,6 +285,18 @@ def test_calibration_is_counted():
     assert stats.lengths_predicted == 6 >= stats.lengths_below_high >= stats.lengths_below_likely
     assert scheduler.timelines("r0")[0].expected[1] > 0
     assert isinstance(scheduler, Scheduler)
+
+
+def test_an_answer_that_only_its_limit_ends_is_as_long_as_that_and_teaches_nothing():
+    scheduler, executor = engine("sjf")
+    params = SamplingParams(max_tokens=5, seed=0, ignore_eos=True)
+    scheduler.submit(Request(id="known", prompt=[1, 2], params=params))
+    scheduler.submit(Request(id="guessed", prompt=[2, 2], params=replace(params, stop_token_ids=[1])))
+    known, guessed = sorted(scheduler.sequences.waiting, key=lambda seq: seq.request.id, reverse=True)
+    assert tuple(known.expected) == (5, 5) != tuple(guessed.expected)
+    for i in range(20):
+        step(scheduler, executor, 1.0 + i)
+    assert scheduler.snapshot().lengths_predicted == 1
 
 
 def test_goodput_counts_answers_that_met_their_own_targets_or_the_servers():

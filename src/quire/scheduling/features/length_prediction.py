@@ -13,7 +13,13 @@ from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
 from quire.types.plan import StepResult
 from quire.types.policy import Expected
-from quire.types.request import FinishReason
+from quire.types.request import FinishReason, Request
+
+
+def runs_to_limit(request: Request) -> bool:
+    """Whether nothing but its limit ends an answer: its length is known, and says nothing of others'."""
+    params = request.params
+    return params.ignore_eos and not (params.stop or params.stop_token_ids or params.grammar)
 
 
 class LengthPrediction(SchedulingFeature):
@@ -23,12 +29,14 @@ class LengthPrediction(SchedulingFeature):
         self._learned = False
 
     def arrived(self, seq: Sequence) -> None:
-        if seq.draws and not seq.outputs:
+        if seq.draws and not seq.outputs and not runs_to_limit(seq.request):
             seq.expected = self._predictor.predict(seq.request, seq.limit - seq.prompt_len)
             seq.log.expected = (seq.expected.likely, seq.expected.high)
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         if reason not in (FinishReason.STOP, FinishReason.LENGTH) or not seq.draws or seq.request.outputs:
+            return
+        if runs_to_limit(seq.request):
             return
         expected: Expected = seq.expected
         stats, outputs = self._timeline.stats, seq.outputs
