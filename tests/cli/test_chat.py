@@ -71,7 +71,11 @@ def test_parameters(say, session: ChatSession) -> None:
     )  # fmt: skip
     params = session.params
     assert (params.temperature, params.max_tokens, params.top_k, params.stop, params.seed) == (0.5, 7, 3, ["xyz"], None)
-    assert "temperature does not take 'hot'" in text and "no parameter 'bogus'" in text and "usage: /set" in text
+    assert (
+        "temperature does not take 'hot': it wants a number" in text
+        and "no parameter 'bogus'" in text
+        and "usage: /set" in text
+    )
     assert text.count("error:") == 3 and "max_tokens 7" in text and "smollm2-135m, context 1,024" in text
 
 
@@ -102,8 +106,14 @@ def test_conversations_are_saved_and_loaded(say, session: ChatSession, tmp_path:
     before = list(session.messages)
     other.write_text('{"messages": [{"role": 3}]}')
     text = say("/clear", "/set top_k 0", "/system x", f"/load {file}", "/save", "/load /no/file", f"/load {other}")
+    text += say(f"/save {tmp_path / 'no' / 'where'}")
     assert session.messages == before and session.system == "Be kind." and session.params.top_k == 5
-    assert "name a file" in text and "No such file" in text and "is no saved conversation" in text
+    assert (
+        "name a file" in text
+        and "/no/file cannot be read: No such file" in text
+        and "where cannot be written" in text
+        and "is no saved conversation" in text
+    )
 
 
 def test_an_interrupt_at_the_prompt_does_not_leave(say, session: ChatSession) -> None:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from quire.serve.core import prepare_pool as prepare_pool
+from quire.serve.core import prepare_pool
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import BACKLOG, INLINE_SIZE, PreparePool, off_loop
 from quire.serve.http.server import SWITCH_INTERVAL
@@ -29,9 +29,19 @@ async def test_small_work_stays_and_large_work_goes() -> None:
     shop.close()
 
 
-async def test_slow_work_is_given_up_on_and_late_work_refused() -> None:
+async def test_work_that_hardly_had_a_processor_is_not_the_callers_fault() -> None:
+    shop = PreparePool(1, 0.1)
+    go = threading.Event()
+    with pytest.raises(OverloadedError, match="in time"):
+        await shop.run(lambda: go.wait(30))
+    go.set()
+    shop.close()
+
+
+async def test_slow_work_is_given_up_on_and_late_work_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shop = PreparePool(1, 0.2)
     go = threading.Event()
+    monkeypatch.setattr(prepare_pool, "_processor_time", lambda thread, since: 0.2)
     slow = asyncio.ensure_future(shop.run(lambda: go.wait(30)))
     behind = asyncio.ensure_future(shop.run(lambda: 1))
     with pytest.raises(InputError, match=r"took more than 0\.2 s"):

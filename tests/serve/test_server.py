@@ -82,6 +82,14 @@ def test_taken_port_is_known_before_anything_is_built() -> None:
             run_server(lambda: pytest.fail("built an engine for nothing"), ServeOptions(port=port))
 
 
+def test_a_folder_that_cannot_be_is_known_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"files: .*file is no folder"):
+        run_server(
+            lambda: pytest.fail("built an engine for nothing"), ServeOptions(port=0, files=str(tmp_path / "file"))
+        )
+
+
 @pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 8000), ("127.0.0.1", 70000), ("192.0.2.1", 0)])
 def test_impossible_addresses(host: str, port: int) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):

@@ -107,6 +107,8 @@ class ChatSession:
         try:
             given = [value] if name == "stop" else None if value.lower() in ("none", "off") else json.loads(value)
             self.params = msgspec.convert(current | {name: given}, SamplingParams)
+        except json.JSONDecodeError:
+            raise InputError(f"{name} does not take {value!r}: it wants a number") from None
         except (ValueError, TypeError) as error:
             raise InputError(f"{name} does not take {value!r}: {str(error).splitlines()[0]}") from None
         except RecursionError:
@@ -127,12 +129,17 @@ class ChatSession:
             "messages": self.messages,
         }  # fmt: skip
         scratch = path.with_name(f".{path.name}.{os.getpid()}")
-        scratch.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(scratch, path)
+        try:
+            scratch.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            os.replace(scratch, path)
+        except OSError as error:
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
     def load(self, path: Path) -> None:
         try:
             kept = msgspec.json.decode(path.read_bytes(), type=SavedChat)
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is no saved conversation: {error}") from None
         for name, value in kept.parameters.items():

@@ -38,6 +38,7 @@ COUNTERPARTS = {
     "lora_modules": "lora",
     "context_length": "max_model_len",
     "n_ctx": "max_model_len",
+    "ctx_size": "max_model_len",
     "num_ctx": "max_model_len",
     "n_threads": "threads",
     "model_path": "model",

@@ -7,10 +7,12 @@ its input, capped at the door, and the sandbox's own limits. Refuses to know: wh
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from math import inf
 from typing import TypeVar
 
 from quire.types.errors import InputError, OverloadedError
@@ -19,6 +21,7 @@ T = TypeVar("T")
 
 INLINE_SIZE = 4096  # characters or token ids handled on the event loop; more go to a thread
 BACKLOG = 32  # jobs that may wait, per thread
+STARVED = 0.5  # of its time: a job that had less of a processor was held up by others
 
 
 class PreparePool:
@@ -29,14 +32,15 @@ class PreparePool:
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="quire-work")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """`work` in a thread. OverloadedError if it had no turn in time, InputError if it took too long."""
+        """`work` in a thread. OverloadedError if it had no turn in time, or too little of the processor to tell; else
+        InputError if it took too long."""
         if self.pending >= self.backlog:
             raise OverloadedError("too many requests are being prepared; retry shortly")
         loop = asyncio.get_running_loop()
-        began: list[float] = []
+        began: list[tuple[int, float]] = []  # the thread, and the processor time it had used by then
 
         def timed() -> T:
-            began.append(time.monotonic())
+            began.append((threading.get_ident(), time.thread_time()))
             return work()
 
         self.pending += 1
@@ -45,7 +49,7 @@ class PreparePool:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(job), self.seconds)
         except TimeoutError:
-            if not began:
+            if not began or _processor_time(*began[0]) < STARVED * self.seconds:
                 raise OverloadedError("the request could not be prepared in time; retry shortly") from None
             raise InputError(
                 f"preparing the request (template, tokens, schema) took more than {self.seconds:g} s; make it smaller"
@@ -56,6 +60,12 @@ class PreparePool:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _processor_time(thread: int, since: float) -> float:
+    """What a running thread used since then; without end where a system does not tell."""
+    clock = getattr(time, "pthread_getcpuclockid", None)
+    return inf if clock is None else time.clock_gettime(clock(thread)) - since
 
 
 _CURRENT: ContextVar[PreparePool] = ContextVar("quire_prepare_pool")

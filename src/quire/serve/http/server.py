@@ -23,6 +23,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -74,10 +75,16 @@ def run_server(
     """Serve until SIGINT or SIGTERM; open requests then have `options.grace` seconds to finish. Raises what ended
     the engine if it could not be brought back.
 
-    Ports are taken before the factory runs, so a taken port is known before a model is loaded. `announce` is called
-    once, with the URL, the model's name and whether a key is needed, when requests are welcome.
+    Ports and the folder of files are taken before the factory runs: what is wrong with them is known before a model is
+    loaded. `announce` is called once, with the URL, the model's name and whether a key is needed, when requests are
+    welcome.
     """
     options, keys = options or ServeOptions(), keys or KeyRing()
+    if options.files:
+        try:
+            Path(options.files).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"files: {options.files} is no folder to keep them in: {error.strerror}") from None
     with listening(options, keys) as (listeners, url):
         welcome = announce or print_welcome
 
@@ -305,6 +312,8 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
         listener.bind(address)
         # At once: two sockets may be bound to one port as long as neither listens.
         listener.listen(BACKLOG)
+    except socket.gaierror as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}; host is an address of this machine") from None
     except OSError as error:
         if listener is not None:
             listener.close()
