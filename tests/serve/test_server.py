@@ -9,6 +9,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,14 @@ def test_taken_port_is_known_before_anything_is_built() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port}: .*in use.*--port"):
             run_server(lambda: pytest.fail("built an engine for nothing"), ServeOptions(port=port))
+
+
+def test_a_grammar_is_tried_before_anyone_sends_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first one needs (a process that tries grammars) is there by then."""
+    tried = threading.Event()
+    monkeypatch.setattr(FakeFrontend, "check_grammar", lambda self, grammar: tried.set())
+    with background_server(FakeFrontend):  # type: ignore[arg-type]
+        assert tried.wait(30)
 
 
 def test_a_folder_that_cannot_be_is_known_before_anything_is_built(tmp_path: Path) -> None:
