@@ -117,6 +117,9 @@ class KVManager:
             for name in table.hashes[group][table.published[group] : upto // size]
         )
         table.promises = self.index.promise(keys, table)
+
+    def want_snapshots(self, table: PageTable, upto: int) -> None:
+        """Have states of recurrent layers kept on the way to the first `upto` tokens."""
         if self.states is not None:
             self.states.want(table.state, table.state.since, table.shared, upto, table.hashes[0])
 
@@ -133,14 +136,21 @@ class KVManager:
             return
         self.hash_pages(table, tokens, salt)
         for group, size in enumerate(self._sizes):
-            last = min(upto // size, len(table.hashes[group]))
-            for i in range(table.published[group], last):
-                page = table.pages[group][i]
-                if page != NULL_PAGE:
-                    content = pack(tokens[i * size : (i + 1) * size])
-                    self.index.publish((group, table.hashes[group][i]), page, table.name_before(group, i), content)
-            table.published[group] = max(table.published[group], last)
+            first, last = table.published[group], min(upto // size, len(table.hashes[group]))
+            if last > first:
+                self._publish_pages(table, group, first, last, pack(tokens[first * size : last * size]))
+                table.published[group] = last
         table.next_publish = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
+
+    def _publish_pages(self, table: PageTable, group: int, first: int, last: int, content: bytes) -> None:
+        """Enter full pages from `first` up to `last`, whose tokens `content` has."""
+        publish, parent = self.index.publish, table.name_before(group, first)
+        size = len(content) // (last - first)
+        named = zip(table.hashes[group][first:last], table.pages[group][first:last], strict=True)
+        for i, (name, page) in enumerate(named):
+            if page != NULL_PAGE:
+                publish((group, name), page, parent, content[i * size : (i + 1) * size])
+            parent = name
 
     def publish_tail(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """As `publish`, with the page that the first `upto` of `tokens` fill in part."""

@@ -49,10 +49,13 @@ class PartialPages:
         self._tails: set[int] = set()  # pages that the index has no name for
 
     def enter(self, page: int, parent: Parent, tokens: bytes, *, tail: bool = False) -> None:
-        """The page holds, or will after the plan in the making, these tokens behind `parent`."""
-        self.remove(page)
+        """The page, which is not entered yet, holds, or will after the plan in the making, these tokens behind
+        `parent`."""
         self._of[page] = parent, tokens
-        insort(self._planned.setdefault(parent, []), (tokens, page))
+        if (planned := self._planned.get(parent)) is None:
+            self._planned[parent] = [(tokens, page)]
+        else:
+            insort(planned, (tokens, page))
         if tail:
             self._tails.add(page)
 

@@ -74,24 +74,28 @@ class PrefixIndex:
     def publish(self, key: Key, page: int, parent: bytes = b"", tokens: bytes = b"") -> None:
         """Enter a page, the name of the one before it and, to be found by them, its tokens. If another page holds the
         content, that stays the entry."""
-        self._promised.pop(key, None)
+        if self._promised:
+            self._promised.pop(key, None)
         if self.partial.is_tail(page):
             self.partial.remove(page)
-        if key not in self._page and page not in self._key:
-            self._page[key] = page
-            self._key[page] = key
-            self._parent[key] = parent
+        if key in self._page or page in self._key:
+            return
+        self._page[key] = page
+        self._key[page] = key
+        self._parent[key] = parent
+        if self._evicted:
             self._evicted.pop(key, None)
-            if tokens:
-                self.partial.enter(page, (key[0], parent), tokens)
-            if not key[0]:
-                for listener in self.listeners:
-                    listener.published(key[1], parent, tokens)
+        if tokens:
+            self.partial.enter(page, (key[0], parent), tokens)
+        if self.listeners and not key[0]:
+            for listener in self.listeners:
+                listener.published(key[1], parent, tokens)
 
     def publish_tail(self, parent: Parent, page: int, tokens: bytes) -> None:
         """Enter a page that is filled in part, unless another begins with as much."""
         count = len(tokens) // TOKEN_BYTES
         if max(self.partial.match(parent, tokens)[0], self.partial.planned(parent, tokens)) < count:
+            self.partial.remove(page)
             self.partial.enter(page, parent, tokens, tail=True)
 
     def remove(self, page: int, taker: str = "") -> None:

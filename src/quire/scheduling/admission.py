@@ -60,6 +60,7 @@ class Admission(SchedulingFeature):
         self._longest = longest
         self._overlapped = overlapped
         self._memory = memory
+        self._no_hit = Hit.none(len(memory.layout.groups))
         self._timeline = timeline
         self._preemption = preemption
         self._overtaken: dict[Sequence, int] = {}  # how often, of those that wait
@@ -161,8 +162,8 @@ class Admission(SchedulingFeature):
                 return  # what they give up comes when their step lands; or it starts with this plan
             self._candidate, self._displaced = None, []
         for seq in self._table.waiting.first(MAX_SCANNED):
-            if seq.inflight:
-                return  # pages of its own are coming back
+            if seq.inflight or not self._table.running or self._fits(seq, self._no_hit):
+                return  # pages of its own are coming back; or it fits, whatever is cached of it
             hit = self._lookup(seq)
             waits = hit.waits or (seq.status is Status.PENDING and self._held(builder, seq, hit))
             if self._preemption.admits(seq) and not waits:
@@ -248,9 +249,11 @@ class Admission(SchedulingFeature):
         self._table.start(builder, seq, hit)
         builder.change(seq, adopted)
         builder.change(seq, extended)
-        self._memory.promise(seq.table, min(seq.known, seq.peak))
+        whole = min(seq.known, seq.peak)
+        self._memory.want_snapshots(seq.table, whole)
         if count and not any(takes_over(builder, seq, hit, count) for takes_over in self._table.takes_over):
             self._table.add_row(builder, seq, count)
+        self._memory.promise(seq.table, whole)  # what this row does not compute
         builder.budget = builder.budget.less(hit.tokens, count)
         return True
 
