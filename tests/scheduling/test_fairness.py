@@ -114,3 +114,17 @@ def test_a_small_tenant_beside_one_that_sends_ten_times_as_much_in_the_simulator
 
     before, after = tail("fcfs"), tail(policy)
     assert after < (0.2 if policy == "fair" else 0.8) * before
+
+
+def test_a_tenant_that_was_alone_is_charged_when_another_comes():
+    """As if it had been with every step: who comes then begins where the first is."""
+    scheduler, executor = engine("fair", slots=4)
+    for i in range(4):
+        scheduler.submit(ask(f"first{i}", [i, 2, 3], tokens=20, tenant="first"))
+    for i in range(6):
+        step(scheduler, executor, 1.0 + i)
+    scheduler.submit(ask("second", [7, 8], tokens=5, tenant="second"))
+    computed = [seq.view.computed for seq in scheduler.sequences.running]
+    assert len(computed) == 4 and min(computed) > 3
+    assert scheduler.policy.counter("first") == sum(3 + OUTPUT_CHARGE * (count - 3) for count in computed)
+    assert scheduler.policy.counter("second") == scheduler.policy.counter("first")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quire.memory.manager import KVManager
 from quire.scheduling.prefill_budget import PrefillLimiter
 from quire.scheduling.sequence_table import SequenceTable
-from quire.types.policy import SequenceId
+from quire.types.policy import SequenceId, SequenceView
 
 
 class Services:
@@ -21,3 +23,6 @@ class Services:
         seq = self._sequences.by_id(sequence)
         self._memory.hash_pages(seq.table, seq.tokens, seq.request.salt)
         return self._memory.matched(seq.table, seq.reusable)
+
+    def running(self) -> Iterator[SequenceView]:
+        return (seq.view for seq in self._sequences.running)

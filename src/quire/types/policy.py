@@ -7,7 +7,7 @@ the queues and the bounds: how often a request may be overtaken, how often a seq
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 SequenceId = int  # submission number: unique, and a total order where all else ties
@@ -103,6 +103,10 @@ class PolicyServices(Protocol):
 
     def matched(self, sequence: SequenceId) -> int:
         """Tokens of a waiting sequence that are in the prefix cache now."""
+        ...
+
+    def running(self) -> Iterable[SequenceView]:
+        """All that run."""
         ...
 
 

@@ -78,6 +78,8 @@ class Auto(Fair):
                 self._pauses.drew(seq.id, event.now)
             return [seq.id for seq, _ in event.sequences if targets.drew(seq.id)]
         self._account(event)
+        if event.kind is EventKind.COMPUTED:
+            return self._computed_step(event)
         for seq, _ in event.sequences:
             if event.kind is EventKind.ARRIVED:
                 targets.arrived(seq, self.services)
@@ -96,14 +98,14 @@ class Auto(Fair):
                 self._pauses.paused(seq, event.now, self.services)
                 self._work[seq.id] = remaining_work(seq)
                 changed.append(seq.id)
-        if event.kind is EventKind.COMPUTED:
-            self._now = event.now
-            changed += targets.passed(event.now)
-            changed += self._pauses.passed(event.now)
-            changed += self._stepped()
-            self._computed += 1
-            if self._computed % RANKED_EVERY == 0:
-                changed += self._weigh_running(event)
+        return changed
+
+    def _computed_step(self, event: PolicyEvent) -> list[SequenceId]:
+        self._now = event.now
+        self._computed += 1
+        changed = [*self._targets.passed(event.now), *self._pauses.passed(event.now), *self._stepped()]
+        if self._computed % RANKED_EVERY == 0:
+            changed += self._weigh_running(event)
         return changed
 
     def _weigh(self, seq: SequenceView) -> float:

@@ -68,3 +68,6 @@ class NoServices:
 
     def matched(self, sequence: SequenceId) -> int:
         return 0
+
+    def running(self) -> Iterable[SequenceView]:
+        return ()

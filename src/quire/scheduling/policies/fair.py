@@ -3,7 +3,8 @@
 Each tenant has a counter of the service it got, divided by its weight; the least served goes first, and whoever comes
 back after having nothing to do is lifted to the least of those who had. Service is what was delivered: prompt tokens
 computed (a prefix hit is free, what is computed again after a preemption is not charged twice) and tokens of answers,
-which count double. Of each tenant only the first few waiting requests take part; the others come after them.
+which count double. Of each tenant only the first few waiting requests take part; the others come after them. A tenant
+that is alone is charged when another comes, and for what ends or is preempted before.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ class Fair(Policy):
     def __init__(self, options: SchedulerOptions):
         super().__init__(options)
         self._tenants: dict[str, Tenant] = {}
-        self._charged: dict[
-            SequenceId, int
-        ] = {}  # tokens of a sequence that its tenant has paid for, or had for nothing
+        self._busy = 0  # tenants that have requests
+        self._charged: dict[SequenceId, int] = {}  # tokens of each that its tenant has paid for, or had for nothing
         self._places: dict[SequenceId, float] = {}  # of those that are compared
 
     def key(self, seq: SequenceView) -> tuple[float, ...]:
@@ -62,11 +62,10 @@ class Fair(Policy):
         """Keep the tenants' counters; returns whose."""
         touched: dict[str, None] = {}
         if event.kind is EventKind.COMPUTED:  # of all that run, with every step
-            tenants = self._tenants
-            for seq, _ in event.sequences:
-                name = seq.tenant
-                touched[name] = None
-                self._charge(tenants[name], seq)
+            if self._busy > 1:
+                for seq, _ in event.sequences:
+                    touched[seq.tenant] = None
+                    self._charge(seq)
             return touched
         for seq, tokens in event.sequences:
             tenant = self._tenants.setdefault(seq.tenant, Tenant())
@@ -76,6 +75,7 @@ class Fair(Policy):
                 tenant.waiting.pop(seq.id, None)
                 self._charged.setdefault(seq.id, tokens)
             elif event.kind is EventKind.PREEMPTED:
+                self._charge(seq)
                 tenant.waiting = {seq.id: 0, **tenant.waiting}
             elif event.kind is EventKind.FINISHED:
                 self._finished(tenant, seq)
@@ -84,21 +84,27 @@ class Fair(Policy):
 
     def _arrived(self, tenant: Tenant, seq: SequenceView) -> None:
         if not tenant.live:
+            self._busy += 1
+            if self._busy == 2:
+                for one in self.services.running():
+                    self._charge(one)
             busy = [other.counter for other in self._tenants.values() if other.live]
             tenant.counter = max(tenant.counter, min(busy, default=tenant.counter))
         tenant.weight = max(seq.weight, 1e-6)
         tenant.live += 1
         tenant.waiting[seq.id] = seq.prompt
 
-    def _charge(self, tenant: Tenant, seq: SequenceView) -> None:
-        paid, now = self._charged.get(seq.id, 0), seq.computed
+    def _charge(self, seq: SequenceView) -> None:
+        tenant, paid, now = self._tenants[seq.tenant], self._charged.get(seq.id, 0), seq.computed
         if now > paid:
             outputs = max(0, now - max(paid, seq.prompt))
             tenant.counter += (now - paid + (OUTPUT_CHARGE - 1) * outputs) / tenant.weight
             self._charged[seq.id] = now
 
     def _finished(self, tenant: Tenant, seq: SequenceView) -> None:
+        self._charge(seq)
         tenant.live -= 1
+        self._busy -= not tenant.live
         tenant.waiting.pop(seq.id, None)
         self._charged.pop(seq.id, None)
         self._places.pop(seq.id, None)
