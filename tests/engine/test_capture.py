@@ -144,8 +144,34 @@ def test_a_start_compiles_and_captures_all_that_is_replayed(no_gpu):
     table = np.array([[3, 5], [7, 0], [1, 1], [0, 0], [3, 9], [0, 0], [0, 0]])
     lists = np.arange(sharing.length(32), dtype=np.int32)
     output = steps.replay_shared(32, table, lists, staging)
-    capture = steps._shared[32]
+    capture = steps._captures[32, 32, True]
     assert output is capture.output and capture.replay.__self__.replays == 1
     assert torch.equal(capture.inputs.lists.items.flatten(), torch.from_numpy(lists[: 4 * sharing.items(32)]))
     assert capture.inputs.rows[0, :3].tolist() == [3, 5, 70]
     assert steps.prefix_rows(65) is None and steps.prefix_rows(33) == 64
+
+
+def test_what_a_start_leaves_for_later_is_captured_when_met_or_idle(no_gpu):
+    pytest.importorskip("triton")
+    ran, cpu = [], torch.device("cpu")
+
+    def forward(rows, tokens, counts, kv_lens, lists):
+        ran.append((tokens, len(counts), lists is not None))
+        return StepOutput(torch.zeros(len(counts), 3), torch.zeros(len(counts)), torch.zeros(len(counts), 2))
+
+    steps = CapturedSteps(
+        forward, max_rows=70, max_kv=64, max_tokens=512, null_slot=70, device=cpu, warmups=[lambda *_: None],
+        sharing=SharedPrefixes(slots=70, page_size=4, group_heads=2),
+    )  # fmt: skip
+    steps.capture(beside=[], whole=False)
+    everything = {(*size, False) for size in steps.sizes()} | {(32, 32, True), (64, 64, True)}
+    assert {(1, 1, False), (64, 8, False), (70, 70, False), (512, 71, False), (64, 64, True)} <= set(ran) < everything
+    assert (24, 24, False) not in ran
+    staging = Staging(cpu, 1)
+    staging.rotate()
+    for _ in range(2):
+        steps.replay((24, 24), np.zeros((7, 24), np.int64), staging)
+    assert ran[-1] == (24, 24, False) and ran.count(ran[-1]) == 1
+    left = len(everything) - len(ran)
+    assert [steps.capture_next() for _ in range(left)] == [True] * (left - 1) + [False]
+    assert set(ran) == everything and len(ran) == len(everything) and not steps.capture_next()

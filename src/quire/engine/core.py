@@ -169,6 +169,10 @@ class EngineCore:
         except Exception as error:
             self._recover(error)
 
+    def idle(self) -> bool:
+        """Nothing came, either: whether the executor has more to do at such a time."""
+        return not self._asleep and self.executor.idle()
+
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""
         self._failures += 1

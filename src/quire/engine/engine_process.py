@@ -115,9 +115,9 @@ class EngineProcess:
         with suppress(BlockingIOError, OSError):  # full of wakes already, or closed
             os.write(self._wake_out, b"w")
 
-    def _waits(self) -> bool:
-        """Whether nothing came for a while."""
-        ready = dict(self._poller.poll(IDLE_POLL_MS))
+    def _waits(self, most_ms: int) -> bool:
+        """Whether nothing came for so long."""
+        ready = dict(self._poller.poll(most_ms))
         if self._wake_in in ready:
             os.read(self._wake_in, 4096)
         return not ready
@@ -139,7 +139,7 @@ class EngineProcess:
         while True:
             if not core.busy:
                 core.settle()
-            if not core.busy and self._waits() and time.monotonic() - checked > CHECK:
+            if not core.busy and self._waits(0 if core.idle() else IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()

@@ -22,7 +22,7 @@ from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, sparse_at
 from quire.model.families.architecture import Target
 from quire.model.loading.stored_tensor import StoredTensor, not_finite
-from quire.types.errors import ConfigError, ModelFileError
+from quire.types.errors import ModelFileError
 from quire.types.kv import KVLayout
 from quire.types.seams import WeightSource
 
@@ -200,9 +200,9 @@ class CompiledModel:
         """It reads a shared prefix once a row."""
         return None
 
-    def to(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            raise ConfigError(f"the compiled decoder's weights stay in the memory of a CPU, they cannot go to {device}")
+    def weights(self) -> tuple[()]:
+        """They are in the memory of a CPU, and stay there."""
+        return ()
 
 
 class _Packer:

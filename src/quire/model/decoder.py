@@ -5,6 +5,7 @@ One class runs every family; what differs is in the spec. Refuses to know: files
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -242,11 +243,10 @@ class Model:
         experts = {"experts" for layer in self.spec.layers if isinstance(layer.feed, Experts)}
         return experts | {"latent up-projections" for layer in self.spec.layers if isinstance(layer.mixer, Latent)}
 
-    def to(self, device: torch.device) -> None:
-        """Move all weights, each tensor staying the object it is (a head may be tied to the embeddings)."""
+    def weights(self) -> Iterator[torch.Tensor]:
+        """All tensors; a head may be tied to the embeddings, and come twice."""
         for module in self.modules().values():
-            for tensor in module.tensors().values():
-                tensor.data = tensor.data.to(device)
+            yield from module.tensors().values()
 
     def finish(self) -> None:
         """Compute what depends on weights or lives beside them, once they are in place."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -127,6 +128,6 @@ class Runnable(Protocol):
         """Tokens of this slot (`Batch.adapters`) run with these updates from now on; with none, as the base."""
         ...
 
-    def to(self, device: torch.device) -> None:
-        """Move all weights."""
+    def weights(self) -> Iterable[torch.Tensor]:
+        """What a sleeping engine moves out of the device's memory; a tensor may come twice."""
         ...

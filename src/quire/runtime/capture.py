@@ -8,6 +8,8 @@ the small integer table of rows, copied in before.
                             cells that recurrent layers read and write, where there are such
 
 Steps whose rows share prefixes are captured too, in a few sizes, with the groups that share one as a second table.
+An engine is ready with those that its first requests need; the others follow while it has nothing to do, or as they are
+met.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 PREFIX_ROWS = (32, 64, 128, 256, 512, 1024)  # sizes captured for rows that share prefixes
 MIXED_TOKENS = (64, 128, 256, 512)  # steps with rows of several tokens are captured up to here
+FIRST_ROWS = 8  # steps of so few rows are captured before the first request
+Key = tuple[int, int, bool]  # tokens, rows, whether rows share prefixes
 
 
 @dataclass
@@ -93,27 +97,46 @@ class CapturedSteps:
         self._row_sizes = row_buckets(max_rows)
         self._waste_cell = waste_cell or 0
         self._token_sizes = [t for t in MIXED_TOKENS if t <= max_tokens and waste_cell is None]
-        self._captures: dict[tuple[int, int], _Capture] = {}
-        self._shared: dict[int, _Capture] = {}
+        self._captures: dict[Key, _Capture] = {}
         self._pool: Any = None
 
     @property
     def ready(self) -> bool:
         return bool(self._captures)
 
-    def capture(self, *, beside: Sequence[Callable[[], None]], within: CapturedSteps | None = None) -> None:
-        """Record all sizes, largest first, so that the smaller ones fit into memory already taken. `beside`: what is
-        launched and not captured. `within`: steps whose memory these take too; never are two of them replayed at a
-        time."""
+    def capture(
+        self, *, beside: Sequence[Callable[[], None]], within: CapturedSteps | None = None, whole: bool = True
+    ) -> None:
+        """Record all sizes, largest first, so that the smaller ones fit into memory already taken; if not `whole`, the
+        largest of each kind and those that the first requests need. `beside`: what is launched and not captured.
+        `within`: steps whose memory these take too; never are two of them replayed at a time."""
         if not self.ready and why_not(self._device) is None:
             self._compile(beside)
         self._pool = torch.cuda.graph_pool_handle() if within is None else within._pool
-        self._shared.clear()
-        for key in sorted(self.sizes(), reverse=True):
-            self._captures[key] = self._record(*key)
-        for rows in sorted(self._shared_sizes(), reverse=True):
-            self._shared[rows] = self._record(rows, rows, shared=True)
+        self._captures.clear()
+        keys = self._keys()
+        largest = {(tokens == rows, shared): (tokens, rows, shared) for tokens, rows, shared in reversed(keys)}.values()
+        for key in keys:
+            if whole or key in largest or key[1] <= FIRST_ROWS:
+                self._captures[key] = self._record(*key)
         torch.cuda.synchronize()
+
+    def capture_next(self) -> bool:
+        """Record the smallest of those that were left for later; whether there are more."""
+        left = [key for key in self._keys() if key not in self._captures]
+        if left:
+            self._capture_of(min(left))
+        return len(left) > 1
+
+    def _keys(self) -> list[Key]:
+        """Of all captures, those without shared prefixes first, the largest first."""
+        plain = sorted(((tokens, rows, False) for tokens, rows in self.sizes()), reverse=True)
+        return [*plain, *((rows, rows, True) for rows in sorted(self._shared_sizes(), reverse=True))]
+
+    def _capture_of(self, key: Key) -> _Capture:
+        if (found := self._captures.get(key)) is None:
+            found = self._captures[key] = self._record(*key)
+        return found
 
     def _compile(self, beside: Sequence[Callable[[], None]]) -> None:
         """A step of each kind, in threads: the first start on a machine is mostly compiling kernels, and that goes on
@@ -162,7 +185,7 @@ class CapturedSteps:
 
     def replay(self, size: tuple[int, int], table: Ints, staging: Staging) -> StepOutput:
         """Run the capture of `size` on a table [7, rows]; the output is overwritten by the next replay."""
-        return self._run(self._captures[size], table, size, staging)
+        return self._run(self._capture_of((*size, False)), table, size, staging)
 
     def prefix_rows(self, rows: int) -> int | None:
         """The size at which single-token rows that share prefixes are captured."""
@@ -170,7 +193,7 @@ class CapturedSteps:
 
     def replay_shared(self, rows: int, table: Ints, lists: Lists, staging: Staging) -> StepOutput:
         """As `replay`, for `rows` single-token rows that share prefixes as `lists` says."""
-        capture = self._shared[rows]
+        capture = self._capture_of((rows, rows, True))
         assert capture.inputs.shared is not None
         capture.inputs.shared.copy_(staging.stage(lists.view(np.int64)), non_blocking=True)
         return self._run(capture, table, (rows, rows), staging)
@@ -200,11 +223,12 @@ class CapturedSteps:
     def _step(self, forward: Warmup, tokens: int, rows: int, inputs: _Inputs) -> Any:
         return forward(inputs.rows, tokens, *bounds(tokens, rows, self._max_kv), inputs.lists)
 
-    def _record(self, tokens: int, rows: int, *, shared: bool = False) -> _Capture:
+    def _record(self, tokens: int, rows: int, shared: bool) -> _Capture:
         inputs = self._null_inputs(tokens, rows, shared=shared)
         self._step(self._warmups[-1], tokens, rows, inputs)  # compiles kernels, sizes workspaces outside the capture
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Only this thread may not wait for the device meanwhile: others move pages
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output: StepOutput = self._step(self._forward, tokens, rows, inputs)
         output = StepOutput(*(_borrowed(tensor) for tensor in (output.logits, output.greedy, output.hidden)))
         return _Capture(inputs, output, graph.replay)

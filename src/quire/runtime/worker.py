@@ -134,14 +134,20 @@ class ForwardWorker:
     # ---- before the first request ----------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def capture(self, *, beside: Sequence[Callable[[], None]] = ()) -> None:
-        """Record the steps a GPU will replay. `beside`: what else to compile with their kernels."""
+    def capture(self, *, beside: Sequence[Callable[[], None]] = (), whole: bool = True) -> None:
+        """Record the steps a GPU will replay; if not `whole`, some of them with `capture_next`. `beside`: what else to
+        compile with their kernels."""
         self._null_batch([1])  # one kernel alone: what Triton looks up once, all threads would look up at once
         if self._states is not None:
             self._null_step(self._warmup_model or self.model, [2])  # torch loads its solvers once, not once a thread
-        self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside])
+        self._captured.capture(beside=[*self._warmups(self._warmup_model or self.model), *beside], whole=whole)
         if self.model.updated:
             self.capture_adapted()
+
+    @torch.inference_mode()
+    def capture_next(self) -> bool:
+        """Record one more of those steps; whether there are others."""
+        return self._captured.capture_next()
 
     @torch.inference_mode()
     def capture_adapted(self) -> None:

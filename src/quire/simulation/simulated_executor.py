@@ -84,6 +84,9 @@ class SimulatedExecutor:
     def check(self) -> None:
         pass
 
+    def idle(self) -> bool:
+        return False
+
     def load_adapter(self, slot: int, path: str) -> str:
         return path
 

@@ -134,6 +134,9 @@ class FakeExecutor:
     def check(self) -> None:
         pass
 
+    def idle(self) -> bool:
+        return False
+
     def connect(self, peers: PeerLink) -> KVConnector | None:
         return None
 

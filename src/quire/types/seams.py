@@ -67,6 +67,10 @@ class Executor(Protocol):
         """EngineDeadError, if something that it needs has ended; called while there is nothing to do."""
         ...
 
+    def idle(self) -> bool:
+        """Nobody asks for anything: a little of what the start left for later is done; whether there is more of it."""
+        ...
+
     def load_adapter(self, slot: int, path: str) -> str:
         """Fill a slot with the LoRA adapter there; steps submitted from now on may use it. Its digest: equal where it
         computes the same."""

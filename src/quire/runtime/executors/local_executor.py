@@ -29,6 +29,7 @@ from quire.model.ranks import Ranks
 from quire.runtime.capacity import capacity_for, kv_layout
 from quire.runtime.drafters import load_drafter, load_mtp_layer, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
+from quire.runtime.host_weights import HostWeights
 from quire.runtime.load_runnable import load_runnable
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
@@ -67,6 +68,8 @@ class LocalExecutor:
         self._dtype = DTYPES[resolved.dtype]
         self._startup_s: dict[str, float] = {}  # by stage
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
+        self._host_weights = HostWeights()
+        self._captures_left = False  # whether steps are still to be captured
         began = time.perf_counter()
         with load_bar(progress) as report:
             self.model = load_runnable(options, hardware, resolved, source, ranks=ranks, progress=report)
@@ -186,7 +189,8 @@ class LocalExecutor:
         self._startup_s["KV pages"] = time.perf_counter() - began
         if self._graphs:
             began = time.perf_counter()
-            worker.capture(beside=[head.warm_up])
+            worker.capture(beside=[head.warm_up], whole=False)
+            self._captures_left = True
             self._startup_s["captured steps"] = time.perf_counter() - began
         if self._device.type == "cuda":
             began = time.perf_counter()
@@ -202,6 +206,11 @@ class LocalExecutor:
     def check(self) -> None:
         pass  # there is nothing that could end by itself
 
+    def idle(self) -> bool:
+        if self._captures_left and self._worker is not None:
+            self._captures_left = self._in_order(lambda worker: worker.capture_next())
+        return self._captures_left and self._worker is not None
+
     def sleep(self, pages: list[int]) -> None:
         if self._device.type == "cpu":
             raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
@@ -211,11 +220,11 @@ class LocalExecutor:
         self._saved_pages = (pages, self._worker.read_pages(pages))
         self._close_worker()
         gc.collect()  # as in close()
-        self.model.to(torch.device("cpu"))
+        self._host_weights.take(self.model.weights())
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        self.model.to(self._device)
+        self._host_weights.give_back(self._device)
         self._worker, self._head = self._make_worker()
         self._worker.write_pages(*self._saved_pages)
         self._saved_pages = ([], None)

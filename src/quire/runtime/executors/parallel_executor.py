@@ -94,6 +94,9 @@ class ParallelExecutor(LocalExecutor):
         if self._processes.dead:
             raise self._processes.error("")
 
+    def idle(self) -> bool:
+        return False
+
     def _run(self, plan: StepPlan) -> PendingStep:
         self.check()
         before = self._group.sent
