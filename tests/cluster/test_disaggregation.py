@@ -4,6 +4,8 @@ gives."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -80,6 +82,21 @@ async def test_prompts_are_computed_by_one_replica_and_answered_by_another(conne
         assert handed_over(made["replica-1"]) == 8 + 8 + 6
         assert made["replica-0"].core.stats().finished["length"] == 3, "no answer is drawn by the prefill replica"
         assert client.handovers.costs.token_s > 0 and client.handovers.costs.exposed_s > 0
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_hand_over_that_finds_no_memory_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of both replicas go on: the one that waits for pages computes them, none ends with an error."""
+
+    def full(name: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async with cluster(2, prefill=1, connector="shared-memory") as (client, made):
+        monkeypatch.setattr(os, "memfd_create", full)
+        await gather(Reader(client, ask("first", [3] * 6)), Reader(client, ask("second", PROMPT)))
+        stats = made["replica-0"].core.stats().handovers
+        assert stats is not None and stats.failed >= 1 and handed_over(made["replica-1"]) == 0
+        assert not any(one.core._failures for one in made.values())
 
 
 @pytest.mark.usefixtures("free_handovers")

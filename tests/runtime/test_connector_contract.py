@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -281,20 +285,97 @@ def test_noise_on_the_link_is_dropped_and_counted(link: Link) -> None:
     context.term()
 
 
-def test_no_memory_file_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "FOLDER", tmp_path)
+def sealed(name: str) -> int:
+    """A memory file that cannot grow, as one in memory that is full."""
+    descriptor = memfd_create(name, os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    return descriptor
+
+
+def no_space(name: str) -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+memfd_create = os.memfd_create
+
+
+def memory_files() -> int:
+    """Of this process."""
+    return sum(os.readlink(f"/proc/self/fd/{one}").startswith("/memfd:quire-pages") for one in _descriptors())
+
+
+def _descriptors() -> list[str]:
+    return [one for one in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{one}")]
+
+
+@pytest.mark.parametrize("full", [sealed, no_space])
+def test_pages_that_cannot_be_written_are_said_not_to_come(
+    full: Callable[[str], int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(page_connector, "BATCH_BYTES", 2 * SIZE)
     link = Link("shared-memory")
     source, target = link.connector(), link.connector()
-    fetch = Fetch(source, target, 2)
+    fetch = Fetch(source, target, 6)
     fetch.wanted()
-    fetch.give(0, 1)
-    assert fetch.done() == [True, True] and not list(tmp_path.iterdir())
-    unread = Fetch(source, target, 2)
-    unread.wanted()
-    source._send = lambda route, frames: None  # type: ignore[method-assign]
-    unread.give(0)
-    (left,) = tmp_path.iterdir()
-    assert left.stat().st_mode & 0o777 == 0o600
+    assert fetch.give(0, 1) == [True, True]
+    monkeypatch.setattr(os, "memfd_create", full)
+    assert fetch.give(2, 3) == [False, False]
+    monkeypatch.undo()
+    assert fetch.give(4, 5) == [True, True], "there is room again"
+    assert fetch.done() == [True, True, False, False, True, True]
+    assert source.stats.failed == 1 and source.stats.pages_sent == 4
+    monkeypatch.setattr(os, "memfd_create", full)
+    again = Fetch(source, target, 2)
+    again.wanted()
+    again.give(0, 1)
+    assert again.done() == [False, False] and source.stats.failed == 2
+    assert caplog.text.count("KV pages could not be handed over") == 1, "logged once, counted always"
     for made in list(link.made):
         link.end(made)
-    assert not list(tmp_path.iterdir())
+    assert not memory_files()
+
+
+def test_no_memory_file_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "MAX_UNREAD_FILES", 3)
+    link = Link("shared-memory")
+    source, target = link.connector(), link.connector()
+    for _ in range(3):
+        fetch = Fetch(source, target, 2)
+        fetch.wanted()
+        fetch.give(0, 1)
+        assert fetch.done() == [True, True]
+        assert memory_files() == 1 and not os.fstat(next(iter(source._files))).st_size  # type: ignore[attr-defined]
+    unread = Fetch(source, target, 6)
+    unread.wanted()
+    sent: list[list[bytes]] = []
+    monkeypatch.setattr(source, "_send", lambda route, frames: sent.append(frames))
+    for place in range(5):
+        unread.give(place)
+    assert memory_files() == 3, "the oldest goes"
+    monkeypatch.undo()
+    for frames in sent:
+        source._send(source._routes[unread.handover.id], frames)
+    until(lambda: target.stats.dropped == 2)
+    unread.give(5)
+    assert unread.done() == [False, False, True, True, True, True], "those whose file went are not waited for"
+    for made in list(link.made):
+        link.end(made)
+    assert not memory_files()
+
+
+def test_memory_files_end_with_a_killed_writer() -> None:
+    """Whoever writes pages and is killed leaves nothing behind, and who was told of them is told so."""
+    code = "import os, time; d = os.memfd_create('quire-pages-' + '0' * 32); print(d, flush=True); time.sleep(600)"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    descriptor = int(writer.stdout.readline())
+    reader = Link("shared-memory").connector()
+    assert isinstance(reader, SharedMemoryConnector)
+    place = f"{writer.pid}/{descriptor}/quire-pages-{'0' * 32}".encode()
+    with pytest.raises(ValueError, match="another one by now"):
+        reader._unpack([place, b"1"])  # it is found: of another size
+    writer.kill()
+    writer.wait()
+    with pytest.raises(FileNotFoundError):
+        reader._unpack([place, b"1"])
+    reader.close()

@@ -209,6 +209,7 @@ class _Exposition(Collector):
             ("completed", "... of them, those whose pages all came."),
             ("timed_out", "... those that waited in vain for some."),
             ("peers_lost", "... those whose source was lost."),
+            ("failed", "Times that KV pages could not be sent to another engine."),
             ("pages_sent", "KV pages sent to other engines."),
             ("bytes_sent", "Bytes of them."),
             ("pages_received", "KV pages received from other engines."),

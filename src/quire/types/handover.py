@@ -28,6 +28,7 @@ class HandoverStats(msgspec.Struct, kw_only=True):
     completed: int = 0  # ... of them, those whose pages all came
     timed_out: int = 0  # ... those that waited in vain for some
     peers_lost: int = 0  # ... those whose source was lost
+    failed: int = 0  # times that pages could not be sent to a peer
     pages_sent: int = 0
     bytes_sent: int = 0
     pages_received: int = 0

@@ -155,10 +155,23 @@ class PageConnector(ABC):
         for start in range(0, len(job.keys), count):
             keys = job.keys[start : start + count]
             signed = [self._signer.sign(*one) for one in zip(keys, job.buffers[start : start + count], strict=True)]
-            self._send(route, [_encoder.encode(Pages(handover.id, keys)), *self._pack(signed)])
+            try:
+                packed = self._pack(signed)
+            except OSError as error:
+                self._send_failed(error)
+                left = job.keys[start:]
+                self._send(route, [_encoder.encode(Gone(handover.id, left))])
+                return [True] * start + [False] * len(left)
+            self._send(route, [_encoder.encode(Pages(handover.id, keys)), *packed])
             self.stats.pages_sent += len(keys)
             self.stats.bytes_sent += sum(map(len, signed))
         return [True] * len(job.keys)
+
+    def _send_failed(self, error: OSError) -> None:
+        """Pages could not be sent: who waits for them computes them."""
+        self.stats.failed += 1
+        level = logging.WARNING if self.stats.failed == 1 else logging.DEBUG
+        log.log(level, "KV pages could not be handed over: %s; the replica that waits for them computes them", error)
 
     def _end(self, done: TierDone) -> None:
         with self._lock:
@@ -180,8 +193,7 @@ class PageConnector(ABC):
         """A message of a peer; `route` leads back to it."""
         try:
             frame = _decoder.decode(frames[0])
-            payload = self._unpack(frames[1:]) if isinstance(frame, Pages) else frames[1:]
-        except (msgspec.MsgspecError, ValueError, OSError, IndexError):
+        except (msgspec.MsgspecError, ValueError, IndexError):
             self._drop("it is no message")
             return
         if isinstance(frame, Want):
@@ -192,7 +204,7 @@ class PageConnector(ABC):
         elif isinstance(frame, Gone):
             self._take_gone(frame)
         else:
-            self._take_pages(frame, payload)
+            self._take_pages(frame, frames[1:])
 
     def _asked_for(self, route: Hashable, want: Want) -> None:
         with self._lock:
@@ -205,7 +217,13 @@ class PageConnector(ABC):
             self._wanted.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 
-    def _take_pages(self, frame: Pages, signed: Sequence[bytes]) -> None:
+    def _take_pages(self, frame: Pages, parts: Sequence[bytes]) -> None:
+        try:
+            signed = self._unpack(parts)
+        except (ValueError, OSError, IndexError) as error:  # they are not there any more
+            self._drop(f"its pages cannot be read: {error}")
+            self._take_gone(Gone(frame.handover, frame.keys))
+            return
         if len(frame.keys) != len(signed):
             self._drop("keys and pages differ in number")
             return

@@ -1,62 +1,81 @@
 """The shared-memory connector, for engines on one machine: pages lie in memory files, messages go over TCP.
 
-A message's pages are one file of the memory file system, of this user only and with a name nobody can guess. Whoever
-reads it removes it; what was never read, its writer removes. Refuses to know: what pages are for.
+    writer: memfd ──(pid, descriptor, name)──► reader: /proc/PID/fd/N ──► pages read ──► truncated: its memory is free
+
+A message's pages are one anonymous file (memfd) of the writer's process: it has no place in a file system that could be
+full, only processes of this user can open it, and it ends with its writer, however that ends. Refuses to know: what
+pages are for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
+import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from quire.runtime.connectors.page_connector import MAX_KEYS
 from quire.runtime.connectors.tcp import TcpConnector
 from quire.types.errors import ConfigError
 
-FOLDER = Path("/dev/shm")
-MAX_UNREAD_BYTES = 1 << 30  # of this writer's files that may lie there: the oldest goes first
-_NAME = re.compile(r"quire-pages-[0-9a-f]{32}")
+MAX_UNREAD_BYTES = 1 << 30  # of this writer's files that are not read yet: the oldest goes first
+MAX_UNREAD_FILES = 128
+_PLACE = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(quire-pages-[0-9a-f]{32})")
 
 
 class SharedMemoryConnector(TcpConnector):
     def __init__(self, *args: Any, **kwargs: Any):
-        if not FOLDER.is_dir():
-            raise ConfigError(f"kv_connector shared-memory needs {FOLDER}; use tcp")
-        self._written: dict[str, int] = {}  # file names and sizes
+        if not hasattr(os, "memfd_create"):
+            raise ConfigError("kv_connector shared-memory needs the memory files of Linux (memfd_create); use tcp")
+        self._files: dict[int, int] = {}  # descriptors and sizes, the oldest first
+        self._files_lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def close(self) -> None:
         super().close()
-        for name in self._written:
-            (FOLDER / name).unlink(missing_ok=True)
+        with self._files_lock:
+            for descriptor in self._files:
+                os.close(descriptor)
+            self._files.clear()
 
     def _pack(self, signed: list[bytes]) -> list[bytes]:
         name = f"quire-pages-{secrets.token_hex(16)}"
-        descriptor = os.open(FOLDER / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb", buffering=0) as out:
-            for page in signed:
-                out.write(page)
-        self._written[name] = sum(map(len, signed))
-        while sum(self._written.values()) > MAX_UNREAD_BYTES:
-            oldest = next(iter(self._written))
-            del self._written[oldest]
-            (FOLDER / oldest).unlink(missing_ok=True)
-        return [name.encode(), str(len(signed)).encode()]
+        with self._files_lock:
+            self._release()
+            descriptor = os.memfd_create(name)
+            try:
+                with open(descriptor, "wb", closefd=False) as out:
+                    for page in signed:
+                        out.write(page)
+            except OSError:
+                os.close(descriptor)
+                raise
+            self._files[descriptor] = sum(map(len, signed))
+        return [f"{os.getpid()}/{descriptor}/{name}".encode(), str(len(signed)).encode()]
+
+    def _release(self) -> None:
+        """Close files that were read, and the oldest of too many that were not."""
+        for descriptor in [one for one in self._files if not os.fstat(one).st_size]:
+            self._close_file(descriptor)
+        while len(self._files) >= MAX_UNREAD_FILES or sum(self._files.values()) > MAX_UNREAD_BYTES:
+            self._close_file(next(iter(self._files)))
+
+    def _close_file(self, descriptor: int) -> None:
+        del self._files[descriptor]
+        os.close(descriptor)
 
     def _unpack(self, parts: Sequence[bytes]) -> Sequence[bytes]:
-        name, count = parts[0].decode("ascii"), int(parts[1])
-        if not _NAME.fullmatch(name) or not 0 < count <= MAX_KEYS:
+        place, count = _PLACE.fullmatch(parts[0].decode("ascii")), int(parts[1])
+        if place is None or not 0 < count <= MAX_KEYS:
             raise ValueError("this names no pages")
-        descriptor = os.open(FOLDER / name, os.O_RDONLY | os.O_NOFOLLOW)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
-            with contextlib.suppress(OSError):
-                (FOLDER / name).unlink()
-            found, size = os.fstat(descriptor), self._signer.page_bytes + self._signer.overhead
-            if found.st_uid != os.getuid() or found.st_size != count * size:
-                raise ValueError("these are not the pages")
-            return [file.read(size) for _ in range(count)]
+        descriptor = os.open(f"/proc/{place[1]}/fd/{place[2]}", os.O_RDWR | os.O_NONBLOCK)
+        with open(descriptor, "rb", buffering=0) as file:
+            size = self._signer.page_bytes + self._signer.overhead
+            named = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{place[3]} ")
+            if not named or os.fstat(descriptor).st_size != count * size:
+                raise ValueError("the file there is another one by now")
+            pages = [file.read(size) for _ in range(count)]
+            os.ftruncate(descriptor, 0)
+            return pages
