@@ -171,11 +171,51 @@ async def test_roles_change_without_losing_anything() -> None:
         made["replica-1"].free()
         assert (await changing).role == "prefill"
         await gather(reader)
-        with pytest.raises(InputError, match="no other replica decodes"):
+        with pytest.raises(InputError, match="no other replica is ready to decode"):
             await client.assign("replica-2", "prefill")
         await client.assign("replica-0", "both")
         assert [load.ready for load in client._loads] == [True, False, True]
         await gather(Reader(client, ask("later", PROMPT)))
+
+
+async def test_the_only_decoder_is_drained_and_restarted_while_the_prefill_replica_answers() -> None:
+    async with cluster(2, prefill=1, gated=(1,)) as (client, made):
+        reader = Reader(client, ask("r", PROMPT, seed=4))
+        made["replica-1"].steps(6)
+        await until(lambda: reader.drawn >= 4)
+        draining = asyncio.create_task(client.drain("replica-1", 0.0))
+        await until(lambda: bool(client._replicas[0].internal))
+        made["replica-1"].free()
+        assert (await draining).state == "drained"
+        await gather(reader, Reader(client, ask("meanwhile", PROMPT[2:])))
+        with pytest.raises(InputError, match="no other replica is ready"):
+            await client.drain("replica-0", 0.0)
+        client.activate("replica-1")
+
+        async def again() -> None:
+            """As Ray does: whoever ends comes back."""
+            for name in ("replica-0", "replica-1"):
+                await until(made[name].ended.is_set)
+                made[name] = FakeReplica(client)
+
+        back = asyncio.create_task(again())
+        after = await asyncio.wait_for(client.rolling_restart(0.0), 30)
+        await back
+        assert [(one.role, one.state, one.restarts) for one in after] == [
+            ("prefill", "ready", 1),
+            ("decode", "ready", 1),
+        ]
+        assert [load.ready for load in client._loads] == [False, True]
+        await gather(Reader(client, ask("later", PROMPT)))
+
+
+async def test_the_only_decoder_that_is_ready_stays_one() -> None:
+    async with cluster(3, prefill=1) as (client, _):
+        await client.drain("replica-2", 0.0)
+        with pytest.raises(InputError, match="no other replica is ready to decode"):
+            await client.assign("replica-1", "prefill")
+        client.activate("replica-2")
+        assert (await client.assign("replica-1", "prefill")).role == "prefill"
 
 
 async def test_running_requests_move_with_their_pages() -> None:

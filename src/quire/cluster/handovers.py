@@ -82,8 +82,8 @@ class Handovers:
         if role not in ROLES:
             raise InputError(f"a role is one of {', '.join(ROLES)}, not {role!r}", param="role")
         others = (one for one in self._replicas if one is not replica)
-        if role == PREFILL and not any(one.role != PREFILL for one in others):
-            raise InputError("no other replica decodes; give that role to one first", param="role")
+        if role == PREFILL and not any(one.up and one.role != PREFILL for one in others):
+            raise InputError("no other replica is ready to decode; give that role to one first", param="role")
         replica.role = role
         self.route()
 

@@ -44,7 +44,7 @@ class ReplicaOperations(ReplicaQueries):
     async def drain(self, id: str, timeout: float) -> ReplicaView:
         """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
         replica = self._replica(id)
-        if not any(one.load.ready for one in self._replicas if one is not replica):
+        if not any(one.up for one in self._replicas if one is not replica):  # whatever its role: all can answer
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
