@@ -12,7 +12,7 @@ import pytest
 import zmq
 from fake_replicas import FakeReplica, ask, expected
 
-from quire.cluster import cluster_client
+from quire.cluster import pending_requests
 from quire.cluster.active_request import ActiveRequest
 from quire.cluster.cluster_client import MAX_FAILOVERS, ClusterClient
 from quire.cluster.routers import make_router
@@ -188,7 +188,7 @@ async def test_a_request_that_every_replica_dies_of_is_given_up() -> None:
 
 
 async def test_requests_wait_for_a_replica_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_client, "MAX_PARKED_S", -1.0)
+    monkeypatch.setattr(pending_requests, "MAX_WAIT_S", 0.0)
     async with cluster(1, gated=True) as (client, made):
         reader = Reader(client, ask("r", [1]))
         await until(lambda: bool(client._where))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 from fake_replicas import FakeReplica, ask
+from msgspec.structs import replace
 from test_failover import Reader, until
 
 from quire.cluster import replica_scaling
@@ -18,7 +20,7 @@ from quire.cluster.cluster_client import ClusterClient
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.autoscaling import AutoscaleOptions
-from quire.types.errors import EngineDeadError
+from quire.types.errors import DeadlineError, EngineDeadError
 from quire.types.events import EngineStats
 
 
@@ -175,6 +177,34 @@ async def test_a_request_waits_for_a_replica_only_so_long() -> None:
         await until(settled(client, "stopped", "stopped", "stopped"))
         with pytest.raises(EngineDeadError, match="no replica is ready"):
             await asyncio.wait_for(Reader(client, ask("r", [1])).task, 20)
+
+
+async def test_a_deadline_holds_while_there_is_no_replica() -> None:
+    async with scaled(1) as (client, host, scaler):
+        host.may_start.clear()
+        scaler.target = 0
+        await until(settled(client, "stopped", "stopped", "stopped"))
+        late = Reader(client, replace(ask("late", [1]), deadline=time.time() + 0.05))
+        in_time = Reader(client, replace(ask("in time", [1]), deadline=time.time() + 600))
+        with pytest.raises(DeadlineError):
+            await asyncio.wait_for(late.task, 20)
+        assert client.pending == 1 and not host.made[0]._thread.is_alive()
+        scaler.target = 1
+        host.may_start.set()
+        (await asyncio.wait_for(in_time.task, 30)).check()
+        assert client.pending == 0
+
+
+async def test_a_request_whose_client_hung_up_waits_for_no_replica() -> None:
+    async with scaled(1) as (client, _, scaler):
+        scaler.target = 0
+        await until(settled(client, "stopped", "stopped", "stopped"))
+        reader = Reader(client, ask("r", [1]))
+        await until(lambda: client.pending == scaler.seen.waiting == 1)
+        reader.task.cancel()
+        await asyncio.gather(reader.task, return_exceptions=True)
+        assert client.pending == 0
+        await until(lambda: scaler.seen.waiting == 0)
 
 
 async def test_a_host_that_cannot_start_one_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:

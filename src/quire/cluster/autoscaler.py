@@ -53,8 +53,8 @@ class FleetMeter:
     def __init__(self) -> None:
         self._before: Mapping[Any, EngineStats] = {}
 
-    def sample(self, found: Mapping[Any, EngineStats], ready: int, parked: int) -> FleetSample:
-        """`found`: of each engine, by its name."""
+    def sample(self, found: Mapping[Any, EngineStats], ready: int, pending: int) -> FleetSample:
+        """`found`: of each engine, by its name; `pending`: requests that wait for one."""
         delays, met, missed = [0] * (len(LATENCY) + 1), 0, 0
         for name, stats in found.items():
             before = self._before.get(name) or EngineStats()
@@ -64,7 +64,7 @@ class FleetMeter:
             missed += _missed(stats) - _missed(before)
         self._before = found
         running = sum(stats.running for stats in found.values())
-        waiting = sum(stats.waiting for stats in found.values()) + parked
+        waiting = sum(stats.waiting for stats in found.values()) + pending
         return FleetSample(ready, running, waiting, delays, met, missed)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 
 from msgspec.structs import replace
 
@@ -20,10 +19,10 @@ from quire.cluster.active_request import ActiveRequest, Part
 from quire.cluster.autoscaler import Autoscaler
 from quire.cluster.handovers import BOTH, DECODE, PREFILL, Handovers
 from quire.cluster.migration import Migrations
+from quire.cluster.pending_requests import NO_REPLICA, PendingRequests
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
 from quire.cluster.replica_operations import START_TIMEOUT_S, ReplicaOperations
-from quire.cluster.replica_queries import NO_REPLICA
 from quire.cluster.replica_scaling import ReplicaHost, ReplicaScaler
 from quire.cluster.request_router import RequestRouter
 from quire.cluster.routers import RouterPolicy
@@ -55,7 +54,6 @@ from quire.types.request import Request
 log = logging.getLogger(__name__)
 
 MAX_FAILOVERS = 3  # replicas that may be lost under one request, which may be why, before it ends with an error
-MAX_PARKED_S = 120.0  # that a request waits for a replica while there is none, unless told otherwise
 RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
 WATCH_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
@@ -86,7 +84,6 @@ class ClusterClient(ReplicaOperations):
         super().__init__(ReplicaHub(host, self._on_loop))
         self.autoscaler = autoscaler
         self._scaler: ReplicaScaler | None = None
-        self._replica_wait = MAX_PARKED_S if replica_wait is None else replica_wait
         self.policy = restarts
         self.failovers = 0  # requests that went on on another replica because theirs was lost
         most = replicas if autoscaler is None else autoscaler.high
@@ -110,7 +107,7 @@ class ClusterClient(ReplicaOperations):
         self._rebalance = rebalance
         self._active: dict[str, ActiveRequest] = {}
         self._spares: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
-        self._parked: deque[tuple[float, ActiveRequest, Request]] = deque()
+        self._pending = PendingRequests(self.loop, replica_wait)
         self._losses: list[float] = []
         self._lost: asyncio.Future[QuireError] = self.loop.create_future()
         self._failed: asyncio.Future[QuireError] = self.loop.create_future()  # a replica that could not start
@@ -187,6 +184,7 @@ class ClusterClient(ReplicaOperations):
         if active is None or active.events is not events:
             return False
         del self._active[events.id]
+        self._pending.discard(active)
         self.abort_parts(active)
         for replica, part in self._parts(active):
             self._drop(replica, part)
@@ -223,7 +221,7 @@ class ClusterClient(ReplicaOperations):
         if self._active.get(active.request.id) is not active:
             return  # its reader left
         if not any(load.ready for load in self._loads):
-            self._parked.append((time.monotonic(), active, request))
+            self._pending.add(active, request)
             if self._scaler is not None:
                 self._scaler.wake()
             return
@@ -339,8 +337,7 @@ class ClusterClient(ReplicaOperations):
         self._info = replace(ready.info, slots=sum(one.slots for one in infos), pages=sum(one.pages for one in infos))
         log.info("%s is ready: process %d on %s", vacant.id, vacant.pid, vacant.host)
         self._adapt(vacant, ready.info.adapters)
-        parked, self._parked = self._parked, deque()
-        for _, active, request in parked:
+        for active, request in self._pending.take():
             self._place(active, request)
 
     def _adapt(self, replica: Replica, there: list[AdapterInfo]) -> None:
@@ -378,12 +375,12 @@ class ClusterClient(ReplicaOperations):
             self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
 
     @property
-    def parked(self) -> int:
+    def pending(self) -> int:
         """Requests that wait for a replica while there is none."""
-        return len(self._parked)
+        return len(self._pending)
 
     def _watch(self) -> None:
-        """Replicas that hang, and requests that wait for one in vain."""
+        """Replicas that hang, and those that have too much to do."""
         now = time.monotonic()
         self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
         for replica in [one for one in self._replicas if one.identity]:
@@ -392,8 +389,6 @@ class ClusterClient(ReplicaOperations):
                 self._gone(replica.identity, Failed(EngineDeadError.__name__, silence))
         if self._rebalance:
             self.migration.rebalance()
-        while self._parked and now - self._parked[0][0] > self._replica_wait:
-            self._parked.popleft()[1].events.fail(EngineDeadError(NO_REPLICA))
 
     # ---- the end --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from quire.cluster.aggregation import one_report, one_view, summed
+from quire.cluster.pending_requests import NO_REPLICA
 from quire.cluster.replica_handle import Replica
 from quire.cluster.replica_hub import ReplicaHub
 from quire.types import messages
@@ -23,8 +24,6 @@ from quire.types.view import EngineView
 Kind = TypeVar("Kind", bound=messages.Answer)
 
 MAX_RESUMED = 4096  # requests whose further ids are remembered
-
-NO_REPLICA = "no replica is ready; try again later"
 
 
 class ReplicaQueries:

@@ -42,7 +42,7 @@ class ScaledClient(Protocol):
     """What scaling needs of the cluster's client."""
 
     @property
-    def parked(self) -> int:
+    def pending(self) -> int:
         """Requests that wait for a replica while there is none."""
 
     async def stats_of(self, replica: Replica) -> EngineStats: ...
@@ -94,7 +94,7 @@ class ReplicaScaler:
         found = {one.identity: stats for one, stats in zip(asked, answers, strict=True) if stats is not None}
         ready = sum(replica.load.ready for replica in self._replicas)
         before, scaler = self._autoscaler.target, self._autoscaler
-        target = scaler.decide(time.monotonic(), self._meter.sample(found, ready, self._client.parked))
+        target = scaler.decide(time.monotonic(), self._meter.sample(found, ready, self._client.pending))
         if target != before:
             log.info("scaling from %d to %d replicas: %s", before, target, scaler.reason)
         self._apply(target)

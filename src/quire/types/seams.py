@@ -278,6 +278,11 @@ class ReplicaOperator(Protocol):
         """None: the number of engines is fixed."""
         ...
 
+    @property
+    def pending(self) -> int:
+        """Requests that wait for an engine while there is none."""
+        ...
+
 
 class TensorInfo(msgspec.Struct, frozen=True):
     """One stored tensor: shape outermost dimension first, kind as the file names it (F32, BF16, Q4_1, ...)."""

@@ -64,6 +64,8 @@ class _Gauges(Collector):
             moved, prefills = client.handed_over()
             yield CounterMetricFamily("quire_migrations", "Running requests moved with their KV pages.", moved)
             yield CounterMetricFamily("quire_remote_prefills", "Prompts computed by a prefill replica.", prefills)
+            help = "Requests that wait for a replica while there is none."
+            yield GaugeMetricFamily("quire_requests_pending", help, client.pending)
         yield from self._of_autoscaling()
 
     def _of_autoscaling(self) -> Iterator[Metric]:

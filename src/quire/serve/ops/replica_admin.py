@@ -38,8 +38,11 @@ class RoleBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReplicaList(msgspec.Struct):
+    """`pending`: requests that wait for a replica while there is none."""
+
     data: list[ReplicaView]
     object: str = "list"
+    pending: int = 0
     autoscaling: AutoscalingView | None = None
 
 
@@ -60,16 +63,20 @@ def router(serving: Serving) -> APIRouter:
     def answer(found: msgspec.Struct) -> Response:
         return Response(json(found), media_type="application/json")
 
+    def listed(found: list[ReplicaView]) -> Response:
+        if not isinstance(client, ReplicaOperator):
+            return answer(ReplicaList(found))
+        return answer(ReplicaList(found, pending=client.pending, autoscaling=client.autoscaling()))
+
     shown = answers(ReplicaView, takes=DrainBody)
 
     @routes.get("/v1/replicas", summary="The replicas and what each does", openapi_extra=answers(ReplicaList))
     async def replicas() -> Response:
-        scaling = client.autoscaling() if isinstance(client, ReplicaOperator) else None
-        return answer(ReplicaList(await client.replicas(), autoscaling=scaling))
+        return listed(await client.replicas())
 
     @routes.post("/v1/replicas/restart", summary="Rolling restart", openapi_extra=answers(ReplicaList, takes=DrainBody))
     async def restart_all(request: Request) -> Response:
-        return answer(ReplicaList(await operator().rolling_restart(await timeout(request))))
+        return listed(await operator().rolling_restart(await timeout(request)))
 
     @routes.post("/v1/replicas/{id}/drain", summary="Send a replica nothing new", openapi_extra=shown)
     async def drain(id: str, request: Request) -> Response:
