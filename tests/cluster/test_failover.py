@@ -20,8 +20,9 @@ from quire.engine import engine_process
 from quire.engine.client import RestartPolicy
 from quire.types.counts import Counts, added
 from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
-from quire.types.events import TokenEvent
+from quire.types.events import GAUGES, EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec
+from quire.types.histogram import Histogram
 from quire.types.membership import CurveKeys, ReplicaView
 from quire.types.messages import AdapterInfo, Heartbeat
 from quire.types.request import FinishReason, Request
@@ -356,3 +357,41 @@ async def test_tokens_that_a_reader_has_are_not_counted_again() -> None:
         event = TokenEvent("r", 0, 1, [6, 7, 8], counts=Counts(forced=3), forced=[0, 1, 2])
         fresh = active.take(part, event)
         assert fresh is not None and (fresh.tokens, fresh.forced, fresh.counts) == ([7, 8], [0, 1], Counts(forced=2))
+
+
+def falling(before: EngineStats, after: EngineStats) -> list[str]:
+    """Counters that are less than they were."""
+    found = []
+    for name in before.__struct_fields__:
+        old, new = getattr(before, name), getattr(after, name)
+        if isinstance(old, Histogram):
+            old, new = sum(old.counts), sum(new.counts)
+        elif isinstance(old, dict):
+            old, new = sum(old.values()), sum(new.values())
+        if name not in GAUGES and isinstance(old, (int, float)) and new < old:
+            found.append(name)
+    return found
+
+
+async def test_counters_do_not_fall_when_a_replica_ends() -> None:
+    """Lost, or restarted after nobody asked for its counters: they are part of the sum; what it held is not."""
+    async with cluster(2) as (client, made):
+        readers = [Reader(client, ask(f"r{i}", [i, 2, 3] * 3, max_tokens=5)) for i in range(1, 9)]
+        for reader in readers:
+            await reader.task
+        before = await client.stats()
+        assert before.prompt_tokens == 72 and before.steps and sum(before.step_tokens.counts) and before.met_slo == 8
+        made[0].kill()
+        await until(lambda: len(client._by_identity) == 1)
+        after = await client.stats()
+        assert not falling(before, after) and after.output_tokens == before.output_tokens
+        assert after.pages_total == 255, "memory that went with it is not counted"
+        assert not falling(before, (await client.view()).stats)
+        made.append(FakeReplica(client))
+        await until(lambda: len(client._by_identity) == 2)
+        await asyncio.gather(*(Reader(client, ask(f"s{i}", [i, 2, 3], max_tokens=5)).task for i in range(4)))
+        restarting = asyncio.create_task(client.restart(client._by_identity[made[1].identity].id, 0.0))
+        await until(made[1].ended.is_set)
+        made.append(FakeReplica(client))
+        await restarting
+        assert (await client.stats()).output_tokens == 12 * 5

@@ -353,6 +353,7 @@ class ClusterClient(ReplicaOperations):
             self._failed.set_result(from_wire(failed.kind, failed.message))
         self._spares.pop(identity, None)
         replica = self._by_identity.pop(identity, None)
+        self._retire(identity)
         if self._closing or (replica is None and failed is None):
             return
         if replica is not None:

@@ -16,11 +16,12 @@ from quire.cluster.migration import Migrations
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_queries import ReplicaQueries
 from quire.types.autoscaling import AutoscalingView
-from quire.types.errors import InputError, RequestNotFoundError
+from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
 from quire.types.membership import ReplicaView
 from quire.types.messages import Abort, Shutdown
 
 START_TIMEOUT_S = 600.0
+STATS_TIMEOUT_S = 1.0  # that a drained replica has to say what it counted
 
 
 class ReplicaOperations(ReplicaQueries):
@@ -64,6 +65,8 @@ class ReplicaOperations(ReplicaQueries):
                 self.hub.send(replica.identity, Abort(request))
             self._move(replica.give_up(), lost=False)
             replica.state = ReplicaState.DRAINED
+            with suppress(TimeoutError, EngineDeadError):  # what it has counted, in case it is ended now
+                await asyncio.wait_for(self.stats_of(replica), STATS_TIMEOUT_S)
 
     def end(self, replica: Replica) -> None:
         """Have its process end, if there is one."""

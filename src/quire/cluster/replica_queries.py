@@ -35,16 +35,38 @@ class ReplicaQueries:
         self.adapters: list[messages.AdapterInfo] = []
         self._by_identity: dict[str, Replica] = {}
         self._resumed: dict[str, list[str]] = {}  # ids that requests went on under, the latest last
+        self._latest: dict[str, EngineStats] = {}  # what each process said of itself, the latest
+        self._ended = EngineStats()  # what processes counted that have ended: sums do not fall
 
     async def stats(self) -> EngineStats:
-        return summed([answer.stats for _, answer in await self._ask_all(messages.GetStats(), messages.Stats)])
+        asked = list(self._by_identity.values())
+        answers = await asyncio.gather(*map(self.stats_of, asked), return_exceptions=True)
+        refused = [one for one in answers if isinstance(one, Exception) and not isinstance(one, EngineDeadError)]
+        found = [self._latest[identity] for identity in self._by_identity if identity in self._latest]
+        if refused or not found:
+            raise refused[0] if refused else EngineDeadError(NO_REPLICA)
+        return self._since_start(summed(found))
 
     async def stats_of(self, replica: Replica) -> EngineStats:
-        return (await self._ask(replica, messages.GetStats(), messages.Stats)).stats
+        identity = replica.identity
+        stats = (await self._ask(replica, messages.GetStats(), messages.Stats)).stats
+        if identity in self._by_identity:
+            self._latest[identity] = stats
+        return stats
+
+    def _since_start(self, stats: EngineStats) -> EngineStats:
+        """With what replicas counted that have ended."""
+        return replace(summed([stats, self._ended]), asleep=stats.asleep)
+
+    def _retire(self, identity: str) -> None:
+        """A process has ended."""
+        if (stats := self._latest.pop(identity, None)) is not None:
+            self._ended = summed([stats.counted(), self._ended])
 
     async def view(self) -> EngineView:
         answers = await self._ask_all(messages.GetView(), messages.View)
-        return one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
+        view = one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
+        return replace(view, stats=self._since_start(view.stats))
 
     async def timelines(self, request_id: str) -> list[Timeline]:
         """Of all parts that replicas remember, where a request went on on others."""

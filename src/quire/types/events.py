@@ -62,7 +62,7 @@ class TierStats(msgspec.Struct):
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """Counters since start and gauges of now."""
+    """Counters since start and gauges of now (`GAUGES`)."""
 
     steps: int = 0
     rows: int = 0  # token rows computed, padding included
@@ -123,6 +123,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     )  # of a sequence that ended
     step_tokens: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
 
+    def counted(self) -> EngineStats:
+        """What stays true of an engine that has ended: its counters."""
+        now = dict.fromkeys(GAUGES, 0)
+        tiers = [msgspec.structs.replace(one, **dict.fromkeys(TIER_GAUGES, 0)) for one in self.tiers]
+        return msgspec.structs.replace(self, tiers=tiers, **now)
+
     @property
     def acceptance(self) -> float:
         """Share of draft tokens that were accepted."""
@@ -141,3 +147,10 @@ class EngineStats(msgspec.Struct, kw_only=True):
     @property
     def hit_rate(self) -> float:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+GAUGES = (
+    "waiting", "deferred", "running", "asleep", "pages_total", "pages_used", "pages_cached", "states_total",
+    "states_used", "snapshots", "pages_peak", "kv_bytes", "memory",
+)  # fmt: skip
+TIER_GAUGES = ("capacity", "pages", "bytes")
