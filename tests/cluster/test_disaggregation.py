@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -160,7 +161,8 @@ async def test_a_request_whose_reader_leaves_ends_its_prefill() -> None:
         await until(lambda: not made["replica-0"].core.scheduler.sequences.requests)
 
 
-async def test_roles_change_without_losing_anything() -> None:
+async def test_roles_change_without_losing_anything(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="quire.cluster")
     async with cluster(3, prefill=1, gated=(1,)) as (client, made):
         reader = Reader(client, ask("r", PROMPT, seed=4))
         made["replica-1"].steps(6)
@@ -170,6 +172,7 @@ async def test_roles_change_without_losing_anything() -> None:
         await until(lambda: bool(client._replicas[2].internal))
         made["replica-1"].free()
         assert (await changing).role == "prefill"
+        assert "replica-1 has the role prefill, after decode" in caplog.text
         await gather(reader)
         with pytest.raises(InputError, match="no other replica is ready to decode"):
             await client.assign("replica-2", "prefill")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -19,7 +20,7 @@ from quire.cluster.routers import make_router
 from quire.engine import engine_process
 from quire.engine.client import RestartPolicy
 from quire.types.counts import Counts, added
-from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
+from quire.types.errors import EngineDeadError, InputError, ReplicaNotFoundError
 from quire.types.events import GAUGES, EngineStats, TokenEvent
 from quire.types.grammar import GrammarSpec
 from quire.types.histogram import Histogram
@@ -220,7 +221,9 @@ async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere(
         with pytest.raises(InputError, match="no other replica"):
             await client.drain("replica-1", 0.0)
         assert client.activate("replica-0").state == "ready"
-        with pytest.raises(RequestNotFoundError):
+        with pytest.raises(InputError, match="replica-0 is ready: only a replica that was drained"):
+            client.activate("replica-0")
+        with pytest.raises(ReplicaNotFoundError):
             await client.drain("replica-7", 0.0)
 
 
@@ -242,7 +245,8 @@ async def test_a_drain_lets_requests_finish_in_time() -> None:
         assert (await drained).state == "drained"
 
 
-async def test_a_rolling_restart_replaces_all_and_loses_nothing() -> None:
+async def test_a_rolling_restart_replaces_all_and_loses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="quire.cluster")
     async with cluster(2, gated=True) as (client, made):
         readers = [Reader(client, ask(f"r{i}", [i, 3], seed=i, n=2)) for i in range(1, 5)]
         await until(lambda: len(client._where) == 4)
@@ -267,6 +271,11 @@ async def test_a_rolling_restart_replaces_all_and_loses_nothing() -> None:
         for reader in readers:
             (await asyncio.wait_for(reader.task, 30)).check()
         assert [(one.state, one.restarts) for one in after] == [("ready", 1), ("ready", 1)]
+        said = [record.getMessage() for record in caplog.records if "restart" in record.getMessage()]
+        assert said[0] == "a rolling restart of 2 replicas begins" and said[-1] == "the rolling restart is done"
+        assert [line.split(" in ")[0] for line in said[1:-1]] == [
+            "replica-0 is restarted", "replica-0 was restarted", "replica-1 is restarted", "replica-1 was restarted",
+        ]  # fmt: skip
         assert client.trouble() is None and not client._lost.done()
 
 

@@ -4,8 +4,8 @@
 
 Each replica is an application of its own with one deployment of one actor, so that it is known which one is ended where
 there are to be fewer. Requests and tokens never pass through Ray: the engine process joins the client's hub itself.
-Without an address a Ray of this server's own is started on this machine, with a token that nobody else has and no
-dashboard for others. Refuses to know: requests, routing.
+Without an address a Ray of this server's own is started on this machine, with a token that nobody else has, listening
+on its loopback interface only. Refuses to know: requests, routing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import secrets
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -36,6 +37,9 @@ HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
+# What makes a Ray of one machine listen on its loopback interface only (named for where that is the default), and not
+# serve its own metrics, for which it wants no token.
+LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_enable_metrics_collection": "false"}
 
 
 class RayHost:
@@ -163,7 +167,10 @@ def _connect(address: str | None, secret: Path | None) -> Any:
     """Ray itself, connected. Its settings are read from the environment when it is first imported."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if secret is not None:
+        os.environ.update(LOCAL_ONLY)
         token = secret / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))

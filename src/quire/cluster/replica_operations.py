@@ -6,6 +6,8 @@ Refuses to know: requests of callers, routing, Ray.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from abc import abstractmethod
 from contextlib import suppress
 
@@ -16,9 +18,11 @@ from quire.cluster.migration import Migrations
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_queries import ReplicaQueries
 from quire.types.autoscaling import AutoscalingView
-from quire.types.errors import EngineDeadError, InputError, RequestNotFoundError
+from quire.types.errors import EngineDeadError, InputError, ReplicaNotFoundError
 from quire.types.membership import ReplicaView
 from quire.types.messages import Abort, Shutdown
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 STATS_TIMEOUT_S = 1.0  # that a drained replica has to say what it counted
@@ -49,7 +53,9 @@ class ReplicaOperations(ReplicaQueries):
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
+        log.info("%s is drained: %d requests have %g s to finish there", id, len(replica.parts), timeout)
         await self.empty(replica, timeout)
+        log.info("%s %s", id, "has nothing to do" if replica.state is ReplicaState.DRAINED else f"is {replica.state}")
         return replica.view()
 
     async def empty(self, replica: Replica, timeout: float) -> None:
@@ -74,11 +80,13 @@ class ReplicaOperations(ReplicaQueries):
             self.hub.send(replica.identity, Shutdown())
 
     def activate(self, id: str) -> ReplicaView:
-        """Route to a drained replica again."""
+        """Route to a replica again that drains, or is drained."""
         replica = self._replica(id)
-        if replica.identity and replica.wanted:
-            replica.state = ReplicaState.READY
-            self.handovers.route()
+        if replica.state not in (ReplicaState.DRAINING, ReplicaState.DRAINED) or not replica.wanted:
+            raise InputError(f"{id} is {replica.state}: only a replica that was drained is activated", param="id")
+        replica.state = ReplicaState.READY
+        self.handovers.route()
+        log.info("%s is routed to again", id)
         return replica.view()
 
     def handed_over(self) -> tuple[int, int]:
@@ -87,28 +95,40 @@ class ReplicaOperations(ReplicaQueries):
     async def assign(self, id: str, role: str) -> ReplicaView:
         """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""
         replica = self._replica(id)
+        before = replica.role
         self.handovers.assign(replica, role)
-        if role == PREFILL:
+        log.info("%s has the role %s, after %s", id, role, before)
+        if role == PREFILL and replica.parts:
+            left = len(replica.parts)
             await self.migration.evacuate(replica)
+            log.info("%s: %d of %d requests go on elsewhere", id, left - len(replica.parts), left)
         return replica.view()
 
     async def restart(self, id: str, timeout: float) -> ReplicaView:
         """Drain a replica and have its host start it anew; one that starts does so anyway."""
-        replica = self._replica(id)
+        replica, began = self._replica(id), time.monotonic()
+        log.info("%s is restarted", id)
         if replica.state is not ReplicaState.STARTING:
             await self.drain(id, timeout)
+        if replica.up:
+            raise InputError(f"{id} was activated while it was drained: it is not restarted", param="id")
         if replica.state is ReplicaState.DRAINED:
             replica.joined.clear()
-            self.hub.send(replica.identity, Shutdown())
+            self.hub.send(replica.identity, Shutdown(restart=True))
         await asyncio.wait_for(replica.joined.wait(), START_TIMEOUT_S)
+        log.info("%s was restarted in %.1f s", id, time.monotonic() - began)
         return replica.view()
 
     async def rolling_restart(self, timeout: float) -> list[ReplicaView]:
         """Replace all replicas, one after the other."""
-        return [await self.restart(replica.id, timeout) for replica in self._replicas if replica.wanted]
+        replicas = [replica for replica in self._replicas if replica.wanted]
+        log.info("a rolling restart of %d replicas begins", len(replicas))
+        views = [await self.restart(replica.id, timeout) for replica in replicas if replica.wanted]
+        log.info("the rolling restart is done")
+        return views
 
     def _replica(self, id: str) -> Replica:
         for replica in self._replicas:
             if replica.id == id and replica.state is not ReplicaState.STOPPED:
                 return replica
-        raise RequestNotFoundError(f"there is no replica {id!r}")
+        raise ReplicaNotFoundError(f"there is no replica {id!r}")

@@ -30,7 +30,7 @@ from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
 from quire.types.hashing import PageHasher
 from quire.types.logs import configure_child
-from quire.types.membership import PeerLink, ReplicaMembership
+from quire.types.membership import RESTART_EXIT_CODE, PeerLink, ReplicaMembership
 from quire.types.messages import (
     MAX_FRAME,
     CacheEvents,
@@ -133,8 +133,8 @@ class EngineProcess:
         self._socket.send(self._encoder.encode(message))
         self._sent = time.monotonic()
 
-    def serve(self, core: EngineCore) -> None:
-        """Step while there is work, listen always."""
+    def serve(self, core: EngineCore) -> bool:
+        """Step while there is work, listen always. Whether another process is to follow this one."""
         checked = 0.0
         while True:
             if not core.busy:
@@ -153,7 +153,7 @@ class EngineProcess:
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
                 self._heard = max(self._heard, now)
                 if isinstance(message, Shutdown):
-                    return
+                    return message.restart
                 for reply in handle(core, message):
                     if isinstance(reply, Events):
                         events += reply.events
@@ -161,7 +161,7 @@ class EngineProcess:
                         self.send(reply)
             if now - self._heard > ORPHAN:  # and nothing is waiting to be heard
                 log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)
-                return
+                return False
             if core.busy:
                 events += core.step()
             if events:
@@ -204,9 +204,9 @@ def main(address: str, parent: str, options: str) -> int:
         shed()  # the engine lives as long as the process
         process.announce(core, info)
         core.executor.prepare(GrammarSpec("json_object"))  # the first grammar of a client finds the vocabulary made
-        process.serve(core)
+        restart = process.serve(core)
         core.close()
-        return 0
+        return RESTART_EXIT_CODE if restart else 0
     except QuireError as error:
         process.send(Failed(type(error).__name__, str(error)))
         return 1

@@ -5,6 +5,7 @@
     │   └── ContextLengthError    prompt does not fit the context
     ├── ModelNotFoundError    no such model anywhere we may look (HTTP 404)
     ├── RequestNotFoundError  no such request of the asker, or not remembered any more (HTTP 404)
+    ├── ReplicaNotFoundError  no such replica of this server (HTTP 404)
     ├── ModelFileError        a model file is truncated, lying, or of a kind we do not read
     ├── ConfigError           options that contradict each other or the hardware
     │   └── NotInstalledError     a package that this takes is missing or too old (HTTP 501)
@@ -54,6 +55,11 @@ class ModelNotFoundError(QuireError):
 class RequestNotFoundError(QuireError):
     status = 404
     code = "request_not_found"
+
+
+class ReplicaNotFoundError(QuireError):
+    status = 404
+    code = "replica_not_found"
 
 
 class ModelFileError(QuireError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+RESTART_EXIT_CODE = 75  # of a replica's process that was told to make way for another
+
 
 class CurveKeys(msgspec.Struct, frozen=True):
     """Of a CURVE link, in Z85: the client's public key, and the pair that its replicas prove themselves with."""

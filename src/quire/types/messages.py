@@ -96,7 +96,7 @@ class Reset(msgspec.Struct, tag=True):
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    pass
+    restart: bool = False  # whoever hosts the process starts another in its place
 
 
 class Ready(msgspec.Struct, tag=True):

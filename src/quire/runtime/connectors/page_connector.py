@@ -118,6 +118,11 @@ class PageConnector(ABC):
         with self._lock:
             for fetch in [one for one in self._fetches.values() if now - one.heard > one.handover.timeout]:
                 self.stats.timed_out += 1
+                came, wanted = len(fetch.came), len(fetch.job.keys)
+                log.warning(
+                    "a hand-over timed out: %d of %d pages came, the last %.1f s ago; the rest is computed here",
+                    came, wanted, now - fetch.heard,
+                )  # fmt: skip
                 self._close(fetch)
             done, self._done = self._done, []
         return done
