@@ -174,10 +174,11 @@ async def decode(cores: int, long: int, streams: int, tokens: int) -> None:
                 number += 1
             gaps = [gap for one in running for gap in one.gaps]
             took = max(one.times[-1] for one in running) - min(one.times[0] for one in running)
+            stats = (await client.stats()).handovers
             print(
                 f"{name}: ITL p50 {median(gaps) * 1e3:.0f} ms, p99 {at(gaps, 0.99) * 1e3:.0f} ms, most "
                 f"{max(gaps) * 1e3:.0f} ms; {number} prompts of {long} tokens, TTFT {median(waits):.2f} s; "
-                f"{streams * tokens / took:.0f} tokens/s; prefilled elsewhere: {client.handed_over()[1]}",
+                f"{streams * tokens / took:.0f} tokens/s; prefilled elsewhere: {stats and stats.remote_prefills}",
                 flush=True,
             )
 

@@ -15,9 +15,9 @@ import pytest
 from fake_replicas import FakeReplica, ask
 from test_failover import Host, Reader, process_of, until
 
-from quire.cluster import migration
+from quire.cluster import handovers, migration
 from quire.cluster.cluster_client import ClusterClient
-from quire.cluster.handovers import FIXED_TOKENS, PrefillCosts
+from quire.cluster.handovers import FIXED_TOKENS, MAX_LOCAL_PREFILL_TOKENS, PrefillCosts
 from quire.cluster.replica_handle import Replica
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
@@ -54,6 +54,7 @@ async def cluster(
 def free_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here are short: a hand-over is taken to cost nothing."""
     monkeypatch.setattr(PrefillCosts, "handover_tokens", 0.0)
+    monkeypatch.setattr(handovers, "MAX_LOCAL_PREFILL_TOKENS", 0)
 
 
 async def gather(*readers: Reader) -> None:
@@ -65,6 +66,11 @@ async def gather(*readers: Reader) -> None:
 def handed_over(replica: FakeReplica) -> int:
     assert replica.core.connector is not None
     return replica.core.connector.stats.pages_received
+
+
+def remote_prefills(replica: FakeReplica) -> int:
+    assert replica.core.connector is not None
+    return replica.core.connector.stats.remote_prefills
 
 
 @pytest.mark.usefixtures("free_handovers")
@@ -79,7 +85,7 @@ async def test_prompts_are_computed_by_one_replica_and_answered_by_another(conne
             Reader(client, ask("grammar", PROMPT[5:], grammar=GrammarSpec("json_object"))),
         ]
         await gather(first, *others)
-        assert client.handed_over() == (0, 3), "the first came while nobody was answered: it is computed in place"
+        assert remote_prefills(made["replica-1"]) == 3, "the first came while nobody was answered: it stays"
         assert handed_over(made["replica-1"]) == 8 + 8 + 6
         assert made["replica-0"].core.stats().finished["length"] == 3, "no answer is drawn by the prefill replica"
         assert client.handovers.costs.token_s > 0 and client.handovers.costs.exposed_s > 0
@@ -102,10 +108,10 @@ async def test_a_hand_over_that_finds_no_memory_fails_alone(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("free_handovers")
 async def test_a_prefix_that_the_decoder_holds_is_not_sent_for() -> None:
-    async with cluster(2, prefill=1) as (client, _):
+    async with cluster(2, prefill=1) as (client, made):
         await gather(Reader(client, ask("before", PROMPT)))
         await gather(Reader(client, ask("busy", [5] * 9)), Reader(client, ask("again", PROMPT, seed=3)))
-        assert client.handed_over()[1] <= 1
+        assert remote_prefills(made["replica-1"]) <= 1
 
 
 @pytest.mark.usefixtures("free_handovers")
@@ -113,12 +119,12 @@ async def test_a_prefill_replica_that_dies_costs_no_request() -> None:
     async with cluster(2, prefill=1, gated=(0,)) as (client, made):
         first = Reader(client, ask("first", [3] * 6))
         second = Reader(client, ask("second", PROMPT))
-        await until(lambda: client.handed_over()[1] == 1)
+        await until(lambda: len(client.handovers._prefills) == 1)
         await gather(first)
         assert not second.drawn, "it waits for its pages"
         made["replica-0"].kill()
         await gather(second)
-        assert handed_over(made["replica-1"]) == 0
+        assert handed_over(made["replica-1"]) == remote_prefills(made["replica-1"]) == 0
 
 
 @pytest.mark.usefixtures("free_handovers")
@@ -141,7 +147,7 @@ async def test_a_silent_prefill_replica_is_not_waited_for_longer_than_said() -> 
     async with cluster(2, prefill=1, gated=(0,), handover_timeout=0.1) as (client, made):
         readers = [Reader(client, ask("first", [3] * 6)), Reader(client, ask("second", PROMPT))]
         await gather(*readers)
-        assert client.handed_over()[1] == 1
+        assert remote_prefills(made["replica-1"]) == 0, "the prefill replica computed nothing"
         stats = made["replica-1"].core.stats().handovers
         assert stats is not None and stats.timed_out == 1
 
@@ -151,7 +157,7 @@ async def test_a_request_whose_reader_leaves_ends_its_prefill() -> None:
     async with cluster(2, prefill=1, gated=(0, 1)) as (client, made):
         first = Reader(client, ask("first", [3] * 6))
         second = Reader(client, ask("second", PROMPT))
-        await until(lambda: client.handed_over()[1] == 1)
+        await until(lambda: len(client.handovers._prefills) == 1)
         second.task.cancel()
         await second.stream.aclose()
         assert not client._replicas[0].internal and not client._replicas[0].load.requests
@@ -292,7 +298,17 @@ async def test_balanced_load_stays_where_it_is() -> None:
         for replica in made.values():
             replica.free()
         await gather(*readers)
-        assert client.handed_over() == (0, 0)
+        assert client.migrations == 0
+
+
+async def test_short_prompts_stay_however_many_are_answered() -> None:
+    async with cluster(2, prefill=1, gated=(1,)) as (client, made):
+        readers = [Reader(client, ask(f"r{i}", [i, *PROMPT])) for i in range(12)]
+        await until(lambda: len(client._where) == 12)
+        assert client._replicas[1].load.requests == 12 and not client._replicas[0].internal
+        made["replica-1"].free()
+        await gather(*readers)
+        assert remote_prefills(made["replica-1"]) == made["replica-0"].core.stats().steps == 0
 
 
 def test_where_a_prompt_is_computed_is_a_matter_of_cost() -> None:
@@ -301,6 +317,11 @@ def test_where_a_prompt_is_computed_is_a_matter_of_cost() -> None:
     decoder.load.sent(0)
     assert costs.remote_pays(4096, decoder, prefill, 0)
     assert not costs.remote_pays(FIXED_TOKENS, decoder, prefill, 0), "too short to be worth a hand-over"
+    crowded = Replica(2)
+    for _ in range(64):
+        crowded.load.sent(0)
+    assert not costs.remote_pays(MAX_LOCAL_PREFILL_TOKENS, crowded, prefill, 0), "whoever is answered there"
+    assert costs.remote_pays(MAX_LOCAL_PREFILL_TOKENS + 1, crowded, prefill, 0)
     prefill.load.sent(9000)
     assert not costs.remote_pays(4096, decoder, prefill, 0), "it would wait too long there"
     assert costs.remote_pays(4096, decoder, prefill, 4090 * 2), "... unless most of it is cached there"

@@ -76,7 +76,9 @@ def test_kill_9_under_32_streams(cluster: Cluster, undisturbed: list[dict[str, A
 
 
 def test_a_rolling_restart_under_32_streams(cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
-    restarts = sum(one["restarts"] for one in cluster.replicas())
+    before = cluster.replicas()
+    restarts = sum(one["restarts"] for one in before)
+    actors = [psutil.Process(one["pid"]).ppid() for one in before]
 
     async def replace_all() -> None:
         async with httpx.AsyncClient(timeout=300) as client:
@@ -85,6 +87,9 @@ def test_a_rolling_restart_under_32_streams(cluster: Cluster, undisturbed: list[
 
     assert disturbed(cluster, replace_all) == undisturbed
     cluster.settled(restarts + 2)
+    after = cluster.replicas()
+    assert not {one["pid"] for one in before} & {one["pid"] for one in after}
+    assert [psutil.Process(one["pid"]).ppid() for one in after] == actors, "for Ray nothing happened"
 
 
 def test_a_drained_replica_under_32_streams(cluster: Cluster, undisturbed: list[dict[str, Any]]) -> None:
@@ -106,3 +111,15 @@ def test_ray_asks_for_its_token(cluster: Cluster) -> None:
     code = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='error')"
     stranger = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     assert subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, timeout=120).returncode != 0
+
+
+def test_nothing_listens_beyond_this_machine(cluster: Cluster) -> None:
+    server = psutil.Process(cluster.process.pid)
+    found = [
+        (one.name(), link.laddr.ip)
+        for one in (server, *server.children(recursive=True))
+        for link in one.net_connections("tcp")
+        if link.status == psutil.CONN_LISTEN
+    ]
+    assert any("gcs_server" in name for name, _ in found)
+    assert {address.removeprefix("::ffff:") for _, address in found} == {"127.0.0.1"}, found

@@ -29,6 +29,8 @@ from quire.types.sampling_params import SamplingParams
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 ROLES = (PREFILL, DECODE, BOTH)
 FIXED_TOKENS = 128  # what a hand-over costs, in tokens computed meanwhile, until it was measured
+# Prompts of which no more is to be computed stay: they delay a step by little, and hits are known by blocks only.
+MAX_LOCAL_PREFILL_TOKENS = 128
 SMOOTHING = 0.2  # share of the latest measurement in an average
 ALONE = SamplingParams(temperature=0.0, max_tokens=1)  # of work that only its pages are wanted of
 
@@ -54,9 +56,9 @@ class PrefillCosts:
     def remote_pays(self, need: int, decoder: Replica, prefill: Replica, held: int) -> bool:
         """`need`: tokens that the decoder would compute; `held`: of them, those that the prefill replica has. Computed
         where it is answered, a prompt waits behind others and delays whoever is being answered there."""
-        local = decoder.load.tokens + need * (1 + decoder.load.requests)
-        if need <= 0:
+        if need <= MAX_LOCAL_PREFILL_TOKENS:
             return False
+        local = decoder.load.tokens + need * (1 + decoder.load.requests)
         return prefill.load.tokens + need - held + self.handover_tokens < local
 
 
@@ -74,7 +76,6 @@ class Handovers:
         self._prefills: dict[str, InternalRequest] = {}  # by the request that waits for their pages
         self._ended: dict[str, float] = {}  # when the prefill of a request ended that has drawn nothing yet
         self.costs = PrefillCosts()
-        self.remote_prefills = 0
 
     # ---- roles ----------------------------------------------------------------------------------------------
 
@@ -110,7 +111,6 @@ class Handovers:
             prefill, request, [*request.prompt, *request.outputs], Handover(handover.id), need - max(0, held - cached),
             lambda well: self._prefilled(request.id, well=well),
         )  # fmt: skip
-        self.remote_prefills += 1
         return replace(request, handover=handover)
 
     def _prefill_replica(self, request: Request, decoder: Replica) -> tuple[Replica, int] | None:

@@ -89,8 +89,9 @@ class ReplicaOperations(ReplicaQueries):
         log.info("%s is routed to again", id)
         return replica.view()
 
-    def handed_over(self) -> tuple[int, int]:
-        return self.migration.migrations, self.handovers.remote_prefills
+    @property
+    def migrations(self) -> int:
+        return self.migration.migrations
 
     async def assign(self, id: str, role: str) -> ReplicaView:
         """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""

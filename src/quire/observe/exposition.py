@@ -204,6 +204,8 @@ class _Exposition(Collector):
     def _handovers(self, stats: EngineStats) -> Iterator[Metric]:
         if (found := stats.handovers) is None:
             return
+        elsewhere = "Prompts computed by a prefill replica, whose pages came."
+        yield from self._counter("remote_prefills", elsewhere, found.remote_prefills, shared=False)
         for field, help in (
             ("started", "Hand-overs of KV pages that engines asked others for."),
             ("completed", "... of them, those whose pages all came."),

@@ -26,6 +26,7 @@ class HandoverStats(msgspec.Struct, kw_only=True):
 
     started: int = 0  # hand-overs that this engine asked for
     completed: int = 0  # ... of them, those whose pages all came
+    remote_prefills: int = 0  # prompts that another engine computed for this one, and whose pages came
     timed_out: int = 0  # ... those that waited in vain for some
     peers_lost: int = 0  # ... those whose source was lost
     failed: int = 0  # times that pages could not be sent to a peer

@@ -266,8 +266,9 @@ class ReplicaOperator(Protocol):
         """Give an engine the role of computing prompts (prefill), answering (decode), or both."""
         ...
 
-    def handed_over(self) -> tuple[int, int]:
-        """Requests that went on on another engine from their KV pages, and prompts that another engine computed."""
+    @property
+    def migrations(self) -> int:
+        """Requests that went on on another engine from their KV pages."""
         ...
 
     async def restart(self, id: str, timeout: float) -> ReplicaView: ...

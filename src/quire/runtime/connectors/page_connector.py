@@ -189,6 +189,7 @@ class PageConnector(ABC):
         seconds = self._clock() - fetch.began
         self.stats.seconds += seconds
         self.stats.completed += len(fetch.came) == len(fetch.job.keys)
+        self.stats.remote_prefills += fetch.handover.waits and bool(fetch.came)
         self._send_to(fetch.handover.source, [_encoder.encode(Cancel(fetch.handover.id))])
         self._end(TierDone(fetch.job.id, [key in fetch.came for key in fetch.job.keys], seconds))
 

@@ -61,9 +61,8 @@ class _Gauges(Collector):
         yield CounterMetricFamily("quire_failovers", "Requests that went on on another replica.", failovers)
         client = self.serving.frontend.client
         if isinstance(client, ReplicaOperator):
-            moved, prefills = client.handed_over()
-            yield CounterMetricFamily("quire_migrations", "Running requests moved with their KV pages.", moved)
-            yield CounterMetricFamily("quire_remote_prefills", "Prompts computed by a prefill replica.", prefills)
+            help = "Running requests moved with their KV pages."
+            yield CounterMetricFamily("quire_migrations", help, client.migrations)
             help = "Requests that wait for a replica while there is none."
             yield GaugeMetricFamily("quire_requests_pending", help, client.pending)
         yield from self._of_autoscaling()
