@@ -105,6 +105,20 @@ async def test_up_and_down_under_streams() -> None:
         assert client.failovers == 0 and not client._losses, "a replica that is not needed is not lost"
 
 
+async def test_scaling_up_again_is_no_restart() -> None:
+    async with scaled(1) as (client, host, scaler):
+        for target in (2, 1, 2):
+            scaler.target = target
+            there = ["ready"] * target + ["stopped"] * (3 - target)
+            await until(settled(client, *there))
+        assert [one.restarts for one in await client.replicas()] == [0, 0] and client.restarts == 0
+        host.made[1].kill()
+        await until(lambda: not client._replicas[1].identity)
+        host.start_replica(1)
+        await until(settled(client, "ready", "ready", "stopped"))
+        assert [one.restarts for one in await client.replicas()] == [0, 1] and client.restarts == 1
+
+
 async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_scaling, "DRAIN_TIMEOUT_S", 0.0)
     async with scaled(2, gated=True) as (client, host, scaler):

@@ -145,7 +145,7 @@ class ClusterClient(ReplicaOperations):
 
     @property
     def restarts(self) -> int:
-        return sum(max(0, replica.restarts) for replica in self._replicas)
+        return sum(replica.restarts for replica in self._replicas)
 
     def trouble(self) -> str | None:
         now, silent = time.monotonic(), None

@@ -54,7 +54,7 @@ class Replica:
         self.host = ""
         self.connector = ""  # where others ask it for KV pages; empty: it hands none over
         self.info: EngineInfo | None = None
-        self.restarts = -1
+        self.restarts = 0  # processes that took the place of one that was lost or replaced
         self.heard = 0.0
         self.parts: dict[str, Part] = {}  # what it works on, by the ids it knows them by
         self.internal: dict[str, InternalRequest] = {}  # ... and for others' requests
@@ -64,6 +64,7 @@ class Replica:
         self.gone = asyncio.Event()
         self._state = ReplicaState.STARTING if wanted else ReplicaState.STOPPED
         self._routed = True
+        self._replaces = False  # whether its next process is a restart
         self.idle.set()
         self.gone.set()
 
@@ -74,6 +75,7 @@ class Replica:
     @state.setter
     def state(self, state: ReplicaState) -> None:
         self._state = state
+        self._replaces &= state is not ReplicaState.STOPPED
         self.load.ready = self.up and self._routed
 
     @property
@@ -94,7 +96,7 @@ class Replica:
         """A process is ready to work as this replica."""
         self.identity, self.pid, self.host, self.info = identity, ready.pid, ready.host, ready.info
         self.connector = ready.connector
-        self.restarts += 1
+        self.restarts += self._replaces
         self.heard = time.monotonic()
         self.state = ReplicaState.READY
         self.joined.set()
@@ -102,7 +104,7 @@ class Replica:
 
     def leave(self, why: str) -> list[Part]:
         """Its process is gone; what it was working on."""
-        self.identity, self.pid = "", 0
+        self.identity, self.pid, self._replaces = "", 0, True
         self.state = ReplicaState.STARTING if self.wanted else ReplicaState.STOPPED
         self.joined.clear()
         self.gone.set()
@@ -151,5 +153,5 @@ class Replica:
         running = sum(part.started for part in self.parts.values())
         return ReplicaView(
             id=self.id, pid=self.pid, host=self.host, role=self.role, state=self.state.value, running=running,
-            waiting=len(self.parts) - running + len(self.internal), restarts=max(0, self.restarts),
+            waiting=len(self.parts) - running + len(self.internal), restarts=self.restarts,
         )  # fmt: skip
