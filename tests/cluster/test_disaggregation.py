@@ -18,9 +18,11 @@ from test_failover import Host, Reader, process_of, until
 from quire.cluster import handovers, migration
 from quire.cluster.cluster_client import ClusterClient
 from quire.cluster.handovers import FIXED_TOKENS, MAX_LOCAL_PREFILL_TOKENS, PrefillCosts
+from quire.cluster.open_cluster import replica_options
 from quire.cluster.replica_handle import Replica
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
+from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.serving import ServeOptions
@@ -345,3 +347,24 @@ def test_options_of_disaggregation() -> None:
     ):
         with pytest.raises(ConfigError, match=why):
             ServeOptions(**wrong)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"prefix_cache": False}, {"scheduler": "static"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2},
+        {"kv_remote": "redis://localhost"},
+    ],
+)  # fmt: skip
+def test_engines_that_hand_nothing_over_have_no_prefill_replicas(option: dict[str, Any]) -> None:
+    engine, (name,) = EngineOptions.of(**option), option
+    with pytest.raises(ConfigError, match=f"prefill_replicas has no effect beside {name}"):
+        replica_options(engine, ServeOptions(replicas=2, prefill_replicas=1))
+    replica_options(engine, ServeOptions(replicas=2))
+
+
+async def test_a_prefill_replica_that_cannot_hand_over_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    async with cluster(2, prefill=1, connector="") as (client, made):
+        assert "replica-0 cannot hand KV pages of this model over" in caplog.text
+        await gather(*(Reader(client, ask(f"r{i}", PROMPT[i:])) for i in range(4)))
+        assert made["replica-0"].core.stats().steps == 0

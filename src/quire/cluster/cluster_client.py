@@ -336,6 +336,8 @@ class ClusterClient(ReplicaOperations):
         infos = [replica.info for replica in self._replicas if replica.info is not None]
         self._info = replace(ready.info, slots=sum(one.slots for one in infos), pages=sum(one.pages for one in infos))
         log.info("%s is ready: process %d on %s", vacant.id, vacant.pid, vacant.host)
+        if vacant.role == PREFILL and not vacant.connector:
+            log.warning("%s cannot hand KV pages of this model over: prompts are computed where answered", vacant.id)
         self._adapt(vacant, ready.info.adapters)
         for active, request in self._pending.take():
             self._place(active, request)

@@ -16,6 +16,10 @@ from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions
 
+_RANK = "a rank has a part of every KV page, and pages are handed over whole"
+_TIER = "KV pages that such a tier names are not handed over"
+NO_HANDOVERS = {"tensor_parallel": _RANK, "pipeline_parallel": _RANK, "kv_disk": _TIER, "kv_remote": _TIER}
+
 
 async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ClusterClient:
     """A client of `serving.replicas` engines; returns when all of them are ready. Later there may be more or fewer."""
@@ -62,9 +66,21 @@ def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptio
         raise ConfigError("kv_disk is one engine's: replicas on one machine share pages through kv_remote")
     if alone and serving.most_replicas > 1 and engine.cache.kv_events is not None:
         raise ConfigError("kv_events is one engine's endpoint: replicas on one machine cannot all bind it")
+    if serving.prefill_replicas and (why := _keeps_pages(engine)):
+        raise ConfigError(f"prefill_replicas has no effect beside {why}")
     path = Path(engine.model.model)
     said = {"model": str(path.resolve())} if path.exists() else {}
     if alone and engine.device.threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return engine.but(threads=max(1, cores // serving.most_replicas), **said)
     return engine.but(**said)
+
+
+def _keeps_pages(engine: EngineOptions) -> str:
+    """Which of its options keep an engine from handing KV pages over, and why; nothing if none does."""
+    said = engine.flat()
+    if said.get("scheduler") == "static":
+        return "scheduler static: static batching has no KV pages to hand over"
+    if "prefix_cache" in said:
+        return "prefix_cache off: KV pages are handed over through it"
+    return next((f"{name}: {why}" for name, why in NO_HANDOVERS.items() if name in said), "")

@@ -67,8 +67,9 @@ class EngineCore:
 
     def connect(self, peers: PeerLink) -> str:
         """Hand KV pages over to peers, and take theirs; the address they reach this engine by, or '' where the executor
-        cannot."""
-        self.connector = self.executor.connect(peers) if self.scheduler.memory.prefix_cache else None
+        cannot, or the model has states beside them."""
+        memory = self.scheduler.memory
+        self.connector = self.executor.connect(peers) if memory.prefix_cache and memory.states is None else None
         if self.connector is None:
             return ""
         self.scheduler.features.tiers.directory.connect()
