@@ -29,6 +29,25 @@ def test_every_option_is_a_flag_with_its_help():
             assert "--" + field.name.replace("_", "-") in text
 
 
+def test_help_names_extras_whole():
+    text = run("serve", "--help-all").output
+    assert all(f"quire[{extra}]" in text for extra in ("ray", "otel", "grpc"))
+
+
+def test_simulation_options_without_effect_are_refused():
+    few = ("--workload", "chat", "--num", "2", "--workers", "1")
+    for words, problem in (
+        (("--startup", "5"), "startup has no effect without max_replicas or min_replicas"),
+        (("--slo-give-up",), "slo_give_up has no effect without slo_ttft"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            run("simulate", *few, *words)
+    assert (
+        run("simulate", *few, "--startup", "5", "--max-replicas", "2", "--slo-give-up", "--slo-ttft", "9").exit_code
+        == 0
+    )
+
+
 def test_help_shows_what_most_people_need():
     for name in ("serve", "run"):
         text = run(name, "-h").output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -24,6 +25,19 @@ def test_options_of_a_cluster_need_one(option: dict) -> None:
     with pytest.raises(ConfigError, match="has no effect without replicas"):
         ServeOptions(**option)
     assert ServeOptions(replicas=2, **option).replicas == 2
+
+
+@pytest.mark.parametrize("option", [{"rebalance": False}, {"router": "prefix"}, {"kv_connector": "tcp"}])
+def test_options_of_several_replicas_need_several(option: dict) -> None:
+    with pytest.raises(ConfigError, match="has no effect with one replica"):
+        ServeOptions(replicas=1, **option)
+    assert ServeOptions(replicas=1, max_replicas=2, **option).replicas == 1
+
+
+@pytest.mark.parametrize("name", ["downscale_delay", "upscale_delay", "target_queue_delay"])
+def test_no_delay_is_endless(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} must be a finite number, got inf"):
+        ServeOptions(replicas=1, max_replicas=2, **{name: math.inf})
 
 
 def test_cpus_are_set_aside_on_a_cluster_only() -> None:

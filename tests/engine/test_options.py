@@ -71,6 +71,8 @@ def test_every_number_has_a_range_and_every_default_is_in_it():
         ({"session_quota": 1.5}, "session_quota"),
         ({"kv_policy": "fifo", "kv_host": "1M"}, "kv_policy"),
         ({"kv_pages": 0}, "kv_pages"),
+        ({"step_target": math.inf}, "step_target"),
+        ({"max_wait": math.inf}, "max_wait"),
         ({"depth": 0}, "depth"),
         ({"max_seqs": 0}, "max_seqs"),
         ({"speculation": "ngram", "draft_tokens": 0}, "draft_tokens"),

@@ -130,7 +130,7 @@ def _parameter(owner: Any, field: Any, positional_model: bool, split_help: bool 
         flag = "--" + field.name.replace("_", "-")
         names = [flag, field.metadata["alias"]] if field.metadata["alias"] else []
         hidden = split_help and not field.metadata["common"]
-        help = field.metadata["help"]
+        help = field.metadata["help"].replace("[", r"\[")  # quire[ray] is no markup
         marker = typer.Option(*names, help=help, rich_help_panel=panel, show_default=shown, hidden=hidden)
         if annotation == tuple[str, ...]:
             annotation = list[str]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from quire.types.config import EngineOptions
     from quire.types.cost_model import CostModel
 
+STARTUP_S = 30.0  # that a replica takes to start, unless said otherwise
 UNBOUNDED = 1_000_000_000  # requests that may wait, unless said otherwise: overload shows as waiting, not as refusals
 
 
@@ -38,7 +39,9 @@ def simulate(
     replicas: Annotated[
         int, typer.Option(min=1, help="engines behind the router; at first, where they are scaled")
     ] = 1,
-    startup: Annotated[float, typer.Option(min=0, help="autoscaling: seconds that a replica takes to start")] = 30.0,
+    startup: Annotated[
+        float | None, typer.Option(min=0, help="autoscaling: seconds that a replica takes to start (default: 30)")
+    ] = None,
     router: Annotated[str, typer.Option(help="cache-aware, prefix, ...: see docs/cluster.md")] = "round-robin",
     rate_scale: Annotated[float, typer.Option(help="replay the trace so many times as fast")] = 1.0,
     kv_scale: Annotated[float, typer.Option(help="KV memory of each replica, as a multiple of the device's")] = 1.0,
@@ -76,6 +79,8 @@ def simulate(
 
     if rate_scale <= 0 or kv_scale <= 0:
         raise ConfigError("rate_scale and kv_scale must be more than 0")
+    if startup is not None and not autoscaling.scales:
+        raise ConfigError("startup has no effect without max_replicas or min_replicas: no replica is started later")
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
@@ -97,7 +102,10 @@ def simulate(
     for number in range(seed, seed + (seeds or 1)):
         asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
         scaled = autoscaling if autoscaling.scales else None
-        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle, scaled, startup)
+        if scheduling.slo_give_up and scheduling.slo_ttft is None and not any(one.ttft for one in asked):
+            raise ConfigError("slo_give_up has no effect without slo_ttft: no request has a target to miss")
+        begins = STARTUP_S if startup is None else startup
+        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle, scaled, begins)
         with RequestProgress(len(asked)) as progress:
             result = run(fleet, asked, workers=workers, told=progress.ended)
         runs.append(summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot)))

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from quire.types.errors import ConfigError
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_WORDS = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -103,7 +103,7 @@ def _is(value: Any, kinds: tuple[Any, ...]) -> bool:
     if isinstance(value, bool):
         return bool in kinds
     if float in kinds:
-        return isinstance(value, (int, float)) and not math.isnan(value)
+        return isinstance(value, (int, float)) and math.isfinite(value)
     return isinstance(value, tuple(kind for kind in kinds if kind is not Ellipsis))
 
 

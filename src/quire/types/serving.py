@@ -160,6 +160,9 @@ class ServeOptions(AutoscaleOptions):
                 raise ConfigError(f"{name} has no effect without replicas")
         if self.replicas is not None:
             self.check_start(self.replicas)
+            for name in ("router", *pages):
+                if self.most_replicas == 1 and getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ConfigError(f"{name} has no effect with one replica")
         if self.prefill_replicas and self.scales:
             raise ConfigError("prefill_replicas are a fixed number: leave out min_replicas and max_replicas")
         if self.prefill_replicas and self.prefill_replicas >= (self.replicas or 0):
