@@ -12,11 +12,14 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
+import grpc
 import httpx
 import psutil
 import pytest
 from live_server import MODEL, live_server
 from stream_cases import streams
+
+from quire.cluster.ray_host import LOCAL_ONLY
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -42,7 +45,8 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(default_model: Any) -> Iterator[Cluster]:
-    with live_server("--replicas", "2", "--port", "0", "--kv-memory", "512M") as started:
+    flags = ("--replicas", "2", "--port", "0", "--kv-memory", "512M", "--max-queue-wait", "600")
+    with live_server(*flags) as started:
         yield Cluster(*started)
 
 
@@ -109,17 +113,23 @@ def test_ray_asks_for_its_token(cluster: Cluster) -> None:
     gcs = next(one for one in psutil.Process(cluster.process.pid).children() if "gcs_server" in one.cmdline()[0])
     port = next(c.laddr.port for c in gcs.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
     code = f"import ray; ray.init(address='127.0.0.1:{port}', logging_level='error')"
-    stranger = os.environ | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    stranger = os.environ | LOCAL_ONLY | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     assert subprocess.run([sys.executable, "-c", code], env=stranger, capture_output=True, timeout=120).returncode != 0
 
 
-def test_nothing_listens_beyond_this_machine(cluster: Cluster) -> None:
+def test_what_others_reach_asks_for_the_token_too(cluster: Cluster) -> None:
+    """All listen on loopback but one port of each actor, which Ray Serve binds to all interfaces."""
     server = psutil.Process(cluster.process.pid)
     found = [
-        (one.name(), link.laddr.ip)
+        (one.name(), link.laddr)
         for one in (server, *server.children(recursive=True))
         for link in one.net_connections("tcp")
         if link.status == psutil.CONN_LISTEN
     ]
     assert any("gcs_server" in name for name, _ in found)
-    assert {address.removeprefix("::ffff:") for _, address in found} == {"127.0.0.1"}, found
+    reached = [(name, at.port) for name, at in found if at.ip.removeprefix("::ffff:") != "127.0.0.1"]
+    assert [name[:17] for name, _ in reached] == ["ray::ServeReplica"] * 2, reached
+    for _, port in reached:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=30)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED  # type: ignore[attr-defined]
