@@ -99,7 +99,7 @@ class Fetch:
         target.submit(TierJob(1, "get", self.keys, self.into, self.handover))
 
     def wanted(self) -> Wanted:
-        return until(self.source.wanted)[0]
+        return until(self.source.take_requests)[0]
 
     def give(self, *places: int, content: int = 0, handover: Handover | None = None) -> list[bool]:
         keys = [KEYS[i] for i in places]
@@ -224,20 +224,20 @@ def test_a_target_that_is_gone_costs_its_source_nothing(link: Link) -> None:
     link.end(target)
     until(lambda: fetch.give(0) == [False])
     again = Fetch(source, other, 2)
-    until(source.wanted)
+    until(source.take_requests)
     again.give(0, 1)
     assert again.done() == [True, True]
 
 
 def test_what_peers_may_ask_for_is_bounded(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_connector, "MAX_WANTS", 1)
+    monkeypatch.setattr(page_connector, "MAX_PENDING_HANDOVERS", 1)
     source, target = link.connector(), link.connector()
     first = Fetch(source, target, 2)
     first.wanted()
     job = TierJob(7, "get", KEYS[:2], [np.zeros(SIZE, np.uint8)] * 2, Handover("more", source.address))
     target.submit(job)
     assert until(target.poll)[0].done == [False, False], "it is told at once that nothing will come"
-    assert source.stats.dropped == 1 and not source.wanted()
+    assert source.stats.dropped == 1 and not source.take_requests()
     monkeypatch.setattr(page_connector, "MAX_KEYS", 1)
     target.submit(TierJob(8, "get", KEYS[:2], [np.zeros(SIZE, np.uint8)] * 2, Handover("larger", source.address)))
     assert until(target.poll)[0].done == [False, False]

@@ -46,8 +46,8 @@ class ReplicaHub:
         self.refused = 0  # connections without the replicas' key
         self._receive = receive
         self._context = zmq.Context()
-        self._guard = self._context.socket(zmq.REP)
-        self._guard.bind(ZAP_ENDPOINT)
+        self._zap_socket = self._context.socket(zmq.REP)
+        self._zap_socket.bind(ZAP_ENDPOINT)
         self._socket = self._context.socket(zmq.ROUTER)
         for name, value in (
             (zmq.LINGER, 500),
@@ -95,7 +95,7 @@ class ReplicaHub:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._guard, self._wake_in):
+        for source in (self._socket, self._zap_socket, self._wake_in):
             poller.register(source, zmq.POLLIN)
         pinged = 0.0
         while True:
@@ -107,8 +107,8 @@ class ReplicaHub:
             ready = dict(poller.poll(int(PING_INTERVAL_S * 1000)))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
-            if self._guard in ready:
-                self._admit()
+            if self._zap_socket in ready:
+                self._authenticate()
             self._drain(news)
             if (now := time.monotonic()) - pinged > PING_INTERVAL_S:
                 pinged = now
@@ -117,7 +117,7 @@ class ReplicaHub:
             if news:
                 self._receive(news)
         self._socket.close()
-        self._guard.close(linger=0)
+        self._zap_socket.close(linger=0)
         self._context.term()
 
     def _flush(self, news: Received) -> None:
@@ -144,12 +144,12 @@ class ReplicaHub:
             except (msgspec.DecodeError, QuireError):
                 log.warning("a frame from replica %s is no message: dropped", replica)
 
-    def _admit(self) -> None:
+    def _authenticate(self) -> None:
         """Whether who connects has the replicas' key."""
-        version, request, _, address, _, mechanism, *credentials = self._guard.recv_multipart()
+        version, request, _, address, _, mechanism, *credentials = self._zap_socket.recv_multipart()
         known = mechanism == b"CURVE" and z85.encode(credentials[0]) == self.keys.public.encode()
         if not known:
             self.refused += 1
             log.warning("a connection from %s without the replicas' key was refused", address.decode())
         status = [b"200", b"OK"] if known else [b"400", b"not a replica of this server"]
-        self._guard.send_multipart([version, request, *status, b"", b""])
+        self._zap_socket.send_multipart([version, request, *status, b"", b""])

@@ -110,7 +110,7 @@ class EngineCore:
             request = self.adapters.resolved(request)
             self._submit(request)
         except QuireError:
-            self.scheduler.features.handover.over(request)  # whoever waits for its pages waits in vain
+            self.scheduler.features.handover.on_request_over(request)  # whoever waits for its pages waits in vain
             raise
 
     def _submit(self, request: Request) -> None:
@@ -128,16 +128,16 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        asked = self.connector is not None and self.connector.asked
+        asked = self.connector is not None and self.connector.has_requests
         return asked or self.scheduler.busy or bool(self._tickets or self._grammar_queue)
 
     def step(self) -> list[TokenEvent]:
         """Submit the next plan; when enough steps are in flight, or none could be planned, take the oldest in."""
         now = self._clock()
         late = self.scheduler.expire(now)
-        for wanted in self.connector.wanted() if self.connector is not None else ():
+        for wanted in self.connector.take_requests() if self.connector is not None else ():
             self._rouse()
-            self.scheduler.features.handover.want(wanted)
+            self.scheduler.features.handover.on_page_request(wanted)
         if self._grammar_queue:
             idle = not (self.scheduler.busy or self._tickets)
             if refused := self._grammar_queue.release(self.scheduler.submit, idle=idle):

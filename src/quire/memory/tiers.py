@@ -67,7 +67,7 @@ class Directory:
         self._ids = 0
         self._queue: dict[tuple[str, str], Transfer] = {}  # not yet in a plan, by way
         self._drops: dict[str, list[Key]] = {}
-        self._withheld: list[Drop] = []  # what peers are told not to wait for
+        self._unavailable: list[Drop] = []  # what peers are told not to wait for
         self._moving: dict[int, Transfer] = {}
         self._pins: dict[Key, float] = {}  # until when, wherever they are
         self._unwanted: set[Key] = set()  # cheaper to compute again than to move
@@ -75,7 +75,7 @@ class Directory:
     @property
     def queued(self) -> bool:
         unsaved = self._states is not None and self._states.unsaved
-        return bool(self._queue or self._drops or self._withheld or unsaved)
+        return bool(self._queue or self._drops or self._unavailable or unsaved)
 
     @property
     def kept(self) -> bool:
@@ -201,9 +201,9 @@ class Directory:
         way.keys, way.pages = list(pages), list(pages.values())
         self._queue[PEER, str(way.id)] = way
 
-    def withhold(self, handover: Handover, keys: list[Key]) -> None:
+    def mark_unavailable(self, handover: Handover, keys: list[Key]) -> None:
         """Tell a peer that these will not come."""
-        self._withheld.append(Drop(PEER, keys, handover))
+        self._unavailable.append(Drop(PEER, keys, handover))
 
     def _transfer(self, source: str, target: str, handover: Handover | None = None) -> Transfer:
         self._ids += 1
@@ -247,8 +247,8 @@ class Directory:
         for way in self._queue.values():
             self._moving[way.id] = way
             plan.transfers.append(way)
-        plan.drops += [*(Drop(name, keys) for name, keys in self._drops.items()), *self._withheld]
-        self._queue, self._drops, self._withheld = {}, {}, []
+        plan.drops += [*(Drop(name, keys) for name, keys in self._drops.items()), *self._unavailable]
+        self._queue, self._drops, self._unavailable = {}, {}, []
 
     def finish(self, done: TransferDone) -> Transfer:
         """Take in the end of a transfer."""
@@ -332,7 +332,7 @@ class Directory:
         for way, transfer in list(self._queue.items()):
             if transfer.source == DEVICE:
                 if transfer.handover is not None:
-                    self.withhold(transfer.handover, transfer.keys)
+                    self.mark_unavailable(transfer.handover, transfer.keys)
                 else:
                     self.tier(transfer.target).arriving.difference_update(transfer.keys)
                 del self._queue[way]

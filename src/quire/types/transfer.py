@@ -116,12 +116,12 @@ class KVConnector(KVTier, Protocol):
 
     address: str  # that peers reach it by
 
-    def wanted(self) -> list[Wanted]:
+    def take_requests(self) -> list[Wanted]:
         """What peers asked for since it was last called."""
         ...
 
     @property
-    def asked(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether there is any."""
         ...
 

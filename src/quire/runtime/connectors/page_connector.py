@@ -1,6 +1,7 @@
 """What all connectors share: which pages are asked for, of whom and by whom; what is taken for them, and until when.
 
-    get ──► Want ──► source's engine ──► put ──► Pages (signed) ──► verified ──► into the buffer    or Gone, or too late
+    get ──► PageRequest ──► source's engine ──► put ──► Pages (signed) ──► verified ──► into the buffer
+                                             └► drop ──► PagesUnavailable
 
 Every page is signed for its key, so one that is damaged, forged, of another model or out of place is dropped and
 counted, as is one that nobody waits for (any more): a page comes once. Refuses to know: how frames travel.
@@ -24,11 +25,11 @@ from quire.types.transfer import Bytes, Key, TierDone, TierJob, Wanted
 log = logging.getLogger(__name__)
 
 MAX_KEYS = 1 << 17  # of one hand-over
-MAX_WANTS = 4096  # hand-overs that peers wait for
+MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
 
 
-class Want(msgspec.Struct, tag=True):
+class PageRequest(msgspec.Struct, tag=True):
     handover: str
     keys: list[Key]
     waits: bool
@@ -42,7 +43,7 @@ class Pages(msgspec.Struct, tag=True):
     keys: list[Key]
 
 
-class Gone(msgspec.Struct, tag=True):
+class PagesUnavailable(msgspec.Struct, tag=True):
     """These will not come."""
 
     handover: str
@@ -55,7 +56,7 @@ class Cancel(msgspec.Struct, tag=True):
     handover: str
 
 
-Frame = Want | Pages | Gone | Cancel
+Frame = PageRequest | Pages | PagesUnavailable | Cancel
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
@@ -82,7 +83,7 @@ class PageConnector(ABC):
         self._lock = threading.RLock()
         self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
         self._routes: dict[str, Hashable] = {}  # to peers that wait for pages, by hand-over
-        self._wanted: deque[Wanted] = deque()
+        self._requests: deque[Wanted] = deque()
         self._done: list[TierDone] = []
         self._wake: Callable[[], None] = lambda: None
         self.stats = HandoverStats()
@@ -93,24 +94,24 @@ class PageConnector(ABC):
         self._wake = wake
 
     @property
-    def asked(self) -> bool:
-        return bool(self._wanted)
+    def has_requests(self) -> bool:
+        return bool(self._requests)
 
-    def wanted(self) -> list[Wanted]:
+    def take_requests(self) -> list[Wanted]:
         with self._lock:
-            found, self._wanted = list(self._wanted), deque()
+            found, self._requests = list(self._requests), deque()
         return found
 
     def submit(self, job: TierJob) -> None:
         assert job.handover is not None, "pages of peers are a hand-over's"
         if job.kind == "get":
-            self._ask(job, job.handover)
+            self._request_pages(job, job.handover)
             return
         done = [True] * len(job.keys)
         if job.kind == "put":
-            done = self._give(job, job.handover)
+            done = self._send_pages(job, job.handover)
         elif (route := self._routes.get(job.handover.id)) is not None:
-            self._send(route, [_encoder.encode(Gone(job.handover.id, job.keys))])
+            self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys))])
         self._end(TierDone(job.id, done, 0.0))
 
     def poll(self) -> Sequence[TierDone]:
@@ -141,7 +142,7 @@ class PageConnector(ABC):
             for fetch in list(self._fetches.values()):
                 self._close(fetch)
 
-    def _ask(self, job: TierJob, handover: Handover) -> None:
+    def _request_pages(self, job: TierJob, handover: Handover) -> None:
         with self._lock:
             known = handover.id in self._fetches
             if known or len(job.keys) > MAX_KEYS:
@@ -149,10 +150,10 @@ class PageConnector(ABC):
                 return
             self._fetches[handover.id] = _Fetch(job, handover, self._clock())
             self.stats.started += 1
-        want = Want(handover.id, job.keys, handover.waits, handover.timeout)
+        want = PageRequest(handover.id, job.keys, handover.waits, handover.timeout)
         self._send_to(handover.source, [_encoder.encode(want)])
 
-    def _give(self, job: TierJob, handover: Handover) -> list[bool]:
+    def _send_pages(self, job: TierJob, handover: Handover) -> list[bool]:
         """Pages go out in messages of bounded size, in their order."""
         if (route := self._routes.get(handover.id)) is None:
             return [False] * len(job.keys)
@@ -165,7 +166,7 @@ class PageConnector(ABC):
             except OSError as error:
                 self._send_failed(error)
                 left = job.keys[start:]
-                self._send(route, [_encoder.encode(Gone(handover.id, left))])
+                self._send(route, [_encoder.encode(PagesUnavailable(handover.id, left))])
                 return [True] * start + [False] * len(left)
             self._send(route, [_encoder.encode(Pages(handover.id, keys)), *packed])
             self.stats.pages_sent += len(keys)
@@ -202,33 +203,33 @@ class PageConnector(ABC):
         except (msgspec.MsgspecError, ValueError, IndexError):
             self._drop("it is no message")
             return
-        if isinstance(frame, Want):
-            self._asked_for(route, frame)
+        if isinstance(frame, PageRequest):
+            self._on_page_request(route, frame)
         elif isinstance(frame, Cancel):
             if self._routes.get(frame.handover) == route:
                 del self._routes[frame.handover]
-        elif isinstance(frame, Gone):
-            self._take_gone(frame)
+        elif isinstance(frame, PagesUnavailable):
+            self._on_unavailable(frame)
         else:
-            self._take_pages(frame, frames[1:])
+            self._on_pages(frame, frames[1:])
 
-    def _asked_for(self, route: Hashable, want: Want) -> None:
+    def _on_page_request(self, route: Hashable, want: PageRequest) -> None:
         with self._lock:
             taken = self._routes.get(want.handover, route) != route
-            if taken or len(want.keys) > MAX_KEYS or len(self._routes) >= MAX_WANTS:
+            if taken or len(want.keys) > MAX_KEYS or len(self._routes) >= MAX_PENDING_HANDOVERS:
                 self._drop("it asks for too much")
-                self._send(route, [_encoder.encode(Gone(want.handover, want.keys[:MAX_KEYS]))])
+                self._send(route, [_encoder.encode(PagesUnavailable(want.handover, want.keys[:MAX_KEYS]))])
                 return
             self._routes[want.handover] = route
-            self._wanted.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
+            self._requests.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 
-    def _take_pages(self, frame: Pages, parts: Sequence[bytes]) -> None:
+    def _on_pages(self, frame: Pages, parts: Sequence[bytes]) -> None:
         try:
             signed = self._unpack(parts)
         except (ValueError, OSError, IndexError) as error:  # they are not there any more
             self._drop(f"its pages cannot be read: {error}")
-            self._take_gone(Gone(frame.handover, frame.keys))
+            self._on_unavailable(PagesUnavailable(frame.handover, frame.keys))
             return
         if len(frame.keys) != len(signed):
             self._drop("keys and pages differ in number")
@@ -249,7 +250,7 @@ class PageConnector(ABC):
                     if not fetch.missing:
                         self._close(fetch)
 
-    def _take_gone(self, frame: Gone) -> None:
+    def _on_unavailable(self, frame: PagesUnavailable) -> None:
         with self._lock:
             fetch = self._fetches.get(frame.handover)
             if fetch is None:

@@ -46,8 +46,8 @@ class TcpConnector(PageConnector):
         super().__init__(*args, **kwargs)
         self._keys = keys
         self._context = zmq.Context()
-        self._guard = self._context.socket(zmq.REP)
-        self._guard.bind(ZAP_ENDPOINT)
+        self._zap_socket = self._context.socket(zmq.REP)
+        self._zap_socket.bind(ZAP_ENDPOINT)
         self._router = self._socket(zmq.ROUTER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a message to who is gone is an error
         self._router.setsockopt(zmq.CURVE_SERVER, 1)
@@ -65,21 +65,21 @@ class TcpConnector(PageConnector):
         if not self._closing.is_set():
             super().close()
             self._closing.set()
-            self._rouse()
+            self._wake_thread()
             self._thread.join()
             os.close(self._wake_in)
             os.close(self._wake_out)
 
     def _send_to(self, address: str, frames: list[bytes]) -> None:
         self._outbox.put((address, frames))
-        self._rouse()
+        self._wake_thread()
 
     def _send(self, route: Hashable, frames: list[bytes]) -> None:
         assert isinstance(route, bytes)
         self._outbox.put((route, frames))
-        self._rouse()
+        self._wake_thread()
 
-    def _rouse(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):  # full of wakes already, or closed
             os.write(self._wake_out, b"w")
 
@@ -109,7 +109,7 @@ class TcpConnector(PageConnector):
             poller = zmq.Poller()
             for source in (
                 self._router,
-                self._guard,
+                self._zap_socket,
                 self._wake_in,
                 *(s for pair in self._links.values() for s in pair),
             ):
@@ -117,8 +117,8 @@ class TcpConnector(PageConnector):
             ready = dict(poller.poll(POLL_MS))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
-            if self._guard in ready:
-                self._admit()
+            if self._zap_socket in ready:
+                self._authenticate()
             while self._router.poll(0):
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
                 self._receive(route, frames)
@@ -132,7 +132,7 @@ class TcpConnector(PageConnector):
         for address in list(self._links):
             self._unlink(address)
         self._router.close()
-        self._guard.close(linger=0)
+        self._zap_socket.close(linger=0)
         self._context.term()
 
     def _flush(self) -> None:
@@ -166,12 +166,12 @@ class TcpConnector(PageConnector):
         monitor.close(linger=0)
         link.close()
 
-    def _admit(self) -> None:
+    def _authenticate(self) -> None:
         """Whether who connects has the replicas' key."""
-        version, request, _, address, _, mechanism, *credentials = self._guard.recv_multipart()
+        version, request, _, address, _, mechanism, *credentials = self._zap_socket.recv_multipart()
         known = mechanism == b"CURVE" and z85.encode(credentials[0]) == self._keys.public.encode()
         if not known:
             self.stats.refused += 1
             log.warning("a connection from %s without the replicas' key was refused", address.decode())
         status = [b"200", b"OK"] if known else [b"400", b"not a replica of this server"]
-        self._guard.send_multipart([version, request, *status, b"", b""])
+        self._zap_socket.send_multipart([version, request, *status, b"", b""])

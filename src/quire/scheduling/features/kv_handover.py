@@ -26,7 +26,7 @@ from quire.types.transfer import Key, Wanted
 MAX_REMEMBERED = 4096  # hand-overs whose request is over
 
 
-class _Open:
+class PendingTransfer:
     """What a peer still waits for."""
 
     def __init__(self, wanted: Wanted, now: float):
@@ -45,55 +45,55 @@ class KVHandover(SchedulingFeature):
         self._clock = clock
         self._in_flight = in_flight
         self._sizes = [group.tokens_per_page for group in memory.layout.groups]
-        self._open: dict[str, _Open] = {}  # by hand-over
-        self._over: OrderedDict[str, None] = OrderedDict()  # hand-overs whose request has computed all it will
-        self._given: list[tuple[int, Handover, list[Key]]] = []  # with steps that have not landed: step, to whom, what
-        self._due = False  # whether something may have become possible to send, or impossible
+        self._pending: dict[str, PendingTransfer] = {}  # by hand-over
+        self._finished_handovers: OrderedDict[str, None] = OrderedDict()  # whose request has computed all it will
+        self._in_flight_sends: list[tuple[int, Handover, list[Key]]] = []  # by the step that they go with
+        self._dirty = False  # whether something may have become possible to send, or impossible
 
     @property
     def busy(self) -> bool:
         """Whether a plan is needed even if no request is there."""
-        return self._due and bool(self._open)
+        return self._dirty and bool(self._pending)
 
-    def want(self, wanted: Wanted) -> None:
+    def on_page_request(self, wanted: Wanted) -> None:
         """A peer asks for pages."""
-        self._open[wanted.handover] = _Open(wanted, self._clock.now)
-        self._due = True
+        self._pending[wanted.handover] = PendingTransfer(wanted, self._clock.now)
+        self._dirty = True
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
-        self._given = [one for one in self._given if one[0] > step.plan.step]
-        self._due = True
+        self._in_flight_sends = [one for one in self._in_flight_sends if one[0] > step.plan.step]
+        self._dirty = True
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
-        self.over(seq.request)
+        self.on_request_over(seq.request)
 
-    def over(self, request: Request) -> None:
+    def on_request_over(self, request: Request) -> None:
         """Nothing more is computed for it, or it was refused."""
         if (handover := request.handover) is not None and not handover.source:
-            self._over[handover.id] = None
-            self._due = True
-            if len(self._over) > MAX_REMEMBERED:
-                self._over.popitem(last=False)
+            self._finished_handovers[handover.id] = None
+            self._dirty = True
+            if len(self._finished_handovers) > MAX_REMEMBERED:
+                self._finished_handovers.popitem(last=False)
 
     def contribute(self, builder: PlanBuilder) -> None:
         if not self.busy:
             return
-        self._due, now = False, self._clock.now
+        self._dirty, now = False, self._clock.now
         writing = self._being_written(builder)
-        for name, one in list(self._open.items()):
+        for name, one in list(self._pending.items()):
             held = ((key, page) for key in one.keys for page in self._memory.index.run(key[0], [key[1]]))
             found = {key: page for key, page in held if page not in writing}
             if found:
                 self._directory.give(one.handover, found)
-                self._given.append((builder.plan.step, one.handover, list(found)))
+                self._in_flight_sends.append((builder.plan.step, one.handover, list(found)))
                 one.until = now + one.timeout
             for key in found:
                 del one.keys[key]
-            if one.keys and (not one.waits or name in self._over or now > one.until):
-                self._directory.withhold(one.handover, list(one.keys))
+            if one.keys and (not one.waits or name in self._finished_handovers or now > one.until):
+                self._directory.mark_unavailable(one.handover, list(one.keys))
                 one.keys.clear()
             if not one.keys:
-                del self._open[name]
+                del self._pending[name]
 
     def _being_written(self, builder: PlanBuilder) -> set[int]:
         """Pages are in the prefix cache from when their step is planned; until it lands, nobody else may read them."""
@@ -107,6 +107,6 @@ class KVHandover(SchedulingFeature):
 
     def step_failed(self) -> None:
         """Nothing is cached any more, and what went with the step may not have gone."""
-        for _, handover, keys in self._given:
-            self._directory.withhold(handover, keys)
-        self._given, self._due = [], True
+        for _, handover, keys in self._in_flight_sends:
+            self._directory.mark_unavailable(handover, keys)
+        self._in_flight_sends, self._dirty = [], True
