@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import pytest
 
+from quire.cluster.autoscaler import INTERVAL_S
 from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise
 from quire.simulation.fleet import Fleet, simulate
@@ -37,6 +38,15 @@ def test_it_follows_the_load() -> None:
     assert found["slo_share"] > 1.5 * alone["slo_share"]
     assert found["replica_s"] < 0.7 * 6 * 120.0, "fewer than a fleet of the largest size has"
     assert 1 < found["replicas_peak"] <= 6
+
+
+def test_replica_seconds_are_counted_to_the_last_answer() -> None:
+    """As those of a fixed fleet are, however long the answers take once all requests are routed."""
+    trace = [Arrival(1.0, 100, 2000) for _ in range(8)]
+    as_many = AutoscaleOptions(min_replicas=2, max_replicas=2)
+    scaled, fixed = (simulate(fleet(2, one), trace, workers=1) for one in (as_many, None))
+    assert fixed.end > 10.0 and scaled.end == pytest.approx(fixed.end)
+    assert fixed.replica_seconds <= scaled.replica_seconds < fixed.replica_seconds + 2 * 2 * INTERVAL_S
 
 
 def test_how_many_processes_share_it_changes_nothing() -> None:

@@ -215,7 +215,7 @@ def _routed(
     loads = [ReplicaLoad(ready=number < fleet.replicas) for number in range(fleet.most)]
     waits = scaling is not None or (router.uses_loads and fleet.replicas > 1)
     first, since, parked, ended = len(trace) if fleet.clients else 0, 0.0, list[int](), list[int]()
-    while first < len(trace) or parked:
+    while first < len(trace) or parked or (scaling is not None and scaling.busy):
         until = _next_report(trace[first].at) if first < len(trace) else inf
         until = until if scaling is None else min(until, scaling.next)
         last = first
@@ -229,6 +229,8 @@ def _routed(
         for one in (trace[number] for number in requests):
             chosen.append(router.choose(RouteView(one.prompt, one.blocks, one.tenant), loads))
             loads[chosen[-1]].sent(one.prompt - router.saved)
+        if scaling is not None:
+            scaling.busy |= bool(chosen)
         looks = scaling is not None and until >= scaling.next
         counted = scaling.present if scaling is not None and looks else []
         yield Orders(since, until if waits else trace[last - 1].at, requests, chosen, ended, counted)

@@ -22,6 +22,7 @@ class FleetScaling:
         self.next = INTERVAL_S  # when it looks at the load
         self.seconds = 0.0  # that replicas were there, starting and draining included
         self.peak = replicas
+        self.busy = False  # whether replicas had something to do when it last looked
         self._startup = startup
         self._meter = FleetMeter()
         self._counters: dict[int, EngineStats] = {}  # of replicas that ended too: they go on where those come back
@@ -40,6 +41,7 @@ class FleetScaling:
         """`found`: of all that are present. Returns those that ended."""
         self.seconds += len(self.present) * (now - self.next + INTERVAL_S)
         self.next = now + INTERVAL_S
+        self.busy = any(one.running or one.waiting for one in found.values())
         ended = [one for one in self._draining if not (found[one].running or found[one].waiting)]
         self._draining.difference_update(ended)
         ready = sum(due <= now for due in self._due.values())
