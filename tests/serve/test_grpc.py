@@ -98,6 +98,24 @@ def test_what_is_asked_is_what_the_sampler_gets(
     assert request.deadline > 0
 
 
+@pytest.mark.parametrize("kind", ["prompt", "chat"])
+def test_chunks_to_reuse_at_other_places(
+    stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType], kind: str
+) -> None:
+    messages, _ = generated
+    text = "Read.|one document|another one|What do they say?"
+    chat = messages.Chat(messages=[messages.Message(role="user", content=text)])
+    given = {"prompt": text} if kind == "prompt" else {"chat": chat}
+    asked = messages.GenerateRequest(blend=messages.Blend(separator="|", recompute=0.5), **given)
+    *_, last = stub.Generate(asked)
+    request = frontend.requests[-1]
+    assert request.blend is not None and request.blend.recompute == 0.5
+    assert len(request.blend.chunks) == 2 and last.usage.blended_tokens == 0
+    with pytest.raises(grpc.RpcError) as failure:
+        list(stub.Generate(messages.GenerateRequest(blend=messages.Blend(), **given)))
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def test_cancel_stops_the_work(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:
     messages, _ = generated
     call = stub.Generate(messages.GenerateRequest(prompt="hang"))

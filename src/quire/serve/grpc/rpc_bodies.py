@@ -12,6 +12,7 @@ import msgspec
 from quire.serve.core.constraints import ANY_JSON, choice, grammar
 from quire.serve.core.turns import ToolChoice, Turn, plain_call
 from quire.text import Tool
+from quire.types.blend import BlendParams
 from quire.types.errors import InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.sampling_params import SamplingParams
@@ -42,6 +43,13 @@ def grammar_of(given: Any) -> GrammarSpec | None:
     if kind == "choice":
         return choice(list(given.choice.options), CONSTRAINT)
     return grammar(kind, getattr(given, kind), CONSTRAINT)
+
+
+def blend_of(body: Any) -> BlendParams | None:
+    """Fields that were set, under the names both sides use."""
+    if not body.HasField("blend"):
+        return None
+    return BlendParams(**{"separator": "", **{field.name: value for field, value in body.blend.ListFields()}})
 
 
 def turn_of(chat: Any, params: SamplingParams) -> Turn:

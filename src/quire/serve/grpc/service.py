@@ -18,11 +18,11 @@ from typing import Any
 from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.context import Context, enter
 from quire.serve.core.embedding import embed
-from quire.serve.core.generation import Generation, Serving, hold_session, naming, off_loop, preparing
+from quire.serve.core.generation import Generation, Serving, Usage, hold_session, naming, off_loop, preparing
 from quire.serve.core.turns import Talk, start
 from quire.serve.grpc.frame_gate import FrameGate
 from quire.serve.grpc.proto import SERVICE, load_messages
-from quire.serve.grpc.rpc_bodies import params_of, turn_of
+from quire.serve.grpc.rpc_bodies import blend_of, params_of, turn_of
 from quire.serve.http.auth import context_of
 from quire.serve.http.error_bodies import describe, request_id_of
 from quire.text.segments import CallBegun, Said, Thought
@@ -145,8 +145,7 @@ class Calls:
                 async for deltas in batches:
                     for delta in deltas:
                         yield response(id=id, chunk=self._chunk(delta, talk))
-            usage = generation.usage()
-            yield response(id=id, usage=self._usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens))
+            yield response(id=id, usage=self._usage(generation.usage()))
 
     async def embed(self, body: Any, call: Any) -> Any:
         async with self._inside(call):
@@ -155,9 +154,8 @@ class Calls:
             if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
                 raise InputError(f"inputs takes 1 to {MAX_INPUTS} texts, none of them empty", param="inputs")
             vectors, tokens = await embed(self.serving, inputs, pooling=body.pooling or None)
-            embedding = self.messages["Embedding"]
-            answers = [embedding(values=vector) for vector in vectors]
-            return self.messages["EmbedResponse"](embeddings=answers, usage=self._usage(tokens, 0, 0))
+            embedding, usage = self.messages["Embedding"], self.messages["Usage"](prompt_tokens=tokens)
+            return self.messages["EmbedResponse"](embeddings=[embedding(values=v) for v in vectors], usage=usage)
 
     @asynccontextmanager
     async def _inside(self, call: Any) -> AsyncIterator[None]:
@@ -196,17 +194,19 @@ class Calls:
             return None
         turn = turn_of(body.chat, params_of(body.sampling))
         turn.priority, turn.salt, turn.deadline_ms = body.priority, body.cache_salt, deadline_ms
+        turn.blend = blend_of(body)
         return await start(self.serving, turn, id, arrived)
 
     async def _generation(self, body: Any, id: str, arrived: float, deadline_ms: int | None) -> Generation:
-        frontend, params = self.serving.frontend, params_of(body.sampling)
+        frontend, params, blend = self.serving.frontend, params_of(body.sampling), blend_of(body)
         kind = body.WhichOneof("input")
         if kind is None:
             raise InputError("give one of prompt, tokens and chat", param="input")
 
         def work() -> Request:
             prompt = body.prompt if kind == "prompt" else list(body.tokens.ids)
-            return frontend.prepare(prompt, params, request_id=id, priority=body.priority, salt=body.cache_salt)
+            how = {"blend": blend, "request_id": id, "priority": body.priority, "salt": body.cache_salt}
+            return frontend.prepare(prompt, params, **how)
 
         with naming(constraint="sampling.grammar"):
             request = await off_loop(preparing(body.ByteSize(), params), work)
@@ -243,8 +243,13 @@ class Calls:
                 chunk.calls.add(index=segment.index, arguments=segment.text)
         return chunk
 
-    def _usage(self, prompt: int, completion: int, cached: int) -> Any:
-        return self.messages["Usage"](prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+    def _usage(self, used: Usage) -> Any:
+        return self.messages["Usage"](
+            prompt_tokens=used.prompt_tokens,
+            completion_tokens=used.completion_tokens,
+            cached_tokens=used.cached_tokens,
+            blended_tokens=used.blended_tokens or 0,
+        )
 
 
 def _ttl(seconds: float) -> float | None:
