@@ -80,10 +80,12 @@ def test_what_makes_no_sense_is_refused(compiled):
 
 @pytest.mark.slow
 def test_the_benchmark_on_a_small_scale(compiled):
-    found = measure(compiled, 1, documents=3, chosen=3, answer=9, fractions=(0.0, 1.0))
-    whole = found["runs"]["1.0"]
-    assert whole["same"] == 1 and whole["divergence"] < 1e-6 and whole["right"] == found["right"]
-    assert found["runs"]["0.0"]["divergence"] > 1e-4 and found["runs"]["0.0"]["reused"] > 0.1
+    found = measure(compiled, 2, documents=3, chosen=3, answer=9, shares=(0.0, 1.0))
+    none, whole = found["runs"].values()
+    assert whole["same"] == whole["same_first"] == 1 and whole["divergence"] < 1e-6
+    assert whole["right"] == found["right"] and whole["recomputed"] == 1
+    assert none["divergence"] > 1e-4 and none["reused"] > 0.1 and none["recomputed"] == 0
+    assert [answer["place"] for answer in none["answers"]] == [0, 1]
     assert len(rows(found)) == 4
 
 

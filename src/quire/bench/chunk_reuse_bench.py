@@ -23,8 +23,7 @@ from quire.types.sampling_params import MAX_LOGPROBS, SamplingParams
 
 SEPARATOR = "<|chunk|>"  # in no document
 ANSWER = 32  # tokens
-EVERY = 8  # tokens of an answer between places that are compared
-FRACTIONS = (0.0, 0.15, 0.3, 1.0)
+SHARES = (0.0, 0.15, 0.25, 1.0)
 HEAD = "Read the documents, then answer the question with a short sentence.\n\n"
 _SYLLABLES = ("bar", "den", "fel", "gos", "hul", "kim", "lor", "mar", "nev", "ost", "pil", "ran", "sten", "tor", "ulm")
 _FACTS = (  # sentence, question, values
@@ -51,6 +50,7 @@ class Case(NamedTuple):
     documents: list[str]
     question: str
     answer: str
+    place: int = 0  # of the document that has the answer
 
     @property
     def text(self) -> str:
@@ -59,14 +59,15 @@ class Case(NamedTuple):
 
 
 def cases(count: int, *, documents: int, chosen: int, seed: int = 0) -> tuple[list[Case], list[list[str]]]:
-    """Prompts about `chosen` of so many documents each, in any order; and all documents in lots of as many."""
+    """Prompts about `chosen` of so many documents each, in any order, whose answers are in each of them equally often;
+    and all documents in lots of as many."""
     rng = Random(seed)
     library = [_document(rng) for _ in range(documents)]
     found = []
-    for _ in range(count):
-        some = rng.sample(library, chosen)
-        question, answer = rng.choice(rng.choice(some)[1])
-        found.append(Case([text for text, _ in some], question, answer))
+    for number in range(count):
+        some, place = rng.sample(library, chosen), number % chosen
+        question, answer = rng.choice(some[place][1])
+        found.append(Case([text for text, _ in some], question, answer, place))
     texts = [text for text, _ in library]
     return found, [texts[i : i + chosen] for i in range(0, documents, chosen)]
 
@@ -86,6 +87,40 @@ def _document(rng: Random) -> tuple[str, list[tuple[str, str]]]:
     return f"Document about {town}. " + " ".join([*lines, *rng.sample(_FILLER, 4)]) + "\n\n", asked
 
 
+class Pair(NamedTuple):
+    """A prompt computed whole and, right behind it, with its documents reused."""
+
+    case: Case
+    whole: RequestOutput
+    blended: RequestOutput
+    recomputed: float  # part of the reused tokens
+    same: int  # tokens of the answer before the first that differs
+
+    @property
+    def compared(self) -> int:
+        """Places of the answer that follow the same tokens in both."""
+        longest = max(len(output.outputs[0].token_ids) for output in (self.whole, self.blended))
+        return min(self.same + 1, longest)
+
+    def divergences(self) -> list[float]:
+        ours, theirs = (output.outputs[0].logprobs or [] for output in (self.whole, self.blended))
+        return [_divergence(w, b) for w, b in zip(ours[: self.compared], theirs[: self.compared], strict=False)]
+
+    def told(self) -> dict[str, Any]:
+        return {
+            "question": self.case.question,
+            "answer": self.case.answer,
+            "place": self.case.place,
+            "whole": self.whole.outputs[0].text,
+            "blended": self.blended.outputs[0].text,
+            "right": [_right(self.case, self.whole), _right(self.case, self.blended)],
+            "same": self.same,
+            "compared": self.compared,
+            "ttft": [_ttft(self.whole), _ttft(self.blended)],
+            "recomputed": self.recomputed,
+        }
+
+
 def measure(
     llm: LLM,
     count: int,
@@ -93,42 +128,59 @@ def measure(
     documents: int = 12,
     chosen: int = 6,
     answer: int = ANSWER,
-    fractions: tuple[float, ...] = FRACTIONS,
+    shares: tuple[float, ...] = SHARES,
+    seed: int = 0,
 ) -> dict[str, Any]:
-    """Every prompt computed whole, then with its documents reused and each part of them computed again."""
-    work, lots = cases(count, documents=documents, chosen=chosen)
-    prompts = [_prompt(llm, case) for case in work]
+    """Every prompt computed whole, and right behind it with its documents reused and each share of them computed
+    again: a machine is not always equally fast."""
+    work, lots = cases(count, documents=documents, chosen=chosen, seed=seed)
     warming = [_prompt(llm, Case(lot, work[0].question, "")) for lot in lots]
-    _answer(llm, prompts[0][0][:64], None, answer)  # whatever is slow only once
-    whole = []
-    for tokens, _ in prompts:
-        llm.reset()
-        whole.append(_answer(llm, tokens, None, answer))
-    full = mean(_ttft(output) for output in whole)
-    found: dict[str, Any] = {
-        "prompts": count,
-        "prompt_tokens": mean(len(tokens) for tokens, _ in prompts),
-        "ttft": full,
-        "right": mean(_right(c, o) for c, o in zip(work, whole, strict=True)),
-        "runs": {},
+    llm.reset()
+    _answer(llm, warming[0][0][:64], None, answer)  # whatever is slow only once
+    first = []
+    for tokens, chunks in warming:
+        whole = _ttft(_whole(llm, tokens, 1))
+        first.append(_ttft(_answer(llm, tokens, Blend(chunks, shares[0]), 1)) / whole)
+    pairs: dict[float, list[Pair]] = {share: [] for share in shares}
+    for case in work:
+        tokens, chunks = _prompt(llm, case)
+        output = _whole(llm, tokens, answer)
+        for share in shares:
+            pairs[share].append(_pair(llm, case, output, tokens, Blend(chunks, share), answer))
+    some = pairs[shares[0]]
+    return {
+        "questions": count,
+        "documents": chosen,
+        "prompt_tokens": mean(len(pair.whole.prompt_token_ids) for pair in some),
+        "ttft": mean(_ttft(pair.whole) for pair in some),
+        "first_time": median(first),
+        "right": mean(_right(pair.case, pair.whole) for pair in some),
+        "runs": {str(share): _summary(run) for share, run in pairs.items()},
     }
-    for part in fractions:
-        llm.reset()
-        first = [(_whole(llm, tokens), _answer(llm, tokens, Blend(chunks, part), 1)) for tokens, chunks in warming]
-        how = [(tokens, Blend(chunks, part)) for tokens, chunks in prompts]
-        pairs = [(_whole(llm, tokens), _answer(llm, tokens, blend, answer)) for tokens, blend in how]
-        blended = [output for _, output in pairs]
-        stats = llm.stats()
-        places = [_places(llm, *p, part, w, b) for p, w, b in zip(prompts, whole, blended, strict=True)]
-        found["runs"][str(part)] = {
-            "first_time": median(_ttft(output) / seconds for seconds, output in first),
-            "ttft": median(_ttft(output) / seconds for seconds, output in pairs),
-            "reused": stats.blended_tokens / stats.prompt_tokens,
-            "same": mean(w.token == b.token for pairs in places for w, b in pairs),
-            "divergence": mean(_divergence(w, b) for pairs in places for w, b in pairs),
-            "right": mean(_right(c, o) for c, o in zip(work, blended, strict=True)),
-        }
-    return found
+
+
+def _pair(llm: LLM, case: Case, whole: RequestOutput, tokens: list[int], blend: Blend, answer: int) -> Pair:
+    before = llm.stats()
+    blended = _answer(llm, tokens, blend, answer)
+    after = llm.stats()
+    moved = after.blended_tokens - before.blended_tokens
+    ours, theirs = (output.outputs[0].token_ids for output in (whole, blended))
+    same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    again = (after.recomputed_tokens - before.recomputed_tokens) / moved if moved else 0.0
+    return Pair(case, whole, blended, again, same)
+
+
+def _summary(run: list[Pair]) -> dict[str, Any]:
+    return {
+        "recomputed": mean(pair.recomputed for pair in run),
+        "ttft": median(_ttft(pair.blended) / _ttft(pair.whole) for pair in run),
+        "reused": mean(pair.blended.blended_tokens / len(pair.blended.prompt_token_ids) for pair in run),
+        "same_first": mean(pair.same > 0 for pair in run),
+        "same": sum(pair.same for pair in run) / sum(pair.compared for pair in run),
+        "divergence": mean(each for pair in run for each in pair.divergences()),
+        "right": mean(_right(pair.case, pair.blended) for pair in run),
+        "answers": [pair.told() for pair in run],
+    }
 
 
 def _prompt(llm: LLM, case: Case) -> tuple[list[int], list[tuple[int, int]]]:
@@ -139,34 +191,17 @@ def _prompt(llm: LLM, case: Case) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _answer(llm: LLM, tokens: list[int], blend: Blend | None, length: int) -> RequestOutput:
-    params = SamplingParams(temperature=0.0, max_tokens=length, logprobs=MAX_LOGPROBS, seed=0, ignore_eos=True)
-    return llm.generate([tokens], params, blend=blend)[0]
+    return llm.generate([tokens], _greedy(length), blend=blend)[0]
 
 
-def _whole(llm: LLM, tokens: list[int]) -> float:
-    """Seconds to the first token of a prompt of which nothing is cached, now: beside what it is compared with, because
-    a machine is not always equally fast. A salt of its own hides it from others, and others from it."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
-    request = prepare(tokens, params, text=llm.text, info=llm.info, salt=secrets.token_hex(8))
-    (output,) = llm.collect([tokens], [request])
-    return _ttft(output)
+def _whole(llm: LLM, tokens: list[int], length: int) -> RequestOutput:
+    """The answer to a prompt of which nothing is cached: a salt of its own hides it from others, and others from it."""
+    request = prepare(tokens, _greedy(length), text=llm.text, info=llm.info, salt=secrets.token_hex(8))
+    return llm.collect([tokens], [request])[0]
 
 
-def _places(
-    llm: LLM, tokens: list[int], chunks: list[tuple[int, int]], part: float, whole: RequestOutput, own: RequestOutput
-) -> list[tuple[TokenLogprobs, TokenLogprobs]]:
-    """What follows some beginnings of the whole prompt's answer, after the whole prompt and after the blended one."""
-    answer = whole.outputs[0]
-    places = range(EVERY, len(answer.token_ids), EVERY)
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=MAX_LOGPROBS, seed=0)
-    begun = [tokens + answer.token_ids[:place] for place in places]
-    outputs = [own, *llm.generate(begun, params, blend=Blend(chunks, part))]
-    assert answer.logprobs is not None
-    return [
-        (answer.logprobs[place], output.outputs[0].logprobs[0])
-        for place, output in zip((0, *places), outputs, strict=True)
-        if output.outputs[0].logprobs
-    ]
+def _greedy(length: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=length, logprobs=MAX_LOGPROBS, seed=0)
 
 
 def _ttft(output: RequestOutput) -> float:
@@ -188,11 +223,12 @@ def _divergence(true: TokenLogprobs, other: TokenLogprobs) -> float:
 
 def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     lines: list[tuple[str, ...]] = [
-        ("recomputed", "TTFT / full", "first time", "same token next", "KL divergence", "right answers"),
-        ("full", "1.00", "1.00", "100%", "0", f"{found['right']:.0%}"),
+        ("recomputed", "TTFT / full", "same first token", "same next token", "KL divergence", "right answers"),
+        ("full", "1.00", "100%", "100%", "0", f"{found['right']:.1%}"),
     ]
-    for part, run in found["runs"].items():
-        times = (f"{run['ttft']:.2f}", f"{run['first_time']:.2f}")
-        agreement = (f"{run['same']:.1%}", f"{run['divergence']:.4f}", f"{run['right']:.0%}")
-        lines.append((f"{float(part):.0%}", *times, *agreement))
+    for run in found["runs"].values():
+        same = (f"{run['same_first']:.1%}", f"{run['same']:.1%}")
+        lines.append(
+            (f"{run['recomputed']:.1%}", f"{run['ttft']:.2f}", *same, f"{run['divergence']:.4f}", f"{run['right']:.1%}")
+        )
     return lines

@@ -54,20 +54,31 @@ def oversubscribed(
 def blend(
     *,
     engine: EngineOptions,
-    num: Annotated[int, typer.Option(min=1, help="prompts")] = 24,
+    num: Annotated[int, typer.Option(min=1, help="questions for each number of documents")] = 100,
     documents: Annotated[int, typer.Option(min=1, help="that there are")] = 12,
-    chosen: Annotated[int, typer.Option(min=1, help="of them, in each prompt")] = 6,
+    chosen: Annotated[
+        list[int] | None, typer.Option(min=1, help="of them, in each prompt; may be repeated (default: 2 and 4)")
+    ] = None,
+    recompute: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, max=1.0, help="part of their tokens; may be repeated (default: 0, 0.15, 0.25, 1)"),
+    ] = None,
     json_: JsonOption = None,
 ) -> None:
-    """Ask about documents in ever other orders; report time to first token and agreement with prompts computed whole,
-    for each part of the documents' tokens that is computed again."""
-    from quire.bench.chunk_reuse_bench import measure, rows
+    """Ask for facts in documents in ever other orders; report time to first token, agreement with prompts computed
+    whole, and right answers, for each part of the documents' tokens that is computed again."""
+    from quire.bench.chunk_reuse_bench import SHARES, measure, rows
     from quire.engine.llm import LLM
 
+    shares, everything = tuple(recompute) if recompute else SHARES, []
     with LLM(progress=True, **{"model": engine.model.model, **engine.flat()}) as llm:
-        found = measure(llm, num, documents=documents, chosen=chosen)
-    title = f"{num} prompts of {found['prompt_tokens']:.0f} tokens, computed whole in {found['ttft']:.2f} s"
-    _show(found, rows(found), json_, title)
+        for count in chosen or (2, 4):
+            found = measure(llm, num, documents=documents, chosen=count, shares=shares)
+            everything.append(found)
+            title = f"{num} questions about {count} documents, {found['prompt_tokens']:.0f} tokens a prompt"
+            _show(found, rows(found), None, f"{title}, computed whole in {found['ttft']:.2f} s")
+    if json_:
+        json_.write_text(json.dumps(everything, indent=1))
 
 
 def _show(found: dict[str, Any], lines: list[tuple[str, ...]], path: Path | None, title: str = "") -> None:
