@@ -15,7 +15,7 @@ from quire.types.fakes import FakeExecutor
 from quire.types.plan import Capacity
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
-from quire.types.transfer import TierSpec
+from quire.types.transfer import DEVICE, TierSpec
 
 HEAD = [7] * 6
 DOCUMENTS = [[20 + d, *range(d, d + 17)] for d in range(4)]  # 18 tokens each: with the head, six pages of four
@@ -30,13 +30,14 @@ def world(*, pages=200, tokens=64, rope_shifts=True, groups=(FULL,), **options):
     return Scheduler(SchedulerOptions(), layout(*groups), capacity, **options), executor
 
 
-def ask(name, documents, recompute=0.25, **params):
-    prompt, chunks = list(HEAD), []
+def ask(name, documents, recompute=0.25, head=HEAD, max_error=0.0, salt="", **params):
+    prompt, chunks = list(head), []
     for document in documents:
         chunks.append((len(prompt), len(prompt) + 18))
         prompt += DOCUMENTS[document]
     params = SamplingParams(**{"max_tokens": 3, "seed": 0, **params})
-    return Request(id=name, prompt=prompt + QUESTION, params=params, blend=Blend(chunks, recompute))
+    blend = Blend(chunks, recompute, max_error)
+    return Request(id=name, prompt=prompt + QUESTION, params=params, blend=blend, salt=salt)
 
 
 def run(scheduler, executor):
@@ -101,6 +102,68 @@ def test_the_tokens_that_deviate_most_are_chosen():
     assert turned <= wanted and len(wanted) == 9 + len(QUESTION)
     scheduler.commit(plan, executor.submit(plan).result())
     run(scheduler, executor)
+
+
+def test_a_chunk_behind_another_head_serves_too():
+    scheduler, executor = world()
+    scheduler.submit(ask("a", [0, 1]))
+    run(scheduler, executor)
+    other = [5, 4, 3, 2]
+    scheduler.submit(ask("b", [1, 0], head=other))
+    plans, events = run(scheduler, executor)
+    assert [(shift.by, len(shift.sources)) for shift in plans[0].rope_shifts] == [(-2, 18), (16, 18)]
+    assert plans[0].rows == [], "no chunk is computed behind this head"
+    assert events[0].counts.blended == 36
+    scheduler.submit(ask("c", [1, 0], head=other, salt="another tenant"))
+    plans, events = run(scheduler, executor)
+    assert events[0].counts.blended == 0 and plans[0].rows
+
+    scheduler.submit(replace(ask("plain", [0], head=other), blend=None))
+    run(scheduler, executor)
+    scheduler.submit(ask("d", [1, 0], head=other))
+    plans, _ = run(scheduler, executor)
+    assert [shift.by for shift in plans[0].rope_shifts] == [-2, 18], "behind the own head, where it is cached there"
+
+
+def test_a_chunk_behind_another_head_is_loaded_from_a_tier():
+    tiers = FakeTiers((TierSpec("host", 300),), 4, seed=3)
+    capacity = Capacity(
+        pages=40, slots=8, max_model_len=120, max_batch_tokens=64, depth=1, rope_shifts=True, tiers=tiers.specs
+    )
+    executor = FakeExecutor(layout(FULL), capacity, vocab=VOCAB, tiers=tiers)
+    scheduler = Scheduler(SchedulerOptions(), layout(FULL), capacity)
+    scheduler.submit(ask("a", [0, 1]))
+    run(scheduler, executor)
+    for number in range(4):  # takes all pages of the device
+        prompt = [50 + number] * 100
+        scheduler.submit(Request(id=f"large {number}", prompt=prompt, params=SamplingParams(max_tokens=1, seed=0)))
+    run(scheduler, executor)
+    scheduler.submit(ask("b", [1, 0], head=[5, 4, 3, 2]))
+    plans, _ = run(scheduler, executor)
+    assert any(transfer.target == DEVICE for plan in plans for transfer in plan.transfers)
+    computed = sum(row.count for plan in plans for row in plan.rows if not plan.samples)
+    assert computed <= 8, "of a chunk computed before only its last page, behind what was loaded"
+
+
+@pytest.mark.parametrize(("max_error", "chosen"), [(0.0, 36), (0.06, 35), (1.0, 4), (100.0, 0)])
+def test_as_many_are_computed_again_as_the_error_asks_for(max_error, chosen):
+    scheduler, executor = world()
+    scheduler.submit(ask("a", [0, 1, 2]))
+    run(scheduler, executor)
+    scheduler.submit(ask("b", [2, 0, 1], 1.0, max_error=max_error))
+    probe = scheduler.plan(1.0)
+    result = executor.submit(probe).result()
+    start, far = probe.probes[0].start, {40, 41, 55, 30}
+    result.deviations[0] = [100.0 if start + i in far else 0.09 for i in range(probe.probes[0].count)]
+    scheduler.commit(probe, result)
+    plan = scheduler.plan(1.0)
+    assert plan.tokens == chosen + len(QUESTION)
+    scheduler.commit(plan, executor.submit(plan).result())
+    run(scheduler, executor)
+    (told,) = scheduler.timelines("b")
+    assert told.recomputed == chosen
+    left = 0.09 * (36 - max(4, chosen)) + 100.0 * (4 - min(4, chosen))
+    assert told.blend_error == pytest.approx((left / 36) ** 0.5, abs=1e-6)
 
 
 def test_turned_pages_have_no_names():

@@ -43,6 +43,7 @@ class Prefix(msgspec.Struct, kw_only=True):
     moved_bytes: int  # loaded for that
     blended_tokens: int  # of chunks that were cached for another place, and reused here
     recomputed_tokens: int  # of chunks, computed again because their place changes them
+    blend_error: float | None  # deviation of the others, relative to the values of all; None: it was not looked at
     saved_s: float  # estimate: computing them would have taken so much longer
 
 
@@ -176,6 +177,7 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
         moved_bytes=timeline.moved,
         blended_tokens=timeline.blended,
         recomputed_tokens=timeline.recomputed,
+        blend_error=timeline.blend_error,
         saved_s=timeline.saved,
     )
 

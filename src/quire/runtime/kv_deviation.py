@@ -19,8 +19,8 @@ COMPARED_LAYER = 1  # all before it are computed whole
 
 
 def probe(probes: list[Probe], model: Runnable, kv: KVViews, slots: SlotState, staging: Staging) -> torch.Tensor:
-    """Square of the distance between new and old values (keys add nothing: measured), for all tokens of the probes
-    [tokens]. The KV of the first layers is then the new."""
+    """Square of the distance between new and old values (keys add nothing: measured), and square of the new ones, for
+    all tokens of the probes [2, tokens]. The KV of the first layers is then the new."""
     table = staging.upload(np.array([[p.slot, p.start, p.count, 0] for p in probes], dtype=np.int64).T)
     counts = [p.count for p in probes]
     kv_lens, adapted = [p.start + p.count for p in probes], slots.adapted(p.slot for p in probes)
@@ -32,4 +32,10 @@ def probe(probes: list[Probe], model: Runnable, kv: KVViews, slots: SlotState, s
     _, before = read_tokens(kv, 0, where, place)
     model.shallow(input_ids, batch, kv, layer)
     _, after = read_tokens(kv, 0, where, place)
-    return (after - before).square().sum((1, 2, 3))
+    return torch.stack(((after - before).square().sum((1, 2, 3)), after.square().sum((1, 2, 3))))
+
+
+def relative(found: torch.Tensor, probes: list[Probe]) -> torch.Tensor:
+    """What `probe` found, of all ranks' heads, relative to the values of each probe: deviations [tokens]."""
+    parts = found.split([probe.count for probe in probes], dim=1)
+    return torch.cat([changed / size.mean().clamp(min=1e-30) for changed, size in parts])

@@ -25,7 +25,7 @@ from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.ranks import Ranks
 from quire.model.runnable import Sketch
 from quire.runtime.capture import CapturedSteps, StepOutput
-from quire.runtime.kv_deviation import probe
+from quire.runtime.kv_deviation import probe, relative
 from quire.runtime.prefix_groups import SharedPrefixes
 from quire.runtime.recurrent_states import RecurrentStates
 from quire.runtime.rope_shift import begin_rope_shifts
@@ -33,7 +33,7 @@ from quire.runtime.slot_state import SlotState
 from quire.runtime.sparse_slots import SparseSlots
 from quire.runtime.staging import Ints, Staging
 from quire.types.kv import KVLayout
-from quire.types.plan import Capacity, StepPlan
+from quire.types.plan import Capacity, Probe, StepPlan
 
 MAX_CAPTURED_DRAFT_ROWS = 512  # steps with drafts are captured up to here
 SHORT_PROMPT_TOKENS = 512  # rows up to this are attended from pages, whatever else they are
@@ -199,12 +199,16 @@ class ForwardWorker:
         self.staging.rotate()
         plan = expanded.plan
         self._apply(plan)
-        deviations = probe(plan.probes, self.model, self._kv, self.slots, self.staging) if plan.probes else None
-        if deviations is not None and self._ranks is not None and not self._ranks.pipeline:
-            deviations = self._ranks.reduce(deviations)
+        deviations = self._probe(plan.probes) if plan.probes else None
         output = self._forward(expanded, greedy) if plan.rows else ForwardOutput()
         output.deviations = deviations
         return output
+
+    def _probe(self, probes: list[Probe]) -> torch.Tensor:
+        found = probe(probes, self.model, self._kv, self.slots, self.staging)
+        if self._ranks is not None and not self._ranks.pipeline:
+            found = self._ranks.reduce(found)
+        return relative(found, probes)
 
     def _apply(self, plan: StepPlan) -> None:
         """Changes of slots and pages, before anything is computed."""

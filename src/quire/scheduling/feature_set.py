@@ -72,7 +72,7 @@ class FeatureSet:
         self.handover = KVHandover(memory, directory, clock, in_flight)
         self.sessions = Sessions(memory, directory, session_quota, clock)
         self.eviction = KVEviction(memory, capacity, self.timeline)
-        self.chunk_reuse = ChunkReuse(memory, capacity, table, self.timeline)
+        self.chunk_reuse = ChunkReuse(memory, capacity, directory, table, self.timeline)
         self.drafting = Drafting(capacity, clock) if capacity.drafts else None
         self.lengths = LengthPrediction(predictor, self.timeline) if predictor is not None else None
 

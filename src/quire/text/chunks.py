@@ -25,7 +25,7 @@ def encode_chunks(tokenizer: Tokenizer, text: str, how: BlendParams, *, add_spec
         if ids:
             spans.append((len(tokens), len(tokens) + len(ids)))
         tokens += ids
-    return tokens + tokenizer.encode_on(chunks[-1]), Blend(spans, how.recompute)
+    return tokens + tokenizer.encode_on(chunks[-1]), how.of(spans)
 
 
 def chat_prompt(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from quire.types.errors import InputError
@@ -13,23 +15,37 @@ RECOMPUTE = 0.15  # of the tokens of chunks; what the literature finds enough
 
 class BlendParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The text between two occurrences of `separator` is a chunk: a document that may stand at another place in another
-    prompt. Its KV is computed once, after what comes before the first separator, and reused wherever the chunk stands;
-    of its tokens, the part `recompute` that its new neighbours change most is computed again. The separator itself is
-    no part of the prompt."""
+    prompt. Its KV is computed once and reused wherever the chunk stands; of its tokens, those that its new neighbours
+    change most are computed again: the part `recompute`, or only as many as leave an error of `max_error`. The
+    separator itself is no part of the prompt.
+
+    The error is the deviation of the values that are reused as they are (the root of the sum of squares, in the first
+    layer that knows of neighbours) over the size of all values of the chunks: 0 is a prompt computed whole, and where
+    only `max_error` is given, as much is computed again as that takes."""
 
     separator: str
-    recompute: float = RECOMPUTE
+    recompute: float | None = None
+    max_error: float = 0.0
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.separator) <= MAX_SEPARATOR:
             message = f"the separator must have 1 to {MAX_SEPARATOR} characters, got {len(self.separator)}"
             raise InputError(message, param="blend")
-        if not 0.0 <= self.recompute <= 1.0:
+        if self.recompute is not None and not 0.0 <= self.recompute <= 1.0:
             raise InputError(f"recompute is a part of the tokens, from 0 to 1, got {self.recompute!r}", param="blend")
+        if not 0.0 <= self.max_error < math.inf:
+            raise InputError(f"max_error is relative, 0 or more, got {self.max_error!r}", param="blend")
+
+    def of(self, chunks: list[tuple[int, int]]) -> Blend:
+        recompute = self.recompute
+        if recompute is None:
+            recompute = 1.0 if self.max_error else RECOMPUTE
+        return Blend(chunks, recompute, self.max_error)
 
 
 class Blend(msgspec.Struct, frozen=True):
     """Chunks of a prompt, each [start, end) in tokens, in order; the same tokens mean the same chunk wherever it is."""
 
     chunks: list[tuple[int, int]]
-    recompute: float = RECOMPUTE
+    recompute: float = RECOMPUTE  # most of their tokens that are computed again, as a part
+    max_error: float = 0.0  # fewer, if the deviation of the others is not above this

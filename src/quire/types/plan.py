@@ -156,7 +156,7 @@ class StepResult(msgspec.Struct):
     logprobs: dict[int, list[TokenLogprobs]] = {}  # by sample index, one entry per token that was not forced
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
-    deviations: list[list[float]] = []  # by probe, one for each position
+    deviations: list[list[float]] = []  # by probe, one for each position: squares, relative to the mean of the values
     mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on

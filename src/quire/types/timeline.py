@@ -54,6 +54,7 @@ class Timeline(msgspec.Struct, kw_only=True):
     cached: int = 0
     blended: int = 0  # prompt tokens whose KV came from another place
     recomputed: int = 0  # tokens of chunks, computed again because their place changes them
+    blend_error: float | None = None  # deviation of the others, relative to the values of all
     evicted: int = 0  # tokens whose KV was dropped to keep a budget
     pending: float = 0.0  # seconds spent waiting for pages that another request was computing or loading
     chunks: list[tuple[float, int]] = []  # (planned at, tokens) of steps that computed more than one token

@@ -1,15 +1,16 @@
 """Chunks of a prompt (documents) reused at other places than they were computed for: the idea of CacheBlend.
 
     prompt     │ head │ chunk A │ chunk B │ chunk C │ question │
-    cached     │ head │ chunk A │     │ head │ chunk B │     │ head │ chunk C │
+    cached     │ head │ chunk A │     │ head │ chunk B │     │ another head │ chunk C │
 
-A chunk is computed once, right after the head, as a prompt of its own: ordinary pages under their true names, which
-whoever has the same prompt may share, and which eviction, tiers and pins treat like any others. A request then gets
-pages of its own for the whole prompt and
+A chunk is computed once, right after a head, as a prompt of its own: ordinary pages under their true names, which
+whoever has the same prompt may share, and which eviction, tiers and pins treat like any others. Behind the request's
+own head it is nearest to the truth; where it is cached behind another only, that serves. A request then gets pages of
+its own for the whole prompt and
 
     shifts   what is cached of chunks to its places, keys rotated by the distance;
     probes   the first layers of all these tokens, which shows whose KV their new neighbours change most;
-    rows     for that part of them, and for all that no chunk covers, as usual.
+    rows     for as many of them as the request's share and error ask for, and for all that no chunk covers, as usual.
 
 From the first shifted token on, its pages are not what their names would say, and are never named.
 
@@ -20,11 +21,13 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from quire.memory.manager import Hit, KVManager, PageTable
+from quire.memory.tiers import Directory
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
@@ -38,6 +41,8 @@ from quire.types.request import FinishReason, Request, Status
 from quire.types.sampling_params import SamplingParams
 
 Span = tuple[int, int]  # positions [start, end)
+MAX_KNOWN_CHUNKS = 8192  # of which is remembered behind which heads they were computed
+MAX_HEADS = 4  # of each
 
 
 def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
@@ -60,18 +65,57 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
         raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")
 
 
+@dataclass(frozen=True)
+class Source:
+    """A chunk behind a head, and the names of the pages that both fill."""
+
+    head: list[int]
+    names: list[bytes]
+
+
 @dataclass
 class Part:
-    """A chunk that may be reused: where it stands, and the names of the pages that head and chunk fill."""
+    """A chunk that may be reused: where it stands, and where its KV comes from."""
 
     start: int
     end: int
-    table: PageTable
+    source: Source
     apart: Sequence | None = None  # computes it for this request, or did
 
     @property
     def names(self) -> list[bytes]:
-        return self.table.hashes[0]
+        return self.source.names
+
+    @property
+    def by(self) -> int:
+        """How far it moves."""
+        return self.start - len(self.source.head)
+
+
+class Sources:
+    """Behind which heads chunks were computed, those used last first."""
+
+    def __init__(self, memory: KVManager):
+        self._memory = memory
+        self._known: OrderedDict[tuple[int, bytes], list[Source]] = OrderedDict()  # by length and name of the chunk
+
+    def of(self, salt: str, head: list[int], chunk: list[int]) -> list[Source]:
+        """Behind this head, then behind others."""
+        padding = -len(chunk) % self._memory.layout.alignment
+        key = len(chunk), self._names(salt, chunk + [0] * padding)[-1]
+        known = self._known.pop(key, [])
+        own = next((source for source in known if source.head == head), None)
+        own = own or Source(head, self._names(salt, head + chunk))
+        self._known[key] = [own, *(source for source in known if source is not own)][:MAX_HEADS]
+        if len(self._known) > MAX_KNOWN_CHUNKS:
+            self._known.popitem(last=False)
+        return self._known[key]
+
+    def _names(self, salt: str, tokens: list[int]) -> list[bytes]:
+        """Of the pages that tokens fill."""
+        table = PageTable(1)
+        self._memory.hash_pages(table, tokens, salt)
+        return table.hashes[0]
 
 
 @dataclass
@@ -87,24 +131,38 @@ class ChunkedPrompt:
     deviations: dict[int, list[float]] = field(default_factory=dict)  # by first position
     runs: list[Span] | None = None  # to compute; None: not known yet
 
-    def choose(self, recompute: float) -> int:
-        """What to compute: of the shifted tokens those that deviate most (returns how many), and all others."""
+    def choose(self, blend: Blend) -> tuple[int, float]:
+        """What to compute: of the shifted tokens those that deviate most, and all others. Returns how many, and the
+        error that is left: the deviation of those that are not, relative to the values of all."""
         changed = np.array([change for at in sorted(self.deviations) for change in self.deviations[at]])
         shifted = np.concatenate([np.arange(*span) for span in self.covered])
-        count = math.ceil(recompute * len(shifted))
-        chosen = np.zeros(0, np.int64)
-        if count:
-            chosen = shifted[np.argsort(-changed[shifted - self.exact], kind="stable")[:count]]
+        chosen, error = np.zeros(0, np.int64), math.nan
+        if len(changed):
+            changed = changed[shifted - self.exact]
+            order = np.argsort(-changed, kind="stable")
+            left = np.sqrt((changed.sum() - np.cumsum(changed[order])).clip(0) / len(shifted))
+            left = np.concatenate(([math.sqrt(changed.sum() / len(shifted))], left))
+            count = min(math.ceil(blend.recompute * len(shifted)), int((left > blend.max_error).sum()))
+            chosen, error = shifted[order[:count]], float(left[count])
         wanted = np.ones(self.seq.known - self.exact, bool)
         wanted[shifted - self.exact] = False
         wanted[chosen - self.exact] = True
         edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])))) + self.exact
         self.runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-        return count
+        return len(chosen), error
 
 
 class ChunkReuse(SchedulingFeature):
-    def __init__(self, memory: KVManager, capacity: Capacity, table: SequenceTable, timeline: TimelineRecorder):
+    def __init__(
+        self,
+        memory: KVManager,
+        capacity: Capacity,
+        directory: Directory,
+        table: SequenceTable,
+        timeline: TimelineRecorder,
+    ):
+        self._directory = directory
+        self._sources = Sources(memory)
         self._table = table
         self._timeline = timeline
         self._memory = memory
@@ -147,21 +205,26 @@ class ChunkReuse(SchedulingFeature):
         if seq.cached < 0:  # what is computed for it now was not found
             seq.cached = exact
             self._timeline.stats.cached_tokens += exact
-        size = memory.layout.alignment
-        head = blend.chunks[0][0] if blend.chunks else 0
-        parts = []
-        for start, end in blend.chunks:
-            if end <= exact or start == head:
-                continue  # as it stands here it is, or becomes, an ordinary prefix
-            tokens = request.prompt[:head] + request.prompt[start:end]
-            part = Part(start, end, PageTable(1))
-            memory.hash_pages(part.table, tokens, request.salt)
-            if len(memory.cached(0, part.names)) < len(part.names):
-                # With one token more, which must be computed, all pages may come from a tier.
-                part.apart = self._table.enter_apart(_alone(request, tokens[: len(part.names) * size + 1]))
-                self._apart[part.apart] = None
-            parts.append(part)
-        return parts
+        head = request.prompt[: blend.chunks[0][0]] if blend.chunks else []
+        found = (self._part(request, head, start, end) for start, end in blend.chunks if end > max(start, exact))
+        return [part for part in found if part is not None]
+
+    def _part(self, request: Request, head: list[int], start: int, end: int) -> Part | None:
+        """Where a chunk's KV is to come from: the device, else a tier, else it is computed behind this head; None: as
+        it stands here it is, or becomes, an ordinary prefix."""
+        chunk, size = request.prompt[start:end], self._memory.layout.alignment
+        sources = self._sources.of(request.salt, head, chunk)
+        here = [s for s in sources if len(self._memory.cached(0, s.names)) == len(s.names)]
+        near = here or [s for s in sources if len(self._directory.run(0, s.names)) == len(s.names)] or sources
+        if near[0] is sources[0] and start == len(head):
+            return None
+        part = Part(start, end, near[0])
+        if not here:
+            # With one token more, which must be computed, all pages may come from a tier.
+            tokens = (part.source.head + chunk)[: len(part.names) * size + 1]
+            part.apart = self._table.enter_apart(_alone(request, tokens))
+            self._apart[part.apart] = None
+        return part
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         """What is being computed for it need not be any more."""
@@ -178,10 +241,9 @@ class ChunkReuse(SchedulingFeature):
         blend, exact = seq.request.blend, hit.tokens
         if blend is None:
             return False
-        head, size = blend.chunks[0][0] if blend.chunks else 0, self._memory.layout.alignment
-        own, held, covered = seq.table.pages[0], PageTable(1), []
+        size, own, held, covered = self._memory.layout.alignment, seq.table.pages[0], PageTable(1), []
         for part in self._parts.get(seq, ()):
-            pages, by = self._memory.cached(0, part.names), part.start - head
+            pages, by = self._memory.cached(0, part.names), part.by
             first, last = max(part.start, exact), min(len(pages) * size + by, part.end)
             if first >= last:
                 continue
@@ -202,7 +264,7 @@ class ChunkReuse(SchedulingFeature):
         seq.computed = seq.known  # its rows are planned here, not with those of others
         self._timeline.stats.blended_tokens += seq.log.blended
         if blend.recompute == 0:
-            prompt.choose(0)
+            prompt.choose(blend)
         self._go_on(builder, prompt, Budget(max(1, count)))
         return True
 
@@ -247,7 +309,7 @@ class ChunkReuse(SchedulingFeature):
             prompt.deviations[step.plan.probes[at].start] = result.deviations[at]
             blend = seq.request.blend
             if blend is not None and not prompt.awaited and prompt.probed == prompt.end:
-                again = prompt.choose(blend.recompute)
+                again, seq.log.blend_error = prompt.choose(blend)
                 seq.log.recomputed += again
                 self._timeline.stats.recomputed_tokens += again
         for seq in [seq for seq, (number, _) in self._held.items() if number <= step.plan.step]:
