@@ -2,13 +2,27 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Annotated
 
 import pytest
 from msgspec import Meta, Struct
 
 from quire import LLM, AsyncLLM, SamplingParams
-from quire.lang import Conversations, Int, Model, StopsAt, assistant, gen, join, probabilities, select, system, user
+from quire.lang import (
+    Conversations,
+    Int,
+    Model,
+    StopsAt,
+    assistant,
+    chunk,
+    gen,
+    join,
+    probabilities,
+    select,
+    system,
+    user,
+)
 from quire.lang.state import State, Transcript, settle
 from quire.types.cache_control import CacheOrder
 from quire.types.errors import InputError, QuireError
@@ -190,6 +204,32 @@ async def test_a_template_that_rewrites_the_past_is_followed():
     state = state.said("<think>so</think>yo", [*b"<think>so</think>yo"], "<think>so</think>yo", state.usage)
     later = State(state.transcript.begin("user").say("ok").end().say(""), state.tokens, state.text)
     assert bytes((await settle(later, Speller())).tokens) == b"hi|yo|ok|>"
+
+
+async def test_chunks_are_tokenised_by_themselves():
+    said = Transcript().begin("user").say("a").say("bcd", chunk=True).say("e", chunk=True).say("?").end().say("")
+    state = await settle(State(said), Speller())
+    assert bytes(state.tokens) == b"abcde?|>" and state.chunks == ((1, 4), (4, 5)) and said.text == ""
+    state = state.said("yes", [*b"yes"], "yes", state.usage)
+    later = replace(state, transcript=state.transcript.begin("user").say("fg", chunk=True).end().say(""))
+    state = await settle(later, Speller())
+    assert bytes(state.tokens) == b"abcde?|yes|fg|>" and state.chunks == ((1, 4), (4, 5), (11, 13))
+    with pytest.raises(InputError, match="x03"):
+        await settle(State(said.say("\x03")), Speller())
+
+
+def test_chunks_are_reused_behind_others(either):
+    things = enumerate(("bell", "oar", "map"))
+    texts = [f"Notice {n}: the {thing} is kept in room {n + 20}. " * 8 for n, thing in things]
+
+    def ask(*order):
+        documents = [chunk(texts[i]) for i in order]
+        return either + user("Read this.\n", *documents, "Where is the map?") + gen("said", max_tokens=2, temperature=0)
+
+    assert ask(0, 1).usage.blended_tokens == ask(1, 2).usage.blended_tokens == 0
+    asked = ask(0, 2)
+    assert asked.usage.blended_tokens > 50 and asked["said"]
+    assert asked.messages[0]["content"] == f"Read this.\n{texts[0]}{texts[2]}Where is the map?"
 
 
 def test_a_session_keeps_a_prompts_pages(model):

@@ -108,7 +108,9 @@ def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) ->
     if not isinstance(how, BlendParams):
         return prompt, how
     if not isinstance(prompt, str):
-        raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
+        if how.separator:
+            raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
+        return prompt, how.of(how.chunks)
     return encode_chunks(text.tokenizer, prompt, how, add_special=True)
 
 

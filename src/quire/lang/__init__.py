@@ -11,7 +11,7 @@ from quire.lang.conversations import Conversations
 from quire.lang.documents import map_reduce
 from quire.lang.model import Model
 from quire.lang.optimise import Example, Task, bootstrap, evaluate
-from quire.lang.pieces import assistant, gen, join, select, system, user
+from quire.lang.pieces import assistant, chunk, gen, join, select, system, user
 from quire.lang.prompt import Forks, Prompt, probabilities
 from quire.lang.reasoning import chain_of_thought, self_consistency, tree_of_thoughts
 from quire.lang.tools import react
@@ -37,6 +37,7 @@ __all__ = [
     "assistant",
     "bootstrap",
     "chain_of_thought",
+    "chunk",
     "evaluate",
     "gen",
     "join",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from quire.engine.frontend import Frontend
 from quire.lang.state import State, Usage, settle
+from quire.types.blend import Blend
 from quire.types.errors import EngineDeadError
 from quire.types.grammar import GrammarKind, GrammarSpec
 from quire.types.outputs import CompletionOutput, Delta
@@ -90,7 +91,7 @@ class InProcess:
 
     async def generate(self, state: State, params: SamplingParams) -> list[Answer]:
         output = await self._frontend.collect(await self._request(state, params))
-        prompt = Usage(1, len(output.prompt_token_ids), output.cached_tokens)
+        prompt = Usage(1, len(output.prompt_token_ids), output.cached_tokens, blended_tokens=output.blended_tokens)
         return [self._answer(out, Usage() if index else prompt) for index, out in enumerate(output.outputs)]
 
     async def spell(self, state: State, options: Sequence[str]) -> list[Answer]:
@@ -106,7 +107,8 @@ class InProcess:
 
     async def _request(self, state: State, params: SamplingParams) -> Request:
         name, seconds = state.session or ("", HOLD)
-        prepare = partial(self._frontend.prepare, session=name, hold=seconds)
+        blend = Blend(list(state.chunks)) if state.chunks else None
+        prepare = partial(self._frontend.prepare, session=name, hold=seconds, blend=blend)
         if params.grammar is None:
             return prepare(state.tokens, params)
         return await asyncio.to_thread(prepare, state.tokens, params)  # a grammar is compiled on trial

@@ -86,10 +86,11 @@ class Server:
         path, body = self._body(state, params)
         reply = await self.call("POST", path, body)
         usage = reply.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = usage.get("prompt_tokens_details") or {}
+        cached, blended = details.get("cached_tokens") or 0, details.get("blended_tokens") or 0
         choices = sorted(reply["choices"], key=lambda choice: choice["index"])
         drawn = usage.get("completion_tokens", 0)
-        prompt = Usage(1, usage.get("prompt_tokens", 0), cached)
+        prompt = Usage(1, usage.get("prompt_tokens", 0), cached, blended_tokens=blended)
         shares = [Usage(output_tokens=_share(drawn, len(choices), index)) for index in range(len(choices))]
         shares[0] += prompt
         return [self._answer(choice, share) for choice, share in zip(choices, shares, strict=True)]
@@ -135,6 +136,8 @@ class Server:
             body["session_id"], body["session_ttl"] = state.session
         if state.tokens:
             body["prompt"] = state.tokens
+        if state.chunks:
+            body["blend"] = {"chunks": state.chunks}
         return "/v1/completions", {**body, "return_token_ids": True}
 
     def _answer(self, choice: dict[str, Any], usage: Usage) -> Answer:

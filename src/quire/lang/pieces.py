@@ -58,6 +58,13 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Chunk:
+    """A text whose KV may be reused wherever it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Begin:
     role: str
 
@@ -74,8 +81,8 @@ class Turn:
 
 
 Hole = Gen | Select
-Piece: TypeAlias = "str | Hole | Turn | Join | Sequence[Piece]"
-Atom = str | Hole | Join | Begin | End
+Piece: TypeAlias = "str | Hole | Turn | Join | Chunk | Sequence[Piece]"
+Atom = str | Hole | Join | Chunk | Begin | End
 
 
 def gen(
@@ -124,6 +131,12 @@ def join(prompts: Iterable[Readable], name: str, each: str = "{}\n") -> Join:
     return Join(tuple(prompts), name, each)
 
 
+def chunk(text: str) -> Chunk:
+    """A document whose KV is computed once and reused wherever it stands, in other orders and behind other texts. It
+    is tokenised by itself; servers that know nothing of it read it as any text."""
+    return Chunk(text)
+
+
 def system(*pieces: Piece) -> Turn:
     return Turn("system", pieces)
 
@@ -138,7 +151,7 @@ def assistant(*pieces: Piece) -> Turn:
 
 def atoms(piece: Piece) -> Iterator[Atom]:
     """A piece taken apart, turns included."""
-    if isinstance(piece, str | Gen | Select | Join):
+    if isinstance(piece, str | Gen | Select | Join | Chunk):
         yield piece
     elif isinstance(piece, Turn):
         yield Begin(piece.role)

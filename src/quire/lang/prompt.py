@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar, overload
 from msgspec.structs import replace as changed
 
 from quire.lang.backend import Answer, Backend, choosing
-from quire.lang.pieces import Atom, Begin, End, Gen, Hole, Join, Piece, Select, atoms
+from quire.lang.pieces import Atom, Begin, Chunk, End, Gen, Hole, Join, Piece, Select, atoms
 from quire.lang.state import State, Transcript, Usage
 from quire.types.errors import InputError
 from quire.types.request import HOLD
@@ -248,6 +248,8 @@ def probabilities(scores: Mapping[str, float]) -> dict[str, float]:
 def _tell(said: Transcript, atom: Atom) -> Transcript:
     if isinstance(atom, str):
         return said.say(atom)
+    if isinstance(atom, Chunk):
+        return said.say(atom.text, chunk=True)
     if isinstance(atom, Begin):
         return said.begin(atom.role)
     if isinstance(atom, End):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from quire.types.errors import InputError
 
 _MARK = "\x02"  # where a turn that is not the assistant's breaks off
+_EDGE = "\x03"  # around chunks
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Transcript:
     turns: tuple[tuple[str, str], ...] = ()
     open: bool = False
     implied: bool = False  # the open turn is the assistant's because nobody said otherwise
+    chunks: tuple[tuple[int, int, int], ...] = ()  # (turn, start, end) of what may be reused wherever it stands
 
     @property
     def chat(self) -> bool:
@@ -40,17 +42,29 @@ class Transcript:
         if self.open and not self.implied:
             what = f"a {self.turns[-1][0]} turn" if self.chat else "plain text"
             raise InputError(f"a {role} turn cannot begin inside {what}; start it on a prompt of its own")
-        return Transcript((*self.turns, (role, "")), open=True)
+        return Transcript((*self.turns, (role, "")), open=True, chunks=self.chunks)
 
     def end(self) -> Transcript:
-        return Transcript(self.turns)
+        return Transcript(self.turns, chunks=self.chunks)
 
-    def say(self, text: str) -> Transcript:
+    def say(self, text: str, *, chunk: bool = False) -> Transcript:
         """Text goes to the open turn; where a chat has none, to a new one of the assistant's."""
         if not self.open:
-            return Transcript((*self.turns, ("assistant" if self.chat else "", text)), open=True, implied=self.chat)
+            turns = (*self.turns, ("assistant" if self.chat else "", ""))
+            return replace(self, turns=turns, open=True, implied=self.chat).say(text, chunk=chunk)
         *before, (role, said) = self.turns
-        return replace(self, turns=(*before, (role, said + text)))
+        chunks = (*self.chunks, (len(before), len(said), len(said + text))) if chunk and text else self.chunks
+        return replace(self, turns=(*before, (role, said + text)), chunks=chunks)
+
+    def marked(self) -> Transcript:
+        """With a mark on either side of every chunk."""
+        turns = [list(turn) for turn in self.turns]
+        if self.chunks and any(_EDGE in text for _, text in turns):
+            raise InputError(f"a prompt with chunks may not have the character {_EDGE!r} in it")
+        for turn, start, end in reversed(self.chunks):
+            text = turns[turn][1]
+            turns[turn][1] = f"{text[:start]}{_EDGE}{text[start:end]}{_EDGE}{text[end:]}"
+        return replace(self, turns=tuple((role, text) for role, text in turns))
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ class Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompts' tokens, those whose pages were there already
     output_tokens: int = 0
+    blended_tokens: int = 0  # of the prompts' tokens, those of chunks that came from another place
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
@@ -68,6 +83,7 @@ class Usage:
             self.prompt_tokens + other.prompt_tokens,
             self.cached_tokens + other.cached_tokens,
             self.output_tokens + other.output_tokens,
+            self.blended_tokens + other.blended_tokens,
         )
 
 
@@ -76,6 +92,7 @@ class State:
     transcript: Transcript = Transcript()
     tokens: tuple[int, ...] = ()  # those that stand, and
     text: str = ""  # the text of exactly these
+    chunks: tuple[tuple[int, int], ...] = ()  # [start, end) of these tokens
     values: Mapping[str, Any] = field(default_factory=dict)
     scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     usage: Usage = Usage()
@@ -113,13 +130,22 @@ class Scribe(Protocol):
 async def settle(state: State, scribe: Scribe) -> State:
     """The state with tokens for all that was said. Where the chat template keeps what it wrote before, tokens that
     stand are kept; where it rewrites the past (drops a thought, trims), all is encoded anew."""
-    full = await _written(state.transcript, scribe)
-    if state.tokens and full.startswith(state.text):
-        rest = full[len(state.text) :]
-        more = await scribe.encode(rest, first=False, special=False) if rest else []
-        return replace(state, tokens=(*state.tokens, *more), text=full)
-    tokens = await scribe.encode(full, first=True, special=not state.transcript.chat)
-    return replace(state, tokens=tuple(tokens), text=full)
+    parts = (await _written(state.transcript.marked(), scribe)).split(_EDGE)  # every other one is a chunk
+    full = "".join(parts)
+    if not (state.tokens and full.startswith(state.text)):
+        state = replace(state, tokens=(), text="", chunks=())
+    tokens, chunks, end = [*state.tokens], [*state.chunks], 0
+    for number, part in enumerate(parts):
+        start, end = end, end + len(part)
+        rest = part[max(0, len(state.text) - start) :]
+        if not rest and (full or number):
+            continue
+        first = not tokens
+        more = await scribe.encode(rest, first=first, special=first and not state.transcript.chat)
+        if number % 2 and start >= len(state.text):
+            chunks.append((len(tokens), len(tokens) + len(more)))
+        tokens += more
+    return replace(state, tokens=tuple(tokens), text=full, chunks=tuple(chunks))
 
 
 async def _written(transcript: Transcript, scribe: Scribe) -> str:

@@ -14,6 +14,8 @@ from quire.types.errors import InputError
 
 def encode_chunks(tokenizer: Tokenizer, text: str, how: BlendParams, *, add_special: bool) -> tuple[list[int], Blend]:
     """Token ids of a text without its separators, and where the chunks between them are."""
+    if how.chunks:
+        raise InputError("chunks are positions of token ids; in a text they stand between separators", param="blend")
     head, *chunks = text.split(how.separator, MAX_CHUNKS + 2)
     if not chunks:
         raise InputError(f"the separator {how.separator!r} is nowhere in the prompt", param="blend")

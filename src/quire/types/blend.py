@@ -15,20 +15,23 @@ RECOMPUTE = 0.15  # of the tokens of chunks; what the literature finds enough
 
 class BlendParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The text between two occurrences of `separator` is a chunk: a document that may stand at another place in another
-    prompt. Its KV is computed once and reused wherever the chunk stands; of its tokens, those that its new neighbours
-    change most are computed again: the part `recompute`, or only as many as leave an error of `max_error`. The
-    separator itself is no part of the prompt.
+    prompt. Its KV is computed once and reused wherever the chunk stands; of its tokens, those that the question pays
+    most attention to are computed again: the part `recompute`, or only as many as leave an error of `max_error`. The
+    separator itself is no part of the prompt. Of a prompt of token ids, `chunks` are the positions [start, end).
 
-    The error is the deviation of the values that are reused as they are (the root of the sum of squares, in the first
-    layer that knows of neighbours) over the size of all values of the chunks: 0 is a prompt computed whole, and where
-    only `max_error` is given, as much is computed again as that takes."""
+    The error is how far the values that are reused as they are deviate from what this prompt makes of them, relative
+    to their size, in the first layer that knows of neighbours, weighted by the attention that the question pays to
+    each: 0 is a prompt computed whole. Where only `max_error` is given, as much is computed again as that takes."""
 
-    separator: str
+    separator: str = ""
+    chunks: list[tuple[int, int]] = []
     recompute: float | None = None
     max_error: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.separator) <= MAX_SEPARATOR:
+        if self.chunks and self.separator:
+            raise InputError("chunks are found by a separator, or given by positions, not both", param="blend")
+        if not self.chunks and not 1 <= len(self.separator) <= MAX_SEPARATOR:
             message = f"the separator must have 1 to {MAX_SEPARATOR} characters, got {len(self.separator)}"
             raise InputError(message, param="blend")
         if self.recompute is not None and not 0.0 <= self.recompute <= 1.0:
@@ -37,6 +40,7 @@ class BlendParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(f"max_error is relative, 0 or more, got {self.max_error!r}", param="blend")
 
     def of(self, chunks: list[tuple[int, int]]) -> Blend:
+        """The same for chunks at these positions."""
         recompute = self.recompute
         if recompute is None:
             recompute = 1.0 if self.max_error else RECOMPUTE
@@ -48,4 +52,4 @@ class Blend(msgspec.Struct, frozen=True):
 
     chunks: list[tuple[int, int]]
     recompute: float = RECOMPUTE  # most of their tokens that are computed again, as a part
-    max_error: float = 0.0  # fewer, if the deviation of the others is not above this
+    max_error: float = 0.0  # fewer, if the error that is left is not above this

@@ -49,7 +49,9 @@ def blend_of(body: Any) -> BlendParams | None:
     """Fields that were set, under the names both sides use."""
     if not body.HasField("blend"):
         return None
-    return BlendParams(**{"separator": "", **{field.name: value for field, value in body.blend.ListFields()}})
+    given = {field.name: value for field, value in body.blend.ListFields()}
+    given["chunks"] = [(span.start, span.end) for span in body.blend.chunks]
+    return BlendParams(**given)
 
 
 def turn_of(chat: Any, params: SamplingParams) -> Turn:
