@@ -27,12 +27,13 @@ def ask(client, order, **blend):
 
 
 def test_documents_are_reused_in_another_order(client, live_server):
-    first, again = ask(client, [0, 1, 2]), ask(client, [2, 1, 0])
+    first, _, again = ask(client, [0, 1, 2]), ask(client, [2, 0, 1]), ask(client, [2, 1, 0])
     assert first.usage.prompt_tokens_details.blended_tokens == 0
     reused = again.usage.prompt_tokens_details.blended_tokens
     assert reused > 0.4 * again.usage.prompt_tokens
     prefix = httpx.get(f"{live_server}/v1/requests/{again.id}/explain").json()["data"][0]["prefix"]
-    assert prefix["blended_tokens"] == reused and 0.1 * reused < prefix["recomputed_tokens"] < 0.2 * reused
+    assert prefix["blended_tokens"] == reused and 0.1 * reused < prefix["recomputed_tokens"] < 0.3 * reused
+    assert 0 < prefix["blend_error"] < 1
     plain = client.chat.completions.create(
         model="smollm2-135m", messages=[{"role": "user", "content": "Hello"}], max_tokens=2
     )

@@ -60,7 +60,7 @@ class Case(NamedTuple):
 
 def cases(count: int, *, documents: int, chosen: int, seed: int = 0) -> tuple[list[Case], list[list[str]]]:
     """Prompts about `chosen` of so many documents each, in any order, whose answers are in each of them equally often;
-    and all documents in lots of as many."""
+    and all documents in pairs, each once first and once behind another."""
     rng = Random(seed)
     library = [_document(rng) for _ in range(documents)]
     found = []
@@ -69,7 +69,7 @@ def cases(count: int, *, documents: int, chosen: int, seed: int = 0) -> tuple[li
         question, answer = rng.choice(some[place][1])
         found.append(Case([text for text, _ in some], question, answer, place))
     texts = [text for text, _ in library]
-    return found, [texts[i : i + chosen] for i in range(0, documents, chosen)]
+    return found, [[text, texts[i - 1]] for i, text in enumerate(texts)]
 
 
 def _document(rng: Random) -> tuple[str, list[tuple[str, str]]]:
@@ -133,14 +133,12 @@ def measure(
 ) -> dict[str, Any]:
     """Every prompt computed whole, and right behind it with its documents reused and each share of them computed
     again: a machine is not always equally fast."""
-    work, lots = cases(count, documents=documents, chosen=chosen, seed=seed)
-    warming = [_prompt(llm, Case(lot, work[0].question, "")) for lot in lots]
+    work, met = cases(count, documents=documents, chosen=chosen, seed=seed)
+    warming = [_prompt(llm, Case(pair, work[0].question, "")) for pair in met]
     llm.reset()
     _answer(llm, warming[0][0][:64], None, answer)  # whatever is slow only once
-    first = []
     for tokens, chunks in warming:
-        whole = _ttft(_whole(llm, tokens, 1))
-        first.append(_ttft(_answer(llm, tokens, Blend(chunks, shares[0]), 1)) / whole)
+        _answer(llm, tokens, Blend(chunks), 1)
     pairs: dict[float, list[Pair]] = {share: [] for share in shares}
     for case in work:
         tokens, chunks = _prompt(llm, case)
@@ -153,7 +151,6 @@ def measure(
         "documents": chosen,
         "prompt_tokens": mean(len(pair.whole.prompt_token_ids) for pair in some),
         "ttft": mean(_ttft(pair.whole) for pair in some),
-        "first_time": median(first),
         "right": mean(_right(pair.case, pair.whole) for pair in some),
         "runs": {str(share): _summary(run) for share, run in pairs.items()},
     }

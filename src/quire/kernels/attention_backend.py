@@ -127,8 +127,9 @@ class Batch:
     kv_lens: list[int]  # host's view of kv_len
     groups: tuple[GroupBatch, ...]
     paths: Paths | None = None  # where rows are drafts in trees
-    asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay to each page
-    mass: torch.Tensor | None = None  # [rows, pages] float32: all layers add to it what those rows pay
+    asks: list[int] = field(default_factory=list)  # rows that want to know how much attention they pay
+    mass: torch.Tensor | None = None  # [rows, runs of tokens] float32: all layers add to it what those rows pay
+    mass_tokens: int = 0  # of such a run; 0: a page
     states: list[Round] = field(default_factory=list)  # segments for recurrent layers
     adapters: torch.Tensor | None = None  # [tokens] int64: LoRA slot of each, 0: none; None: no token has any
     sparse: SparseBatch | None = None

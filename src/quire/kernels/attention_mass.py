@@ -2,8 +2,8 @@
 backend.
 
 Attention kernels never hold the probabilities of a query all at once. Here, for the few rows that ask, they do: one
-pass gives both the output and the sum over queries and heads of what each page was paid. Refuses to know: how the
-other backend works, what the sums are for. The compiled decoder has its own way (`csrc/attend.h`).
+pass gives both the output and the sum over queries and heads of what each page, or token, was paid. Refuses to know:
+how the other backend works, what the sums are for. The compiled decoder has its own way (`csrc/attend.h`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class AttentionMassRows:
         starts = list(accumulate(batch.counts, initial=0))
         for row in batch.asks:
             keys, size = batch.kv_lens[row], group.tokens_per_page
-            pages = -(-keys // size)
+            pages, run = -(-keys // size), batch.mass_tokens or size
+            runs = -(-keys // run)
             table = group.page_table[row, :pages]
             k, v = (take_pages(*side, table).flatten(0, 1)[:keys].float() for side in kv.sides)
             step = max(1, SCORES // (spec.heads * keys))
@@ -67,7 +68,7 @@ class AttentionMassRows:
                 here = slice(first, min(first + step, starts[row + 1]))
                 mixed, paid = _attend(spec, q[here], k, v, batch.positions[here])
                 out[here] = mixed.to(q.dtype)
-                batch.mass[row, :pages] += F.pad(paid, (0, pages * size - keys)).view(pages, size).sum(1)
+                batch.mass[row, :runs] += F.pad(paid, (0, runs * run - keys)).view(runs, run).sum(1)
         return out
 
 

@@ -24,6 +24,7 @@ from quire.model import KVViews, Runnable, allocate_kv
 from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.ranks import Ranks
 from quire.model.runnable import Sketch
+from quire.runtime.attention_measures import measure_attention, measured_attention
 from quire.runtime.capture import CapturedSteps, StepOutput
 from quire.runtime.kv_deviation import probe, relative
 from quire.runtime.prefix_groups import SharedPrefixes
@@ -230,7 +231,7 @@ class ForwardWorker:
         plan = expanded.plan
         counts = [row.count for row in plan.rows]
         # captured steps return neither all hidden states nor attention
-        inspected = any(row.score or row.pool or row.mass for row in plan.rows)
+        inspected = any(row.score or row.pool or row.mass or row.token_mass for row in plan.rows)
         eager = inspected or expanded.tree_rows or not self._captured.ready
         size = None if eager else self._captured.fit(counts)
         cells = None if self._states is None or size is None else self._states.single(plan.rows)
@@ -250,9 +251,7 @@ class ForwardWorker:
             batch.states = self._states.rounds(plan.rows)
         if expanded.tree_rows:
             batch = self._tree_batch(batch, expanded.tree_rows)
-        batch.asks = [i for i, row in enumerate(plan.rows) if row.mass]
-        if batch.asks:
-            batch.mass = torch.zeros(batch.rows, batch.groups[0].page_table.shape[1], device=self.device)
+        measure_attention(batch, plan.rows)
         batch.sparse = self.sparse.sparse(plan, batch)
         tap = None if plan.rests else self._tap
         # [tokens or rows, hidden]
@@ -271,8 +270,7 @@ class ForwardWorker:
                 hidden, tapped = hidden[index], tapped[index] if tapped is not None else None
             output.logits = self.model.logits(hidden)
         output.hidden = tapped
-        size = batch.groups[0].tokens_per_page
-        output.mass = {i: batch.mass[i, : -(-kv_lens[i] // size)] for i in batch.asks if batch.mass is not None}
+        output.mass = measured_attention(batch, plan.rows)
         return output
 
     def _tree_batch(self, batch: Batch, tree_rows: dict[int, TreeRow]) -> Batch:

@@ -253,6 +253,9 @@ class FakeExecutor:
         seen = [range(max(row.start, row.shift + p * size), row.start + row.count) for p in pages]
         return [sum(_mix(d, q) % 1024 / 1024 for q in queries) for d, queries in zip(first, seen, strict=True)]
 
+    def _token_mass(self, row: Row) -> list[float]:
+        return [float(_mix(row.slot, p) % 1000 + 1) for p in range(row.start + row.count)]
+
     def _read(self, slot: _Slot, row: Row, drafted: int) -> None:
         """What a row sees is its own history in order, each entry where it was rotated to; with a shift, some of it."""
         count = row.start + row.count + drafted - row.shift
@@ -335,6 +338,7 @@ class FakeExecutor:
         }
         pooled = {i: self._pool(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.pool}
         mass = {i: self._mass(self._slots[row.slot], row) for i, row in enumerate(plan.rows) if row.mass}
+        mass |= {i: self._token_mass(row) for i, row in enumerate(plan.rows) if row.token_mass}
         return StepResult(
             mass=mass,
             step=plan.step,

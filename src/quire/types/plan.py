@@ -77,9 +77,9 @@ class Row(msgspec.Struct):
     positions, "cls" and "last" for that of the first and the last, "classify" for the scores of classes. `drafts`:
     how many tokens may be drafted after these; pages are there for all of them, and the row has one sample. `shift`:
     how many of the slot's tokens before these have no KV any more; what is left lies together, and the token at
-    `start` takes KV position start - shift. `mass` asks how much attention these tokens pay to each page. Of models
-    with recurrent layers: `state` is the cell whose state the row goes on from, `states` says after how many of its
-    tokens which cell gets the state; the last pair is the row's end.
+    `start` takes KV position start - shift. `mass` asks how much attention these tokens pay to each page, `token_mass`
+    to each token. Of models with recurrent layers: `state` is the cell whose state the row goes on from, `states` says
+    after how many of its tokens which cell gets the state; the last pair is the row's end.
     """
 
     slot: int
@@ -90,6 +90,7 @@ class Row(msgspec.Struct):
     drafts: int = 0
     shift: int = 0
     mass: bool = False
+    token_mass: bool = False
     state: int = 0
     states: list[tuple[int, int]] = []
 
@@ -157,7 +158,7 @@ class StepResult(msgspec.Struct):
     scores: dict[int, list[TokenLogprobs]] = {}  # by row index, one entry per computed position
     pooled: dict[int, list[float]] = {}  # by row index: what `pool` asked for
     deviations: list[list[float]] = []  # by probe, one for each position: squares, relative to the mean of the values
-    mass: dict[int, list[float]] = {}  # by row index: attention paid to each page, summed over tokens, heads and layers
+    mass: dict[int, list[float]] = {}  # by row index: attention paid to each page (or token), summed
     ended: list[int] = []  # samples after which a grammar allows nothing more
     errors: dict[int, str] = {}  # by sample index: why its sequence cannot go on
     deferred: list[int] = []  # samples that are not told of yet: their grammar takes long to say what follows

@@ -268,7 +268,8 @@ class NativeProgram:
         if batch.mass is not None:
             asks = torch.zeros(batch.rows, dtype=torch.uint8)
             asks[batch.asks] = 1
-            step.asks, step.mass, step.mass_pages = asks.data_ptr(), batch.mass.data_ptr(), batch.mass.shape[1]
+            step.asks, step.mass, step.mass_runs = asks.data_ptr(), batch.mass.data_ptr(), batch.mass.shape[1]
+            step.mass_tokens = batch.mass_tokens or batch.groups[0].tokens_per_page
         step.sparse = None
         if batch.sparse is not None:
             budgets = torch.tensor(batch.sparse.pages, dtype=torch.int32)

@@ -1,16 +1,19 @@
 """Chunks of a prompt (documents) reused at other places than they were computed for: the idea of CacheBlend.
 
     prompt     │ head │ chunk A │ chunk B │ chunk C │ question │
-    cached     │ head │ chunk A │     │ head │ chunk B │     │ another head │ chunk C │
+    cached     │ head │ chunk A │     │ head │ chunk D │ chunk B │     │ another head │ chunk D │ chunk C │
 
-A chunk is computed once, right after a head, as a prompt of its own: ordinary pages under their true names, which
-whoever has the same prompt may share, and which eviction, tiers and pins treat like any others. Behind the request's
-own head it is nearest to the truth; where it is cached behind another only, that serves. A request then gets pages of
-its own for the whole prompt and
+A chunk is computed twice at most: right after a head, for where it comes first, and behind a head and another chunk,
+for where others come before it, whatever they are: what a chunk makes of its tokens there is much alike, and far from
+what it makes of them where it comes first. Its pages are ordinary ones under their true names, which whoever has the
+same prompt may share, and which eviction, tiers and pins treat like any others. A request then gets pages of its own
+for the whole prompt and
 
     shifts   what is cached of chunks to its places, keys rotated by the distance;
-    probes   the first layers of all these tokens, which shows whose KV their new neighbours change most;
-    rows     for as many of them as the request's share and error ask for, and for all that no chunk covers, as usual.
+    probes   the first layers of all these tokens, which shows how far their new neighbours change them;
+    looks    rows for all that no chunk covers, which show how much attention the question pays to each token;
+    rows     for the tokens that it pays most attention to, as many as the request's share and error ask for, and once
+             more for all that no chunk covers.
 
 From the first shifted token on, its pages are not what their names would say, and are never named.
 
@@ -19,16 +22,16 @@ Knows: sequences, pages, plans. Refuses to know: models, text, who runs when.
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.memory.tiers import Directory
 from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.chunk_selection import ChunkedPrompt
+from quire.scheduling.features.chunk_sources import Source, Sources
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.prefill_budget import Budget
@@ -39,10 +42,6 @@ from quire.types.errors import InputError
 from quire.types.plan import Capacity, RopeShift, StepResult
 from quire.types.request import FinishReason, Request, Status
 from quire.types.sampling_params import SamplingParams
-
-Span = tuple[int, int]  # positions [start, end)
-MAX_KNOWN_CHUNKS = 8192  # of which is remembered behind which heads they were computed
-MAX_HEADS = 4  # of each
 
 
 def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Capacity) -> None:
@@ -65,14 +64,6 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
         raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")
 
 
-@dataclass(frozen=True)
-class Source:
-    """A chunk behind a head, and the names of the pages that both fill."""
-
-    head: list[int]
-    names: list[bytes]
-
-
 @dataclass
 class Part:
     """A chunk that may be reused: where it stands, and where its KV comes from."""
@@ -89,67 +80,7 @@ class Part:
     @property
     def by(self) -> int:
         """How far it moves."""
-        return self.start - len(self.source.head)
-
-
-class Sources:
-    """Behind which heads chunks were computed, those used last first."""
-
-    def __init__(self, memory: KVManager):
-        self._memory = memory
-        self._known: OrderedDict[tuple[int, bytes], list[Source]] = OrderedDict()  # by length and name of the chunk
-
-    def of(self, salt: str, head: list[int], chunk: list[int]) -> list[Source]:
-        """Behind this head, then behind others."""
-        padding = -len(chunk) % self._memory.layout.alignment
-        key = len(chunk), self._names(salt, chunk + [0] * padding)[-1]
-        known = self._known.pop(key, [])
-        own = next((source for source in known if source.head == head), None)
-        own = own or Source(head, self._names(salt, head + chunk))
-        self._known[key] = [own, *(source for source in known if source is not own)][:MAX_HEADS]
-        if len(self._known) > MAX_KNOWN_CHUNKS:
-            self._known.popitem(last=False)
-        return self._known[key]
-
-    def _names(self, salt: str, tokens: list[int]) -> list[bytes]:
-        """Of the pages that tokens fill."""
-        table = PageTable(1)
-        self._memory.hash_pages(table, tokens, salt)
-        return table.hashes[0]
-
-
-@dataclass
-class ChunkedPrompt:
-    """A request between its start and its first token."""
-
-    seq: Sequence
-    covered: list[Span]  # what was shifted
-    exact: int  # where computing begins: all before it was found as it is
-    probed: int  # positions before this are probed, or about to be
-    end: int  # probed up to here
-    awaited: int = 0  # probes in flight
-    deviations: dict[int, list[float]] = field(default_factory=dict)  # by first position
-    runs: list[Span] | None = None  # to compute; None: not known yet
-
-    def choose(self, blend: Blend) -> tuple[int, float]:
-        """What to compute: of the shifted tokens those that deviate most, and all others. Returns how many, and the
-        error that is left: the deviation of those that are not, relative to the values of all."""
-        changed = np.array([change for at in sorted(self.deviations) for change in self.deviations[at]])
-        shifted = np.concatenate([np.arange(*span) for span in self.covered])
-        chosen, error = np.zeros(0, np.int64), math.nan
-        if len(changed):
-            changed = changed[shifted - self.exact]
-            order = np.argsort(-changed, kind="stable")
-            left = np.sqrt((changed.sum() - np.cumsum(changed[order])).clip(0) / len(shifted))
-            left = np.concatenate(([math.sqrt(changed.sum() / len(shifted))], left))
-            count = min(math.ceil(blend.recompute * len(shifted)), int((left > blend.max_error).sum()))
-            chosen, error = shifted[order[:count]], float(left[count])
-        wanted = np.ones(self.seq.known - self.exact, bool)
-        wanted[shifted - self.exact] = False
-        wanted[chosen - self.exact] = True
-        edges = np.flatnonzero(np.diff(np.concatenate(([False], wanted, [False])))) + self.exact
-        self.runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-        return len(chosen), error
+        return self.start - len(self.source.before)
 
 
 class ChunkReuse(SchedulingFeature):
@@ -205,26 +136,36 @@ class ChunkReuse(SchedulingFeature):
         if seq.cached < 0:  # what is computed for it now was not found
             seq.cached = exact
             self._timeline.stats.cached_tokens += exact
-        head = request.prompt[: blend.chunks[0][0]] if blend.chunks else []
-        found = (self._part(request, head, start, end) for start, end in blend.chunks if end > max(start, exact))
-        return [part for part in found if part is not None]
+        parts: list[Part] = []
+        for start, end in blend.chunks:
+            if end > max(start, exact) and (part := self._part(request, blend, start, end, ordinary=not parts)):
+                parts.append(part)
+        return parts
 
-    def _part(self, request: Request, head: list[int], start: int, end: int) -> Part | None:
-        """Where a chunk's KV is to come from: the device, else a tier, else it is computed behind this head; None: as
-        it stands here it is, or becomes, an ordinary prefix."""
-        chunk, size = request.prompt[start:end], self._memory.layout.alignment
-        sources = self._sources.of(request.salt, head, chunk)
-        here = [s for s in sources if len(self._memory.cached(0, s.names)) == len(s.names)]
-        near = here or [s for s in sources if len(self._directory.run(0, s.names)) == len(s.names)] or sources
-        if near[0] is sources[0] and start == len(head):
+    def _part(self, request: Request, blend: Blend, start: int, end: int, *, ordinary: bool) -> Part | None:
+        """Where a chunk's KV is to come from: the device, else a tier, else it is computed behind the head, or the head
+        and the first chunk. None: as it stands here it becomes an ordinary prefix, if all before it is one."""
+        prompt, salt, (first, behind) = request.prompt, request.salt, blend.chunks[0]
+        chunk, later = prompt[start:end], start > first
+        known = [source for source in self._sources.of(salt, chunk) if source.later == later]
+        here = [source for source in known if self._complete(self._memory.cached(0, source.names), source)]
+        near = here or [source for source in known if self._complete(self._directory.run(0, source.names), source)]
+        before = prompt[: behind if later else first]
+        source = near[0] if near else self._sources.add(salt, before, chunk, later=later)
+        if ordinary and source.before == prompt[:start]:
             return None
-        part = Part(start, end, near[0])
+        part = Part(start, end, source)
         if not here:
             # With one token more, which must be computed, all pages may come from a tier.
-            tokens = (part.source.head + chunk)[: len(part.names) * size + 1]
-            part.apart = self._table.enter_apart(_alone(request, tokens))
+            tokens = source.before + chunk
+            whole = len(tokens) - len(tokens) % self._memory.layout.alignment
+            part.apart = self._table.enter_apart(_alone(request, tokens[: whole + 1]))
             self._apart[part.apart] = None
         return part
+
+    @staticmethod
+    def _complete(pages: list[int], source: Source) -> bool:
+        return len(pages) == len(source.names)
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         """What is being computed for it need not be any more."""
@@ -243,14 +184,14 @@ class ChunkReuse(SchedulingFeature):
             return False
         size, own, held, covered = self._memory.layout.alignment, seq.table.pages[0], PageTable(1), []
         for part in self._parts.get(seq, ()):
-            pages, by = self._memory.cached(0, part.names), part.by
-            first, last = max(part.start, exact), min(len(pages) * size + by, part.end)
+            pages, by = self._memory.cached(0, part.names), part.by + part.source.start
+            first, last = max(part.start, exact), min(len(pages) * size + by, part.end, seq.known - 1)
             if first >= last:
                 continue
             positions = range(first, last)
             sources = [pages[(p - by) // size] * size + (p - by) % size for p in positions]
             targets = [own[p // size] * size + p % size for p in positions]
-            builder.plan.rope_shifts.append(RopeShift(0, sources, targets, by))
+            builder.plan.rope_shifts.append(RopeShift(0, sources, targets, part.by))
             held.pages[0] += pages[(first - by) // size :]
             covered.append((first, last))
             if part.apart is None:
@@ -260,11 +201,11 @@ class ChunkReuse(SchedulingFeature):
         self._memory.hold(held.pages[0])
         self._held[seq] = builder.plan.step, held
         seq.table.named_until = covered[0][0]
-        prompt = self._prompts[seq] = ChunkedPrompt(seq, covered, exact, exact, covered[-1][1])
+        prompt = self._prompts[seq] = ChunkedPrompt.of(seq, blend, covered, exact)
         seq.computed = seq.known  # its rows are planned here, not with those of others
         self._timeline.stats.blended_tokens += seq.log.blended
-        if blend.recompute == 0:
-            prompt.choose(blend)
+        if blend.recompute == 1 and prompt.runs is not None:
+            self._count(seq, sum(last - first for first, last in covered), 0.0)
         self._go_on(builder, prompt, Budget(max(1, count)))
         return True
 
@@ -275,8 +216,8 @@ class ChunkReuse(SchedulingFeature):
                 builder.budget = self._go_on(builder, prompt, builder.budget)
 
     def _go_on(self, builder: PlanBuilder, prompt: ChunkedPrompt, budget: Budget) -> Budget:
-        """Probe what is left of it, or compute what was chosen, by position: what comes later depends on it. Returns
-        what is left of the budget."""
+        """Probe what is left of it and let the question look, or compute what was chosen, by position: what comes later
+        depends on it. Returns what is left of the budget."""
         seq = prompt.seq
         if prompt.runs is None:
             room = max(1, self._most - sum(probe.count for probe in builder.plan.probes))
@@ -285,7 +226,7 @@ class ChunkReuse(SchedulingFeature):
                 builder.probe(seq, prompt.probed, count)
                 prompt.probed += count
                 prompt.awaited += 1
-            return budget
+            return self._look_on(builder, prompt, budget) if prompt.probed == prompt.end else budget
         while prompt.runs and (room := budget.fit(prompt.runs[0][0])):
             start, end = prompt.runs[0]
             count = min(end - start, room)
@@ -299,24 +240,53 @@ class ChunkReuse(SchedulingFeature):
             del self._prompts[seq]
         return budget
 
+    def _look_on(self, builder: PlanBuilder, prompt: ChunkedPrompt, budget: Budget) -> Budget:
+        """Compute what no chunk covers over chunks as they are, and have the question's rows report their attention."""
+        seq = prompt.seq
+        while prompt.looks and (room := budget.fit(prompt.looks[0][0])):
+            start, end = prompt.looks[0]
+            until = prompt.looking if start < prompt.looking < end else end
+            count = min(until - start, room)
+            seq.computed = start
+            builder.row(seq, count)
+            if start >= prompt.looking:
+                builder.plan.rows[-1].token_mass = True
+                prompt.awaited += 1
+            prompt.looks[:1] = [(start + count, end)] if start + count < end else []
+            budget = budget.less(start, count)
+        seq.computed = seq.known
+        return budget
+
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
-        """Take in what probes found, let go of the pages that shifts read, and of chunks that are computed."""
+        """Take in what was found, let go of the pages that shifts read, and of chunks that are computed."""
         for at, (seq, epoch) in enumerate(step.probes):
-            prompt = self._prompts.get(seq)
-            if prompt is None or seq.epoch != epoch:
-                continue
-            prompt.awaited -= 1
-            prompt.deviations[step.plan.probes[at].start] = result.deviations[at]
-            blend = seq.request.blend
-            if blend is not None and not prompt.awaited and prompt.probed == prompt.end:
-                again, seq.log.blend_error = prompt.choose(blend)
-                seq.log.recomputed += again
-                self._timeline.stats.recomputed_tokens += again
+            if (prompt := self._prompts.get(seq)) is not None and seq.epoch == epoch:
+                prompt.awaited -= 1
+                prompt.deviations[step.plan.probes[at].start] = result.deviations[at]
+                self._chosen(prompt)
+        for row, paid in result.mass.items():
+            seq, epoch = step.rows[row]
+            if (prompt := self._prompts.get(seq)) is not None and seq.epoch == epoch:
+                prompt.awaited -= 1
+                prompt.mass = np.zeros(seq.known) if prompt.mass is None else prompt.mass
+                prompt.mass[: len(paid)] += paid
+                self._chosen(prompt)
         for seq in [seq for seq, (number, _) in self._held.items() if number <= step.plan.step]:
             self._let_go(seq)
         for seq in list(self._apart):
             if seq.status is Status.RUNNING and not seq.inflight and seq.computed == seq.known:
                 self._table.retire(seq)
+
+    def _chosen(self, prompt: ChunkedPrompt) -> None:
+        """All that was asked for is known: choose."""
+        blend = prompt.seq.request.blend
+        if prompt.looked and blend is not None:
+            self._count(prompt.seq, *prompt.choose(blend))
+
+    def _count(self, seq: Sequence, again: int, error: float | None) -> None:
+        seq.log.blend_error = error
+        seq.log.recomputed += again
+        self._timeline.stats.recomputed_tokens += again
 
     def released(self, seq: Sequence) -> None:
         """A sequence lost its pages; if it starts again, it is all to do again."""

@@ -52,7 +52,7 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
 
 size_t attend_floats(const AttendArgs& a) {
   size_t each = size_t(a.heads / a.kv.kv_heads) * a.count, states = (a.head_end - a.head_begin) * each;
-  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4 + a.mass_pages) + 64 +
+  return size_t(2) * kKeys * a.kv.head_dim + states * (a.kv.head_dim + sizeof(State) / 4 + a.mass_runs) + 64 +
          wide_floats(int(each), a.kv.head_dim) + sparse_floats(a);
 }
 
@@ -74,7 +74,7 @@ void attend(const AttendArgs& a, float* scratch) {
   int begin = a.window && nearest >= a.window ? (nearest - a.window + 1) / kKeys : 0;
   float* paid = blocks + 2 * kKeys * dim;
   if (a.mass) {
-    for (size_t i = 0; i < size_t(count) * a.mass_pages; i++) paid[i] = 0;
+    for (size_t i = 0; i < size_t(count) * a.mass_runs; i++) paid[i] = 0;
     attend_paid(a, states, stride, begin, blocks, paid);
   }
   if (a.sparse) {
@@ -111,8 +111,8 @@ void attend(const AttendArgs& a, float* scratch) {
     float inverse = 1.0f / s.total;
     for (int d = 0; d < dim; d++) s.sum[d] *= inverse;
     if (a.mass) {
-      float* to = a.mass + size_t(a.head_begin + i / stride) * a.mass_pages;
-      for (int page = 0; page < a.mass_pages; page++) to[page] += paid[size_t(i) * a.mass_pages + page] * inverse;
+      float* to = a.mass + size_t(a.head_begin + i / stride) * a.mass_runs;
+      for (int run = 0; run < a.mass_runs; run++) to[run] += paid[size_t(i) * a.mass_runs + run] * inverse;
     }
     int token = query_of(i).token, head = head_of(i);
     if (a.out_float) {

@@ -189,20 +189,20 @@ inline void attend_block(int count, State* s, const float* k, const float* v, in
   }
 }
 
-// One state, and what it pays to each page so far, as `total` is of all of them.
+// One state, and what it pays to each run of tokens so far, as `total` is of all of them.
 inline void attend_block_paid(State& s, const float* k, const float* v, int dim, int first, int last, float* paid, int at,
                               int size) {
   float p[1][kKeys] = {};
   for (int j = 0; j < last; j += 16) dots16(s.q, k + j * W, dim, p[0] + j);
   float keep = soften(s, p[0], first, last);
-  for (int page = 0; keep != 1.0f && page <= at / size; page++) paid[page] *= keep;
+  for (int run = 0; keep != 1.0f && run <= at / size; run++) paid[run] *= keep;
   for (int j = first; j < last; j++) paid[(at + j) / size] += p[0][j];
   int i = 0;
   for (; i + 4 * W <= dim; i += 4 * W) weigh<1, 4>(&s, &keep, p, v, first, last, i);
   for (; i < dim; i += W) weigh<1, 1>(&s, &keep, p, v, first, last, i);
 }
 
-// All keys of queries of one row, and what each state pays to each page, [states, pages].
+// All keys of queries of one row, and what each state pays to each run of tokens, [states, runs].
 inline void attend_paid(const AttendArgs& a, State* states, int stride, int begin, float* scratch, float* paid) {
   int dim = a.kv.head_dim, furthest = 0;
   for (int i = 0; i < stride; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
@@ -217,7 +217,7 @@ inline void attend_paid(const AttendArgs& a, State* states, int stride, int begi
         first = first < 0 ? 0 : first;
         last = last > kKeys ? kKeys : last;
         if (first < last)
-          attend_block_paid(states[i], k, v, dim, first, last, paid + size_t(i) * a.mass_pages, at, a.kv.tokens_per_page);
+          attend_block_paid(states[i], k, v, dim, first, last, paid + size_t(i) * a.mass_runs, at, a.mass_tokens);
       }
     }
   }

@@ -130,8 +130,8 @@ struct AttendArgs {
   int32_t head_begin, head_end;  // KV heads to do
   Rows out;  // attention output, quantised [tokens, heads * head_dim]
   float* out_float;  // or, when head_dim is no multiple of 32 or a test asks, floats
-  float* mass;       // or null: what all queries, which are then of one row, pay to each page is added, [KV heads, pages]
-  int32_t mass_pages;
+  float* mass;       // or null: what all queries, which are then of one row, pay to each run is added, [KV heads, runs]
+  int32_t mass_runs, mass_tokens;  // runs of so many tokens
   int32_t sparse = 0;  // not 0: the one query reads so many pages of each KV head
   int32_t sparse_local = 0, sparse_width = 0;  // tokens before it that it always reads; most pages of a table
   const uint16_t* bounds = nullptr;  // fp16, of page 0: [least and largest of keys][KV heads][head_dim]; null: by distance

@@ -58,7 +58,7 @@ static int check(const Step& s, int vocab) {
     const int64_t adapter = s.adapters[t];
     if (adapter < 0 || adapter >= s.adapter_count || (adapter && !s.adapter[adapter])) return kBadAdapter;
   }
-  if (s.tokens < 0 || s.rows < 0 || s.layers < 0 || (s.asks && s.groups != 1)) return kBadShape;
+  if (s.tokens < 0 || s.rows < 0 || s.layers < 0 || (s.asks && (s.groups != 1 || s.mass_tokens < 1))) return kBadShape;
   for (int t = 0; t < s.tokens; t++)
     if (s.ids[t] < 0 || s.ids[t] >= vocab) return kBadToken;
   for (int g = 0; g < s.groups; g++) {
@@ -70,10 +70,11 @@ static int check(const Step& s, int vocab) {
       if (group.kv_slots[t] < 0 || group.kv_slots[t] >= slots) return kBadSlot;
     for (int r = 0; r < s.rows; r++) {
       if (s.query_start[r + 1] < s.query_start[r] || s.query_start[r + 1] > s.tokens) return kBadShape;
-      int64_t need = 0;
+      int64_t need = 0, runs = 0;
       for (int t = s.query_start[r]; t < s.query_start[r + 1]; t++) {
         if (s.positions[t] < 0) return kBadShape;
         need = std::max(need, s.positions[t] / group.tokens_per_page + 1);
+        if (s.asks) runs = std::max(runs, s.positions[t] / s.mass_tokens + 1);
         if (s.tree_base && s.tree_base[r] <= s.positions[t]) {
           if (s.tree_base[r] < 0 || s.positions[t] - s.tree_base[r] > 15) return kBadShape;
           const Table table{nullptr, s.tree_base[r], uint64_t(s.tree_path[r])};
@@ -83,7 +84,7 @@ static int check(const Step& s, int vocab) {
       }
       const bool few = s.sparse && s.sparse[r] && s.sparse[r] < s.sparse_local / group.tokens_per_page + 4;
       if ((few && s.groups == 1) || (s.sparse && (s.tree_base || s.asks))) return kBadShape;
-      if (need > group.table_stride || (s.asks && s.asks[r] && need > s.mass_pages)) return kBadShape;
+      if (need > group.table_stride || (s.asks && s.asks[r] && runs > s.mass_runs)) return kBadShape;
       const int32_t* pages = group.page_table + r * group.table_stride;
       for (int64_t p = 0; p < need; p++)
         if (pages[p] < 0 || pages[p] >= s.pages) return kBadPage;
@@ -113,8 +114,8 @@ int Program::forward(const Step& step) {
   shape.heads = d_.heads;
   shape.count = int(widest);
   if (step.asks) {
-    shape.mass_pages = step.mass_pages;
-    size_t size = plans_[0].asking.size() * d_.kv_heads * step.mass_pages;
+    shape.mass_runs = step.mass_runs;
+    size_t size = plans_[0].asking.size() * d_.kv_heads * step.mass_runs;
     mass_.need(size);
     std::fill_n(mass_.data(), size, 0.0f);
   }
@@ -153,7 +154,7 @@ void Program::pay(const Step& step) const {
   const float* from = mass_.data();
   for (int row : plans_[0].asking)
     for (int head = 0; head < d_.kv_heads; head++)
-      for (int page = 0; page < step.mass_pages; page++) step.mass[size_t(row) * step.mass_pages + page] += *from++;
+      for (int run = 0; run < step.mass_runs; run++) step.mass[size_t(row) * step.mass_runs + run] += *from++;
 }
 
 void Program::logits(const float* hidden, int rows, float* out, size_t stride) {
@@ -440,15 +441,16 @@ void Program::attend(const Step& step, const Layer& layer, const Paged& kv, int 
     const Item& item = plan.items[i / parts];
     int head = i % parts * heads;
     AttendArgs args{kv,   d_.heads,     layer.window, plan.queries.data() + item.first, item.count, item.shared,
-                    head, head + heads, attended_,    nullptr,                          nullptr,    0};
+                    head, head + heads, attended_,    nullptr,                          nullptr,    0,        0};
     if (const int latest = step.group[layer.kv_group].latest; latest >= 0) {
       args.residual = step.residual;
       args.latest = paged(step, step.group[latest], layer.place);
     }
     if (i + parts < total && !layer.window && !args.residual) args.then = plan.queries.data() + plan.items[i / parts + 1].first;
     if (item.asking >= 0) {
-      args.mass_pages = step.mass_pages;
-      args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_pages;
+      args.mass_runs = step.mass_runs;
+      args.mass_tokens = step.mass_tokens;
+      args.mass = mass_.data() + size_t(item.asking) * d_.kv_heads * step.mass_runs;
     }
     if (item.sparse && step.sparse_layers[&layer - layers_.data()] && !layer.window) {
       const StepGroup& group = step.group[layer.kv_group];

@@ -65,9 +65,9 @@ struct Step {
   int32_t tap_count;
   const int32_t* tree_base;   // [rows] or null: see `Table`; rows of a tree have one token
   const int64_t* tree_path;   // [rows]
-  const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to each page of their only group
-  float* mass;          // [rows, mass_pages], out: of those rows
-  int32_t mass_pages;
+  const uint8_t* asks;  // [rows] or null: rows that want to know what they pay to tokens of their only group
+  float* mass;          // [rows, mass_runs], out: of those rows
+  int32_t mass_runs, mass_tokens;  // runs of so many tokens, for which what is paid is added up
   const int64_t* adapters;             // [tokens] or null: the adapter of each; 0: none
   const AdapterLayer* const* adapter;  // [adapter_count], layers of each; null: no such one
   int32_t adapter_count, adapter_rank;  // rank: columns of every `b`
