@@ -21,6 +21,9 @@ TORCH_FREE = {"types", "assets", "text", "memory", "scheduling", "observe", "ser
 LOWER = {"types", "assets", "text", "memory", "scheduling", "kernels", "model", "generation", "runtime"}
 ALL = LOWER | {"engine", "observe", "serve", "lang", "cluster", "simulation", "bench", "cli"}
 
+# Of the engine room, what servers know of it.
+SERVED_BY = ("client", "frontend", "collector", "model_pool")
+
 # Room → rooms it may import from (besides itself); a dotted name allows one module only.
 MAY_IMPORT: dict[str, set[str]] = {
     "types": set(),
@@ -35,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": LOWER - {"runtime"},
     "engine.build": LOWER,
     "observe": {"types"},
-    "serve": {"types", "assets", "text", "observe", "engine.client", "engine.frontend", "engine.collector"},
+    "serve": {"types", "assets", "text", "observe", *(f"engine.{name}" for name in SERVED_BY)},
     "lang": {"types", "text", "engine.client", "engine.frontend", "engine.consensus"},
     "cluster": {"types", "engine.client", "engine.event_queue"},
     "simulation": {"types", "memory", "scheduling", "engine.core", "cluster"},
@@ -79,7 +82,7 @@ ALWAYS_THERE = {"torch", "numpy", "msgspec", "tokenizers", "safetensors", "typer
 # Where a package is not called what it is imported as, or comes with another; the longest prefix counts.
 DISTRIBUTION = {
     "zmq": "pyzmq", "starlette": "fastapi", "grpc": "grpcio", "google": "protobuf",
-    "grpc_health": "grpcio_health_checking", "opentelemetry": "opentelemetry_sdk",
+    "msgspec.yaml": "pyyaml", "grpc_health": "grpcio_health_checking", "opentelemetry": "opentelemetry_sdk",
     "opentelemetry.exporter.otlp.proto.http": "opentelemetry_exporter_otlp_proto_http",
 }  # fmt: skip
 
@@ -227,6 +230,7 @@ def test_control_rooms_load_without_torch() -> None:
     names = [name for name in modules() if room_of(name) in TORCH_FREE] + [
         "quire.engine.client",
         "quire.engine.frontend",
+        "quire.engine.open_pool",
     ]
     names = [name for name in names if name not in ADAPTERS or find_spec(ADAPTERS[name])]
     done = run_python(f"sys.modules['torch'] = None\nfor name in {names!r}: __import__(name)")

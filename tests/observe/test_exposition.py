@@ -142,11 +142,11 @@ def request(n: int = 1) -> Request:
 
 
 def test_log_lines_as_json(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = Ledger(Metrics("m"))
+    ledger, metrics = Ledger(), Metrics("m")
     with caplog.at_level(logging.INFO, "quire.requests"):
-        with ledger.watch(request(), time.perf_counter() - 1.0, call="call-7", owner="alice") as meter:
+        with ledger.watch(request(), time.perf_counter() - 1.0, metrics, call="call-7", owner="alice") as meter:
             meter.deltas([Delta(token_ids=[5], finish_reason=FinishReason.STOP)])
-        with pytest.raises(DeadlineError), ledger.watch(request(), time.perf_counter()):
+        with pytest.raises(DeadlineError), ledger.watch(request(), time.perf_counter(), metrics):
             raise DeadlineError("too late")
     good, bad = (json.loads(JsonLines("api", lambda: "call-8").format(record)) for record in caplog.records)
     assert (good["request_id"], good["key"], good["output_tokens"], good["finish"]) == ("call-7", "alice", 1, "stop")
@@ -167,8 +167,8 @@ def test_exceptions_stay_on_one_line() -> None:
 
 def test_time_is_counted_once() -> None:
     """What passes between a request being ready and the engine having it is not preparing and queueing both."""
-    ledger, now = Ledger(Metrics("m")), time.time()
-    with ledger.watch(replace(request(), arrival=now - 1), time.perf_counter() - 2):
+    ledger, metrics, now = Ledger(), Metrics("m"), time.time()
+    with ledger.watch(replace(request(), arrival=now - 1), time.perf_counter() - 2, metrics):
         pass
     times = {"arrival": now - 1, "admitted": now - 0.5, "first_token": now - 0.25, "ended": now}
     (entry,) = ledger.find("r")
@@ -182,10 +182,12 @@ def test_spans_continue_the_callers_trace() -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = Tracer(provider, "m")
-    ledger = Ledger(Metrics("m"))
+    tracer = Tracer(provider)
+    ledger, metrics = Ledger(), Metrics("m")
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    with ledger.watch(request(), time.perf_counter(), call="c", traceparent=f"00-{trace}-{parent}-01") as meter:
+    with ledger.watch(
+        request(), time.perf_counter(), metrics, call="c", traceparent=f"00-{trace}-{parent}-01"
+    ) as meter:
         meter.deltas([Delta(token_ids=[5, 6], finish_reason=FinishReason.LENGTH)])
     entry = ledger.find("r")[0]
     now = time.time()
@@ -207,10 +209,10 @@ def test_spans_continue_the_callers_trace() -> None:
 
 def test_what_requests_ask_for_and_what_prefill_computes() -> None:
     metrics = Metrics("m", info=INFO)
-    ledger = Ledger(metrics)
+    ledger = Ledger()
     for limit, cached in ((40, 2), (None, 0)):
         asked = Request(id="r", prompt=[1, 2, 3], params=SamplingParams(n=2, max_tokens=limit))
-        with ledger.watch(asked, time.perf_counter()) as meter:
+        with ledger.watch(asked, time.perf_counter(), metrics) as meter:
             firsts = [Delta(branch=branch, token_ids=[5], counts=Counts(cached)) for branch in (0, 1)]
             meter.deltas(firsts)
             meter.deltas([Delta(branch=branch, token_ids=[6], finish_reason=FinishReason.STOP) for branch in (0, 1)])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from quire.assets.gguf_parts import GGUFModel, model_stem, part_paths
 from quire.assets.safetensors_reader import SafetensorsModel
 from quire.types.errors import ModelFileError, ModelNotFoundError, QuireError
+from quire.types.messages import WeightsInfo
 from quire.types.seams import WeightSource
 
 Kind = Literal["gguf", "safetensors"]
@@ -57,6 +58,18 @@ class ModelInfo:
     context_length: int | None = None
     quantisation: str | None = None
     problem: str = ""  # why the files cannot be read, if they cannot
+
+    def weights(self) -> WeightsInfo:
+        """... as an engine tells of it."""
+        return WeightsInfo(
+            path=str(self.path),
+            kind=self.kind,
+            bytes=self.size,
+            architecture=self.architecture or "",
+            parameters=self.parameters or 0,
+            context_length=self.context_length or 0,
+            quantisation=self.quantisation or "",
+        )
 
 
 def is_here(path: Path) -> bool:

@@ -23,7 +23,7 @@ def ps(
     key: Annotated[str, typer.Option(help="an API key (default: $QUIRE_API_KEY)")] = "",
     json: AsJson = False,
 ) -> None:
-    """Show the model that a running server has loaded."""
+    """Show the models that a running server has loaded."""
     models = ask_server(url, "/api/ps", key or os.environ.get("QUIRE_API_KEY", "")).get("models", [])
     if json:
         show_json(models)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quire.assets import LocalModel, ModelInfo, Preview, describe, present, preview, pull, resolve
+from quire.assets import LocalModel, Preview, describe, present, preview, pull, resolve
 from quire.assets.pooling_files import pooling_info
 from quire.engine.core import EngineCore
 from quire.runtime.executors.open_executor import open_executor
@@ -13,7 +13,7 @@ from quire.runtime.model_fit import ModelFit, misfit, model_fit, other_forms
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import CacheOptions, EngineOptions
 from quire.types.errors import ConfigError, ModelFileError, ModelNotFoundError
-from quire.types.messages import EngineInfo, WeightsInfo
+from quire.types.messages import EngineInfo
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
@@ -93,7 +93,7 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         kv_dtype=executor.layout.dtype,
         prefix_cache=options.cache.prefix_cache,
         sparse=about.sparse,
-        weights=weights_info(describe(model, source)),
+        weights=describe(model, source).weights(),
         adapters=core.adapters.list(),
         pooling=pooling_info(
             model, source.metadata(), encoder=capacity.whole, labels=about.labels, types=about.token_types
@@ -112,18 +112,6 @@ def publish_kv_events(core: EngineCore, options: CacheOptions, device: str) -> N
     )
     core.scheduler.memory.tell_of_pages(publisher)
     core.beside.append(publisher)
-
-
-def weights_info(found: ModelInfo) -> WeightsInfo:
-    return WeightsInfo(
-        path=str(found.path),
-        kind=found.kind,
-        bytes=found.size,
-        architecture=found.architecture or "",
-        parameters=found.parameters or 0,
-        context_length=found.context_length or 0,
-        quantisation=found.quantisation or "",
-    )
 
 
 def first_token(core: EngineCore) -> float:

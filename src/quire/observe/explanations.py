@@ -182,13 +182,13 @@ def _prefix(timeline: Timeline, others: bool) -> Prefix:
     )
 
 
-def attributes(entry: Entry, model: str) -> dict[str, Any]:
+def attributes(entry: Entry) -> dict[str, Any]:
     """What a trace says of a request, under OpenTelemetry's names for generative models."""
     meter = entry.meter
     return {
         "gen_ai.operation.name": "generate",
         "gen_ai.system": "quire",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": entry.model,
         "gen_ai.response.id": entry.request,
         "gen_ai.response.finish_reasons": meter.reasons,
         "gen_ai.usage.input_tokens": entry.prompt,

@@ -21,15 +21,34 @@ _Plain = type[GaugeMetricFamily] | type[CounterMetricFamily]
 LABELS = ("model_name", "engine")
 
 
-def render(metrics: Metrics) -> bytes:
+def render(*metrics: Metrics) -> bytes:
+    """Of one model or of several, told apart by their label."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Exposition(metrics))
+    registry.register(_Together([_Exposition(each, process=not at) for at, each in enumerate(metrics)]))
     return generate_latest(registry)
 
 
+class _Together(Collector):
+    """A metric has one heading, however many models have samples of it."""
+
+    def __init__(self, parts: list[_Exposition]):
+        self.parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for part in self.parts:
+            for metric in part.collect():
+                if (known := found.setdefault(metric.name, metric)) is not metric:
+                    known.samples += metric.samples
+        yield from found.values()
+
+
 class _Exposition(Collector):
-    def __init__(self, metrics: Metrics):
+    """`process`: with what is the whole process's, which is told once."""
+
+    def __init__(self, metrics: Metrics, process: bool):
         self.metrics = metrics
+        self.process = process
         self.labels = (metrics.model, "0")
 
     def collect(self) -> Iterator[Metric]:
@@ -45,7 +64,7 @@ class _Exposition(Collector):
         yield from self._by("quire_request_finished", help, "reason", metrics.finished)
         yield from self._by("vllm:request_success", help, "finished_reason", metrics.finished)
         yield from self._gauge("engine_up", "Whether the engine answered last time.", metrics.engine_up, shared=False)
-        memory = {"api": resident_bytes()}
+        memory = {"api": resident_bytes()} if self.process else {}
         if metrics.stats is not None:
             yield from self._engine(metrics.stats)
             memory["engine"] = metrics.stats.memory

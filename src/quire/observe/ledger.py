@@ -36,6 +36,7 @@ class Entry:
     arrived: float
     ready: float
     meter: RequestMeter
+    model: str
     ended: float = 0.0  # 0 while it runs
     error: str = ""
 
@@ -44,8 +45,7 @@ class Entry:
 
 
 class Ledger:
-    def __init__(self, metrics: Metrics, on_end: Callable[[Entry], None] | None = None):
-        self.metrics = metrics
+    def __init__(self, on_end: Callable[[Entry], None] | None = None):
         self.on_end = on_end
         self._entries: OrderedDict[str, Entry] = OrderedDict()
 
@@ -61,13 +61,23 @@ class Ledger:
 
     @contextmanager
     def watch(
-        self, request: Request, arrived: float, *, call: str = "", owner: str = "", traceparent: str = ""
+        self,
+        request: Request,
+        arrived: float,
+        metrics: Metrics,
+        *,
+        call: str = "",
+        owner: str = "",
+        traceparent: str = "",
     ) -> Iterator[RequestMeter]:
-        """Follow one engine request from here to its end; `arrived` is a `perf_counter` time."""
+        """Follow one engine request from here to its end, in the metrics of its model; `arrived` is a `perf_counter`
+        time."""
         branches, came = request.params.n, time.time() - (time.perf_counter() - arrived)
-        meter = self.metrics.request(len(request.prompt), arrived, request.params.max_tokens)
+        meter = metrics.request(len(request.prompt), arrived, request.params.max_tokens)
         ready = max(came, request.arrival)
-        entry = Entry(request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter)
+        entry = Entry(
+            request.id, call, owner, traceparent, len(request.prompt), branches, came, ready, meter, metrics.model
+        )
         self._entries[request.id] = entry
         if len(self._entries) > KEPT:
             self._entries.popitem(last=False)
@@ -89,6 +99,7 @@ class Ledger:
             "request": entry.request,
             "request_id": entry.call,
             "key": entry.owner,
+            "model": entry.model,
             "prompt_tokens": entry.prompt,
             "cached_tokens": meter.cached,
             "output_tokens": meter.tokens,

@@ -64,6 +64,10 @@ class Metrics:
         if stats is not None:
             self.stats = stats
 
+    def unloaded(self) -> None:
+        """There is no engine now, nor anything that one would say."""
+        self.engine_up, self.stats = False, None
+
 
 class RequestMeter:
     """Times of one request, branch by branch. Call `deltas` on each arrival and `close` at the end, come what may."""

@@ -16,14 +16,13 @@ from quire.types.timeline import Timeline
 
 
 class Tracer:
-    def __init__(self, provider: Any, model: str):
+    def __init__(self, provider: Any):
         """`provider` is an OpenTelemetry TracerProvider."""
         self._provider = provider
         self._tracer = provider.get_tracer("quire")
-        self._model = model
 
     @classmethod
-    def to(cls, endpoint: str, model: str) -> Tracer:
+    def to(cls, endpoint: str) -> Tracer:
         """Spans go to an OTLP/HTTP collector."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -34,7 +33,7 @@ class Tracer:
             raise ConfigError(f"spans need {error.name}, which is not installed; pip install 'quire[otel]'") from None
         provider = TracerProvider(resource=Resource.create({"service.name": "quire"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-        return cls(provider, model)
+        return cls(provider)
 
     def record(self, entry: Entry, timelines: list[Timeline]) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -46,11 +45,11 @@ class Tracer:
         ended = entry.ended or time.time()
         parent = TraceContextTextMapPropagator().extract({"traceparent": entry.traceparent})
         span = self._tracer.start_span(
-            f"generate {self._model}",
+            f"generate {entry.model}",
             context=parent,
             kind=SpanKind.SERVER,
             start_time=stamp(entry.arrived),
-            attributes=attributes(entry, self._model),
+            attributes=attributes(entry),
         )
         within = set_span_in_context(span, parent)
         for timeline in timelines:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from quire.types.autoscaling import AutoscaleOptions
 from quire.types.errors import ConfigError
 from quire.types.logs import FORMATS, LEVELS
+from quire.types.models_file import ModelPoolOptions
 from quire.types.option_checks import option, parse_size
 
 
 @dataclass(frozen=True)
-class ServeOptions(AutoscaleOptions):
+class ServeOptions(ModelPoolOptions, AutoscaleOptions):
     """Serving."""
 
     host: str = option("127.0.0.1", "address of the API; any but loopback needs keys", common=True)
@@ -139,6 +140,9 @@ class ServeOptions(AutoscaleOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_replicas()
+        for name in ("replicas", "served_model_name"):
+            if self.models is not None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is one model's: leave it out beside models")
         if self.ray_address is None and self.replica_cpus != 1.0:
             raise ConfigError("replica_cpus has no effect without ray_address: this machine's cores are shared evenly")
         for cert, key in (("grpc_cert", "grpc_key"), ("ssl_certfile", "ssl_keyfile")):

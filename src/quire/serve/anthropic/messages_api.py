@@ -49,11 +49,12 @@ _MESSAGES = msgspec.json.Decoder(MessagesRequest)
 _COUNT = msgspec.json.Decoder(CountTokensRequest)
 
 
-def parse(serving: Serving, raw: bytes) -> MessagesRequest:
+async def parse(serving: Serving, raw: bytes) -> MessagesRequest:
     body = decode(_MESSAGES, raw)
-    serving.check_model(body.model)
+    serving.find_model(body.model)
     refuse_unsupported(body)
     hold_session(body.session_id, body.session_ttl)
+    await serving.use_model(body.model)
     return body
 
 
@@ -119,7 +120,8 @@ async def answer(exchange: Exchange) -> bytes:
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
     """The answer to a body of a batch, behind those that somebody waits for where the scheduler looks at that."""
-    exchange = Exchange(serving, parse(serving, raw), _id(), time.perf_counter())
+    arrived = time.perf_counter()
+    exchange = Exchange(serving, await parse(serving, raw), _id(), arrived)
     exchange.priority = BATCHED if serving.frontend.client.info.priorities else 0
     return await answer(exchange)
 
@@ -230,7 +232,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def messages(request: Request) -> Response:
         arrived = time.perf_counter()
-        body = parse(serving, await read_body(request, serving.max_body))
+        body = await parse(serving, await read_body(request, serving.max_body))
         exchange = Exchange(serving, body, _id(), arrived)
         if body.stream:
             return NamedEvents(stream(exchange, await exchange.begin()))
@@ -243,8 +245,9 @@ def router(serving: Serving) -> APIRouter:
     )
     async def count_tokens(request: Request) -> Response:
         body = decode(_COUNT, await read_body(request, serving.max_body))
-        serving.check_model(body.model)
+        serving.find_model(body.model)
         refuse_unsupported(body)
+        await serving.use_model(body.model, engine=False)
         exchange = Exchange(serving, body)
         tokens, _ = await render(serving, await exchange.prepare())
         count = TokenCount(len(tokens))

@@ -2,7 +2,7 @@
 
 It travels in a context variable rather than through every signature: each API family ends in the same
 `Generation`, which applies salt, deadline and price for all of them, so that no family can forget to.
-Refuses to know: bodies, engines.
+Refuses to know: bodies, engines but for a hold on the one that is to answer.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from quire.serve.core.api_keys import OPEN_KEY, Key
 
 if TYPE_CHECKING:
+    from quire.engine.model_pool import Lease
     from quire.serve.core.rate_limits import Permit
 
 
@@ -26,6 +27,7 @@ class Context:
     key: Key
     salt: str = ""  # of the key; prefixes are shared within it
     permit: Permit | None = None
+    lease: Lease | None = None  # of the model that answers; none: the default, or it is not known yet
     lora: str = ""  # the adapter that answers; empty: the model itself
     session: str = ""  # whose pages stay for a while after the answer
     hold: float = 0.0  # ... so many seconds
@@ -33,6 +35,12 @@ class Context:
     traceparent: str = ""  # of the caller's trace, as W3C writes it
     strict_fields: bool = False  # refuse fields that nobody here knows
     ignored: set[str] = field(default_factory=set)  # ... those that were left out instead
+
+    def release_model(self) -> None:
+        """The answer has ended: its model may be unloaded."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
 
     def salted(self, given: str) -> str:
         """The salt of an engine request: the key's own, and within it the caller's."""

@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from quire.engine.collector import Collector
-from quire.observe.ledger import Ledger
-from quire.observe.metrics import Metrics, RequestMeter
-from quire.serve.core.api_keys import KeyRing
-from quire.serve.core.background_lanes import Lanes
+from quire.observe.metrics import RequestMeter
 from quire.serve.core.context import Context, current
 from quire.serve.core.fields import ServiceLevel
-from quire.serve.core.loop_lag import LagMonitor
-from quire.serve.core.prepare_pool import INLINE_SIZE, PreparePool, off_loop
-from quire.serve.core.rate_limits import Permit, RequestAdmission
+from quire.serve.core.prepare_pool import INLINE_SIZE, off_loop
+from quire.serve.core.rate_limits import Permit
+from quire.serve.core.server_state import Serving
 from quire.types.beam import BeamParams
 from quire.types.counts import Counts
 from quire.types.errors import (
@@ -33,7 +30,6 @@ from quire.types.errors import (
     DeadlineError,
     EngineDeadError,
     InputError,
-    ModelNotFoundError,
     OverloadedError,
     QuireError,
 )
@@ -41,7 +37,6 @@ from quire.types.messages import EngineInfo
 from quire.types.outputs import Delta, RequestOutput
 from quire.types.request import HOLD, FinishReason, Request
 from quire.types.sampling_params import SamplingParams
-from quire.types.serving import ServeOptions
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
@@ -59,47 +54,6 @@ __all__ = [
 
 
 BACKGROUND = 1000  # priority of what nobody waits for: behind all tiers, and by ageing not for ever
-
-
-@dataclass(frozen=True)
-class Serving:
-    """What the routes of one server share."""
-
-    frontend: Frontend
-    metrics: Metrics
-    ledger: Ledger
-    options: ServeOptions
-    keys: KeyRing
-    admission: RequestAdmission
-    prepare_pool: PreparePool
-    lanes: Lanes
-    lag: LagMonitor
-    fingerprint: str
-    created: int
-
-    @property
-    def max_body(self) -> int:
-        return self.options.body_bytes
-
-    @property
-    def model_name(self) -> str:
-        """Who answers the request being handled: the model, or one of its adapters."""
-        return current().lora or self.frontend.model_name
-
-    def check_model(self, name: str | None) -> None:
-        """There is one model, and whoever names none means it; an adapter of it answers by its own name, or behind the
-        model's (base:adapter)."""
-        base = self.frontend.model_name
-        if name is not None and name != base:
-            current().lora = self.adapter(name)
-            if not current().lora:
-                there = ", ".join(repr(each) for each in (base, *(one.name for one in self.frontend.client.adapters)))
-                raise ModelNotFoundError(f"no model {name!r} here; this server has {there}")
-
-    def adapter(self, name: str) -> str:
-        """Of the adapter that a model's name means; empty if it means none."""
-        names = {one.name for one in self.frontend.client.adapters}
-        return next((each for each in (name, name.removeprefix(f"{self.frontend.model_name}:")) if each in names), "")
 
 
 def hold_session(name: str | None, seconds: float | None) -> None:
@@ -234,7 +188,12 @@ class Generation:
     ) -> AsyncGenerator[list[Delta], None]:
         who, first = current(), index * request.params.n
         with self.serving.ledger.watch(
-            request, self.arrived, call=who.request_id, owner=who.key.name, traceparent=who.traceparent
+            request,
+            self.arrived,
+            self.serving.metrics,
+            call=who.request_id,
+            owner=who.key.name,
+            traceparent=who.traceparent,
         ) as meter:
             try:
                 if out is not None:

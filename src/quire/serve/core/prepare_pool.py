@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from math import inf
 from typing import TypeVar
 
@@ -36,12 +36,12 @@ class PreparePool:
         InputError if it took too long."""
         if self.pending >= self.backlog:
             raise OverloadedError("too many requests are being prepared; retry shortly")
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), copy_context()  # which says whose work it is
         began: list[tuple[int, float]] = []  # the thread, and the processor time it had used by then
 
         def timed() -> T:
             began.append((threading.get_ident(), time.thread_time()))
-            return work()
+            return context.run(work)
 
         self.pending += 1
         job = self._pool.submit(timed)

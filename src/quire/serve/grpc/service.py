@@ -118,7 +118,7 @@ class RpcServer:
     async def _report(self) -> None:
         """Keep the health service truthful."""
         while True:
-            well = self._serving.frontend.client.trouble() is None and not self._serving.admission.draining
+            well = self._serving.models.trouble() is None and not self._serving.admission.draining
             for service in ("", SERVICE):
                 await self._health.set(service, self._statuses.SERVING if well else self._statuses.NOT_SERVING)
             await asyncio.sleep(HEALTH_INTERVAL)
@@ -134,7 +134,7 @@ class Calls:
     async def generate(self, body: Any, call: Any) -> AsyncGenerator[Any, None]:
         arrived = time.perf_counter()
         async with self._inside(call):
-            self._check_model(body.model)
+            await self.serving.use_model(body.model or None)
             id = f"rpc-{uuid.uuid4().hex}"
             deadline = _deadline(body, call)
             talk = await self._talk(body, id, arrived, deadline)
@@ -149,7 +149,7 @@ class Calls:
 
     async def embed(self, body: Any, call: Any) -> Any:
         async with self._inside(call):
-            self._check_model(body.model)
+            await self.serving.use_model(body.model or None)
             inputs = list(body.inputs)
             if not 0 < len(inputs) <= MAX_INPUTS or not all(inputs):
                 raise InputError(f"inputs takes 1 to {MAX_INPUTS} texts, none of them empty", param="inputs")
@@ -174,8 +174,10 @@ class Calls:
             code = grpc.StatusCode[CODES.get(failure.status, "INTERNAL")]
             await call.abort(code, failure.body.error.message, trailing)
         finally:
-            if context is not None and context.permit is not None:
-                self.serving.admission.leave(context.permit)
+            if context is not None:
+                context.release_model()
+                if context.permit is not None:
+                    self.serving.admission.leave(context.permit)
 
     def _let_in(self, call: Any) -> Context:
         from quire.serve.grpc.key_interceptor import headers_of, key_of
@@ -183,10 +185,6 @@ class Calls:
         headers = headers_of(call.invocation_metadata())
         key = key_of(self.serving.keys, call.invocation_metadata())
         return context_of(self.serving, key, request_id_of(headers), headers, works=True)
-
-    def _check_model(self, name: str) -> None:
-        if name:
-            self.serving.check_model(name)
 
     async def _talk(self, body: Any, id: str, arrived: float, deadline_ms: int | None) -> Talk | None:
         """The answer to a chat; None for other inputs."""

@@ -1,4 +1,4 @@
-"""The applications: a public one with every API family, an admin one beside it, over one frontend.
+"""The applications: a public one with every API family, an admin one beside it, over the models of one server.
 
 Routers are functions `router(serving) -> APIRouter`; adding one to a list below is all it takes, and it is behind the
 gate like all others. Routes find the key, salt and request id of their request with `serve.context.current()`.
@@ -7,7 +7,6 @@ Refuses to know: sockets, signals, where the engine runs.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from quire.engine.model_pool import ModelPool
 from quire.observe.energy import Energy
 from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
@@ -92,15 +92,19 @@ ADMIN_ONLY: list[Router] = [
 ]
 
 
-def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys: KeyRing | None = None) -> Serving:
+def create_serving(
+    models: ModelPool | Frontend, options: ServeOptions | None = None, keys: KeyRing | None = None
+) -> Serving:
     """What the routes of both applications share. Without keys, everything is open."""
     options = options or ServeOptions()
-    info = frontend.client.info
-    frontend.text.tokenizer = frontend.text.tokenizer.up_to(max(info.max_model_len, info.stream_len))
+    pool = models if isinstance(models, ModelPool) else ModelPool.of(models)
+    info = pool.default.client.info
     energy = Energy()
     if not energy.available:
         logger.info("no energy metrics: %s", "; ".join(energy.reasons))
-    metrics = Metrics(frontend.model_name, energy, info)
+    metrics = {name: Metrics(name, energy if not at else None) for at, name in enumerate(pool.names)}
+    for name in pool.loaded():
+        metrics[name].info = pool.loaded()[name].client.info
     admission = RequestAdmission(
         max_queue=options.max_queue or info.slots + QUEUE,
         max_queue_tokens=options.max_queue_tokens or 4 * info.pages * info.page_size,
@@ -108,16 +112,15 @@ def create_serving(frontend: Frontend, options: ServeOptions | None = None, keys
         key_tokens_per_minute=options.key_tokens_per_minute,
     )
     return Serving(
-        frontend=frontend,
-        metrics=metrics,
-        ledger=traced(frontend, Ledger(metrics), options.otlp_endpoint),
+        models=pool,
+        metrics_by_model=metrics,
+        ledger=traced(pool, Ledger(), options.otlp_endpoint),
         options=options,
         keys=keys or KeyRing(),
         admission=admission,
         prepare_pool=PreparePool(options.prepare_workers, options.prepare_seconds),
         lanes=Lanes(admission, info),
         lag=LagMonitor(),
-        fingerprint=fingerprint(frontend),
         created=int(time.time()),
     )
 
@@ -157,10 +160,3 @@ def _app(serving: Serving, scope: str, routers: list[Router], title: str, descri
         app.include_router(router(serving))
     install_schemas(app, strict=serving.options.strict_fields)
     return app
-
-
-def fingerprint(frontend: Frontend) -> str:
-    """Equal as long as what computes the answers is equal: the model, its precision and its device."""
-    info = frontend.client.info
-    facts = f"{frontend.model_name}|{info.model}|{info.dtype}|{info.device}|{info.vocab_size}"
-    return "fp_" + hashlib.sha256(facts.encode()).hexdigest()[:12]

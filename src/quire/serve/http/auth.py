@@ -21,7 +21,7 @@ from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key
 from quire.serve.core.context import Context, current, enter
 from quire.serve.http.error_bodies import describe
-from quire.types.errors import EngineDeadError, ForbiddenError, InputError, QuireError
+from quire.types.errors import ForbiddenError, InputError, QuireError
 
 if TYPE_CHECKING:
     from quire.serve.core.generation import Serving
@@ -61,6 +61,7 @@ class Gate:
         try:
             await self.app(scope, receive, _naming_ignored(context, send))
         finally:
+            context.release_model()
             if context.permit is not None:
                 self.serving.admission.leave(context.permit)
 
@@ -110,8 +111,7 @@ def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes,
     salt, strict = salt_of(serving, key), serving.options.strict_fields
     context = Context(request_id, key, salt, traceparent=traceparent, strict_fields=strict)
     if works:
-        if (trouble := serving.frontend.client.trouble()) is not None:
-            raise EngineDeadError(trouble)
+        serving.check_entry()
         context.permit = serving.admission.enter(key)
     return context
 
@@ -119,12 +119,14 @@ def context_of(serving: Serving, key: Key, request_id: str, headers: dict[bytes,
 @contextmanager
 def own_place(serving: Serving) -> Iterator[None]:
     """For work that goes on after the request that ordered it (a line of a batch): a place of its own under the same
-    key's limits, behind what others wait for. To be entered in a task of its own, whose context it changes."""
-    context = replace(current(), permit=serving.admission.enter(current().key, background=True))
+    key's limits, behind what others wait for, and no model yet. To be entered in a task of its own, whose context it
+    changes."""
+    context = replace(current(), permit=serving.admission.enter(current().key, background=True), lease=None)
     enter(context)
     try:
         yield
     finally:
+        context.release_model()
         assert context.permit is not None
         serving.admission.leave(context.permit)
 

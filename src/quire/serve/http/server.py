@@ -39,9 +39,11 @@ from quire.types.serving import ServeOptions
 
 if TYPE_CHECKING:
     from quire.engine.frontend import Frontend
+    from quire.engine.model_pool import ModelPool
     from quire.serve.core.generation import Serving
 
-FrontendFactory = Callable[[], "Frontend | Awaitable[Frontend]"]
+# One model that stays, or several.
+FrontendFactory = Callable[[], "Frontend | ModelPool | Awaitable[Frontend | ModelPool]"]
 
 logger = logging.getLogger("quire.serve")
 
@@ -133,8 +135,8 @@ def _run(
 ) -> None:
     async def serve() -> None:
         built = frontend_factory()
-        frontend = await built if inspect.isawaitable(built) else built
-        await Life(create_serving(frontend, options, keys)).run(listeners, ready)
+        models = await built if inspect.isawaitable(built) else built
+        await Life(create_serving(models, options, keys)).run(listeners, ready)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -157,9 +159,9 @@ class Life:
 
     async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
         """Serve until stopped; raises the engine's error if it is lost for good. The third listener is gRPC's."""
-        client = self.serving.frontend.client
+        models = self.serving.models
         lag = asyncio.ensure_future(self.serving.lag.run())
-        lost = asyncio.ensure_future(client.lost())
+        lost = asyncio.ensure_future(models.lost())
         lost.add_done_callback(lambda _: self.stop())
         try:
             with self._signals():
@@ -180,7 +182,7 @@ class Life:
             if self._rpc is not None:
                 await self._rpc.stop(LAST_WORDS)
             self.serving.prepare_pool.close()
-            await client.close()
+            await models.close()
 
     def _warm_up(self) -> None:
         """Start the process that tries grammars, so that the first one does not wait for it."""
@@ -195,13 +197,13 @@ class Life:
             self._exit(force=True)
 
     async def _drained(self) -> None:
-        admission, options, client = self.serving.admission, self.serving.options, self.serving.frontend.client
+        admission, options, models = self.serving.admission, self.serving.options, self.serving.models
         admission.draining = True
         try:
-            await asyncio.wait_for(admission.idle(), options.grace if client.trouble() is None else LAST_WORDS)
+            await asyncio.wait_for(admission.idle(), options.grace if models.trouble() is None else LAST_WORDS)
         except TimeoutError:
             logger.warning("%d requests had not finished within the grace period", admission.inflight)
-            await client.close()  # ends them, each with an error its client can read
+            await models.close()  # ends them, each with an error its client can read
             with suppress(TimeoutError):
                 await asyncio.wait_for(admission.idle(), LAST_WORDS)
         self._exit()

@@ -1,7 +1,6 @@
 """Ollama's API under /api: chat, generate, embed, and what it tells of models.
 
-Refuses to know: how a template is written, how tokens are made, how calls are read; and other models than the one
-that is served.
+Refuses to know: how a template is written, how tokens are made, how calls are read; and models that are not served.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.core.constraints import ANY_JSON, json_schema
+from quire.serve.core.context import current
 from quire.serve.core.fields import refuse_unsupported
 from quire.serve.core.generation import Serving, hold_session
 from quire.serve.core.token_logprobs import token_logprobs
@@ -42,8 +42,9 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaRequest,
 )
 from quire.text.segments import Said, Thought
-from quire.types.errors import InputError, ModelNotFoundError
+from quire.types.errors import ConfigError, InputError, ModelNotFoundError
 from quire.types.grammar import GrammarSpec
+from quire.types.models_file import parse_keep_alive
 from quire.types.plan import TokenLogprobs
 from quire.types.request import FinishReason
 from quire.types.sampling_params import SamplingParams
@@ -54,22 +55,49 @@ _GENERATE = msgspec.json.Decoder(OllamaGenerateRequest)
 Answer = OllamaChatAnswer | OllamaGenerateAnswer
 
 
-def check(serving: Serving, body: OllamaRequest) -> None:
-    check_model(serving, body.model)
+def check(serving: Serving, body: OllamaRequest) -> str:
+    """Refuse, before any work, what can be seen from the body alone; gives the model's name here."""
+    name = known_name(serving, body.model)
     refuse_unsupported(body)
     if body.options is not None:
         refuse_unsupported(body.options)
     if isinstance(body, OllamaAnswerRequest):
         hold_session(body.session_id, body.session_ttl)
+    keep_alive_of(body)
+    return name
 
 
-def check_model(serving: Serving, name: str) -> None:
-    name, served = name.removesuffix(":latest"), serving.frontend.model_name.removesuffix(":latest")
-    managed, path = serving.options.model_management, serving.frontend.client.info.weights.path
-    if serving.adapter(name):
-        serving.check_model(name)
-    elif name != served and not (managed and is_copy(name, path)):
-        raise ModelNotFoundError(f"model {name!r} not found; this server has {serving.frontend.model_name!r}")
+def known_name(serving: Serving, name: str) -> str:
+    """The name by which a model or an adapter is served that Ollama's clients call so: with or without a tag, or by the
+    name of a copy."""
+    name, pool = name.removesuffix(":latest"), serving.models
+    if pool.find(name) is not None:
+        return name
+    for served in pool.names:
+        path = latest.client.info.weights.path if (latest := pool.latest(served)) is not None else ""
+        copied = serving.options.model_management and path and is_copy(name, path)
+        if copied or name == served.removesuffix(":latest"):
+            return served
+    raise ModelNotFoundError(f"model {name!r} not found; this server has {', '.join(map(repr, pool.names))}")
+
+
+def keep_alive_of(body: OllamaRequest) -> float | None:
+    """Seconds that the model is to stay after this request; None: as long as it would."""
+    try:
+        return None if body.keep_alive is None else parse_keep_alive(body.keep_alive)
+    except ConfigError as error:
+        raise InputError(str(error), param="keep_alive") from None
+
+
+async def use_model(serving: Serving, body: OllamaRequest, name: str) -> float:
+    """Have the model ready; gives how long that took, 0 where it stays loaded anyway."""
+    began, keep_alive = time.perf_counter(), keep_alive_of(body)
+    await serving.use_model(name)
+    if (lease := current().lease) is None:
+        return 0.0
+    if keep_alive is not None:
+        lease.keep_alive = keep_alive
+    return time.perf_counter() - began
 
 
 def params_of(body: OllamaAnswerRequest) -> SamplingParams:
@@ -123,11 +151,13 @@ class Writer:
     serving: Serving
     body: OllamaAnswerRequest
     arrived: float
+    name: str  # who answers
+    load_s: float = 0.0  # that it took to load the model
     first: float = 0.0  # when the first token came
 
     def line(self, said: str, thought: str, calls: list[Call], logprobs: list[TokenLogprobs] | None = None) -> Answer:
         thinking = thought if thought and self.body.think is not False else UNSET
-        name, created = self.serving.model_name, now()
+        name, created = self.name, now()
         answer: Answer
         if isinstance(self.body, OllamaChatRequest):
             message = OllamaReply(content=said, thinking=thinking)
@@ -150,9 +180,9 @@ class Writer:
         answer.done = True
         answer.done_reason = "length" if talk.replies[0].finish_reason is FinishReason.LENGTH else "stop"
         answer.total_duration = _nanoseconds(end - self.arrived)
-        answer.load_duration = 0
+        answer.load_duration = _nanoseconds(self.load_s)
         answer.prompt_eval_count = talk.generation.prompt_tokens
-        answer.prompt_eval_duration = _nanoseconds(first - self.arrived)
+        answer.prompt_eval_duration = _nanoseconds(first - self.arrived - self.load_s)
         answer.eval_count = talk.replies[0].tokens
         answer.eval_duration = _nanoseconds(end - first)
         return answer
@@ -160,8 +190,7 @@ class Writer:
     def loaded(self) -> Answer:
         """Nothing was asked: to Ollama, a wish that the model be loaded, or be let go (`keep_alive` 0)."""
         answer = self.line("", "", [])
-        away = str(self.body.keep_alive) in ("0", "0.0", "0s", "0m")
-        answer.done, answer.done_reason = True, "unload" if away else "load"
+        answer.done, answer.done_reason = True, "unload" if keep_alive_of(self.body) == 0 else "load"
         return answer
 
 
@@ -230,8 +259,12 @@ def router(serving: Serving) -> APIRouter:
     async def reply(
         request: Request, body: OllamaAnswerRequest, turn: Callable[[], Turn] | None, arrived: float
     ) -> Response:
-        check(serving, body)
-        writer = Writer(serving, body, arrived)
+        name = check(serving, body)
+        if turn is None and keep_alive_of(body) == 0:
+            await serving.models.unload(serving.find_model(name)[0])
+            return Response(json(Writer(serving, body, arrived, name).loaded()), media_type="application/json")
+        load_s = await use_model(serving, body, name)
+        writer = Writer(serving, body, arrived, serving.model_name, load_s)
         if turn is None:
             return Response(json(writer.loaded()), media_type="application/json")
         talk = await start(serving, turn(), f"ollama-{uuid.uuid4().hex}", arrived)

@@ -1,6 +1,6 @@
 """What Ollama's API does to model files, where `--model-management` lets it: /api/pull, /api/copy, /api/delete.
 
-The model that is served stays the one that is served. Refuses to know: how files are fetched, answers.
+The models that are served stay those that are served. Refuses to know: how files are fetched, answers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from quire import assets
 from quire.serve.core.generation import Serving
+from quire.serve.core.model_facts import facts_of
 from quire.serve.http.http_io import JsonLines, decode, json, read_body
 from quire.serve.http.openapi import answers
 from quire.serve.ollama.model_files import Pulls, fetchable
@@ -61,7 +62,7 @@ def router(serving: Serving) -> APIRouter:
         check()
         body = decode(_COPY, await read_body(request, serving.max_body))
         source = body.source.removesuffix(":latest")
-        known = serving.frontend.client.info.model if source == serving.frontend.model_name else source
+        known = (await facts_of(serving, source)).model if source in serving.models.names else source
         await asyncio.to_thread(assets.copy, known, body.destination.removesuffix(":latest"))
         return Response()
 
@@ -69,12 +70,14 @@ def router(serving: Serving) -> APIRouter:
     async def delete(request: Request) -> Response:
         check()
         name = decode(_NAMED, await read_body(request, serving.max_body)).named().removesuffix(":latest")
-        if name in (serving.frontend.model_name, serving.frontend.client.info.model):
+        if name in [
+            each for served in serving.models.names for each in (served, (await facts_of(serving, served)).model)
+        ]:
             raise InputError(f"{name} is being served", param="model")
         await asyncio.to_thread(assets.remove, name)
         return Response()
 
-    # What builds models from parts: there is one here, made elsewhere.
+    # What builds models from parts: those here were made elsewhere.
     @routes.api_route("/api/create", methods=["POST"], include_in_schema=False)
     @routes.api_route("/api/push", methods=["POST"], include_in_schema=False)
     @routes.api_route("/api/blobs/{digest}", methods=["HEAD", "POST"], include_in_schema=False)

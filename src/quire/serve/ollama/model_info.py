@@ -16,11 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__, assets
+from quire.engine.model_pool import ModelState
 from quire.serve.core.embedding import embed, prompts_of
 from quire.serve.core.generation import Serving, off_loop
+from quire.serve.core.model_facts import ModelFacts, facts_of, text_of
 from quire.serve.http.http_io import decode, json, read_body, until_gone
 from quire.serve.http.openapi import answers
-from quire.serve.ollama.generate import check, check_model
+from quire.serve.ollama.generate import check, known_name, use_model
 from quire.serve.ollama.model_files import Digests, parameter_size
 from quire.serve.ollama.ollama_bodies import (
     OllamaDetails,
@@ -35,12 +37,14 @@ from quire.serve.ollama.ollama_bodies import (
     OllamaShowRequest,
     OllamaVersion,
 )
-from quire.text import Tokenizer
+from quire.text import TextModel, Tokenizer
 from quire.types.messages import WeightsInfo
 
 _EMBED = msgspec.json.Decoder(OllamaEmbedRequest)
 _EMBEDDINGS = msgspec.json.Decoder(OllamaEmbeddingsRequest)
 _SHOW = msgspec.json.Decoder(OllamaShowRequest)
+
+NEVER = "9999-12-31T23:59:59Z"  # it stays as long as the server does
 
 
 def details(weights: WeightsInfo) -> OllamaDetails:
@@ -54,10 +58,10 @@ def details(weights: WeightsInfo) -> OllamaDetails:
     )
 
 
-def listed(serving: Serving, digest: str) -> list[OllamaModel]:
-    """The model that is served, and each of its adapters."""
-    weights, when = serving.frontend.client.info.weights, modified(serving)
-    names = [serving.frontend.model_name, *(one.name for one in serving.frontend.client.adapters)]
+def listed(serving: Serving, facts: ModelFacts, digest: str) -> list[OllamaModel]:
+    """A model that is served, and each of its adapters."""
+    weights, when = facts.weights, modified(serving, facts)
+    names = [facts.name, *serving.adapter_names(facts.name)]
     return [
         OllamaModel(
             name=name,
@@ -75,37 +79,31 @@ def cached(serving: Serving) -> list[tuple[str, OllamaModel]]:
     """Models of the cache that are not served, with their paths."""
     out = []
     for found in assets.list_models():
-        weights = WeightsInfo(
-            kind=found.kind,
-            architecture=found.architecture or "",
-            parameters=found.parameters or 0,
-            quantisation=found.quantisation or "",
-        )
         model = OllamaModel(
             name=found.name,
             model=found.name,
             modified_at=_time(found.path.stat().st_mtime),
             size=found.size,
             digest="",
-            details=details(weights),
+            details=details(found.weights()),
         )
-        if found.name != serving.frontend.model_name:
+        if found.name not in serving.models.names:
             out.append((str(found.path), model))
     return out
 
 
-def running(serving: Serving, digest: str) -> list[OllamaModel]:
-    models, info = listed(serving, digest), serving.frontend.client.info
+def running(serving: Serving, facts: ModelFacts, state: ModelState, digest: str) -> list[OllamaModel]:
+    models = listed(serving, facts, digest)
     for model in models:
-        model.expires_at = "9999-12-31T23:59:59Z"  # it stays as long as the server does
-        model.size_vram = model.size if info.device.startswith("cuda") else 0
-        model.context_length = info.max_model_len
+        model.expires_at = NEVER if state.expires_at is None else _time(state.expires_at)
+        model.size_vram = model.size if facts.device.startswith("cuda") else 0
+        model.context_length = facts.max_model_len
     return models
 
 
-def modified(serving: Serving) -> str:
+def modified(serving: Serving, facts: ModelFacts) -> str:
     """When the model's file was written; where there is none, when the server started."""
-    path = serving.frontend.client.info.weights.path
+    path = facts.weights.path
     return _time(Path(path).stat().st_mtime if path and Path(path).exists() else serving.created)
 
 
@@ -113,24 +111,24 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def shown(serving: Serving) -> OllamaShowAnswer:
-    info, text = serving.frontend.client.info, serving.frontend.text
-    weights, family = info.weights, info.weights.architecture or "general"
+def shown(serving: Serving, facts: ModelFacts, text: TextModel) -> OllamaShowAnswer:
+    weights, family, longest = facts.weights, facts.weights.architecture or "general", facts.max_model_len
+    vocabulary = facts.vocab_size or text.tokenizer.vocab_size
     return OllamaShowAnswer(
-        modelfile=f'FROM {serving.frontend.model_name}\nTEMPLATE """{text.template}"""\n',
+        modelfile=f'FROM {facts.name}\nTEMPLATE """{text.template}"""\n',
         template=text.template,
         details=details(weights),
         model_info={
             "general.architecture": weights.architecture,
-            "general.name": info.model,
+            "general.name": facts.model,
             "general.parameter_count": weights.parameters,
-            "general.context_length": info.max_model_len,
-            "general.vocabulary_size": info.vocab_size,
-            f"{family}.context_length": weights.context_length or info.max_model_len,
-            f"{family}.vocab_size": info.vocab_size,
+            "general.context_length": longest,
+            "general.vocabulary_size": vocabulary,
+            f"{family}.context_length": weights.context_length or longest,
+            f"{family}.vocab_size": vocabulary,
         },
         capabilities=["completion", "embedding", "tools", *(["thinking"] if text.reasons else [])],
-        modified_at=modified(serving),
+        modified_at=modified(serving, facts),
     )
 
 
@@ -173,7 +171,10 @@ def router(serving: Serving) -> APIRouter:
     @routes.head("/api/tags", include_in_schema=False)
     @routes.get("/api/tags", summary="List models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def tags() -> Response:
-        models = listed(serving, await digests.of(serving.frontend.client.info.weights.path))
+        models: list[OllamaModel] = []
+        for name in serving.models.names:
+            facts = await facts_of(serving, name)
+            models += listed(serving, facts, await digests.of(facts.weights.path))
         if serving.options.model_management:
             for path, model in await asyncio.to_thread(cached, serving):
                 model.digest = await digests.of(path)
@@ -182,7 +183,12 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/api/ps", summary="List loaded models", openapi_extra=answers(OllamaModels, error=OllamaError))
     async def ps() -> Response:
-        return reply(OllamaModels(running(serving, await digests.of(serving.frontend.client.info.weights.path))))
+        models: list[OllamaModel] = []
+        for state in serving.models.states():
+            if state.state == "loaded":
+                facts = await facts_of(serving, state.name)
+                models += running(serving, facts, state, await digests.of(facts.weights.path))
+        return reply(OllamaModels(models))
 
     @routes.head("/api/version", include_in_schema=False)
     @routes.get(
@@ -197,8 +203,9 @@ def router(serving: Serving) -> APIRouter:
         openapi_extra=answers(OllamaShowAnswer, takes=OllamaShowRequest, error=OllamaError),
     )
     async def show(request: Request) -> Response:
-        check_model(serving, decode(_SHOW, await read_body(request, serving.max_body)).named())
-        return reply(shown(serving))
+        name = known_name(serving, decode(_SHOW, await read_body(request, serving.max_body)).named())
+        facts = await facts_of(serving, serving.find_model(name)[0])
+        return reply(shown(serving, facts, await text_of(facts)))
 
     @routes.post(
         "/api/embed",
@@ -207,7 +214,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def embed_route(request: Request) -> Response:
         body = decode(_EMBED, await read_body(request, serving.max_body))
-        check(serving, body)
+        await use_model(serving, body, check(serving, body))
         return reply(await until_gone(request.receive, embedded(serving, body)))
 
     @routes.post(
@@ -217,7 +224,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def embeddings(request: Request) -> Response:
         body = decode(_EMBEDDINGS, await read_body(request, serving.max_body))
-        check(serving, body)
+        await use_model(serving, body, check(serving, body))
         vectors, _ = await until_gone(request.receive, embed(serving, [body.prompt] if body.prompt else []))
         return reply(OllamaEmbeddingsAnswer(vectors[0] if vectors else []))
 

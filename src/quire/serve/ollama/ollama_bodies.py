@@ -30,7 +30,9 @@ from quire.types.sampling_params import MAX_LOGPROBS
 
 LOADED = "the model is loaded already"
 NoList = Annotated[list[Any], Meta(max_length=0)]
-KeepAlive = Annotated[str | float, noted("the model stays; 0 is answered as if it did not")]
+KeepAlive = Annotated[
+    str | float, noted("of several models: how long it stays loaded after this; one alone, or pinned, stays")
+]
 Think = Annotated[bool | Literal["low", "medium", "high"], noted("where the model thinks; levels go to its template")]
 Format = Annotated[Literal["", "json"] | JsonSchema, noted("json, or a JSON schema")]
 

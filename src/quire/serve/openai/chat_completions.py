@@ -52,9 +52,9 @@ from quire.types.sampling_params import SamplingParams
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
 
-def parse(serving: Serving, raw: bytes) -> ChatRequest:
+async def parse(serving: Serving, raw: bytes) -> ChatRequest:
     body = decode(_DECODER, raw)
-    check(serving, body)
+    await check(serving, body)
     return body
 
 
@@ -315,16 +315,16 @@ async def stream(
         keep(completion(serving, id, talk, body))
 
 
-async def begin(serving: Serving, body: ChatRequest) -> tuple[str, Talk]:
-    arrived = time.perf_counter()
+async def begin(serving: Serving, body: ChatRequest, arrived: float) -> tuple[str, Talk]:
     id = f"chatcmpl-{uuid.uuid4().hex}"
     return id, await start(serving, turn_of(body, serving.frontend.client.info), id, arrived)
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
     """A body to its answer, without HTTP: what batches use."""
-    body = parse(serving, raw)
-    id, talk = await begin(serving, body)
+    arrived = time.perf_counter()
+    body = await parse(serving, raw)
+    id, talk = await begin(serving, body, arrived)
     await talk.whole()
     return completion(serving, id, talk, body)
 
@@ -338,8 +338,9 @@ def router(serving: Serving) -> APIRouter:
         "/v1/chat/completions", summary="Create a chat completion", openapi_extra=generates(ChatRequest, ChatCompletion)
     )
     async def chat_completions(request: Request) -> Response:
-        body = parse(serving, await read_body(request, serving.max_body))
-        id, talk = await begin(serving, body)
+        raw, arrived = await read_body(request, serving.max_body), time.perf_counter()
+        body = await parse(serving, raw)
+        id, talk = await begin(serving, body, arrived)
 
         def keep(made: bytes) -> None:
             store.keep(owner_of(request), made, [message.plain() for message in body.messages])

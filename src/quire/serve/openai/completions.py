@@ -235,14 +235,13 @@ async def stream(
         yield last
 
 
-def parse(serving: Serving, raw: bytes) -> CompletionRequest:
+async def parse(serving: Serving, raw: bytes) -> CompletionRequest:
     body = decode(_DECODER, raw)
-    check(serving, body)
+    await check(serving, body)
     return body
 
 
-async def begin(serving: Serving, body: CompletionRequest) -> tuple[str, Generation]:
-    arrived = time.perf_counter()
+async def begin(serving: Serving, body: CompletionRequest, arrived: float) -> tuple[str, Generation]:
     id = f"cmpl-{uuid.uuid4().hex}"
     requests = await Preparing(serving, body).run(id)
     return id, Generation(serving, requests, arrived, body.deadline_ms, prompt_only=scores(body))
@@ -250,8 +249,9 @@ async def begin(serving: Serving, body: CompletionRequest) -> tuple[str, Generat
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
     """A body to its answer, without HTTP: what batches use."""
-    body = parse(serving, raw)
-    id, generation = await begin(serving, body)
+    arrived = time.perf_counter()
+    body = await parse(serving, raw)
+    id, generation = await begin(serving, body, arrived)
     return completion(serving, id, generation, await collect(generation), body)
 
 
@@ -262,8 +262,9 @@ def router(serving: Serving) -> APIRouter:
         "/v1/completions", summary="Create a completion", openapi_extra=generates(CompletionRequest, Completion)
     )
     async def completions(request: Request) -> Response:
-        body = parse(serving, await read_body(request, serving.max_body))
-        id, generation = await begin(serving, body)
+        raw, arrived = await read_body(request, serving.max_body), time.perf_counter()
+        body = await parse(serving, raw)
+        id, generation = await begin(serving, body, arrived)
         if body.stream:
             out = DirectOut()
             return EventStream(stream(serving, id, generation, body, out), out)

@@ -66,15 +66,15 @@ async def answer(serving: Serving, body: EmbeddingRequest) -> bytes:
     return json(EmbeddingList(data, serving.model_name, EmbeddingUsage(tokens, tokens)))
 
 
-def parse(serving: Serving, raw: bytes) -> EmbeddingRequest:
+async def parse(serving: Serving, raw: bytes) -> EmbeddingRequest:
     body = decode(_DECODER, raw)
-    serving.check_model(body.model)
+    await serving.use_model(body.model)
     return body
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
     """A body to its answer, without HTTP: what batches use."""
-    return await answer(serving, parse(serving, raw))
+    return await answer(serving, await parse(serving, raw))
 
 
 def router(serving: Serving) -> APIRouter:
@@ -86,7 +86,7 @@ def router(serving: Serving) -> APIRouter:
         openapi_extra=answers(EmbeddingList, takes=EmbeddingRequest),
     )
     async def embeddings(request: Request) -> Response:
-        body = parse(serving, await read_body(request, serving.max_body))
+        body = await parse(serving, await read_body(request, serving.max_body))
         return Response(await until_gone(request.receive, answer(serving, body)), media_type="application/json")
 
     return routes

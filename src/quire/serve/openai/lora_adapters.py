@@ -19,10 +19,12 @@ from quire.types.errors import ConfigError, InputError, ModelFileError
 
 
 class LoadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/load_lora_adapter: the name it is to have, and the directory it is in, on the server."""
+    """Body of POST /v1/load_lora_adapter: the name it is to have, and the directory it is in, on the server; of several
+    models, which it is for (default: the first)."""
 
     lora_name: Name
     lora_path: str
+    model: Name | None = None
 
 
 class UnloadLoraRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +38,6 @@ _UNLOAD = msgspec.json.Decoder(UnloadLoraRequest)
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
-    client = serving.frontend.client
 
     @routes.post(
         "/v1/load_lora_adapter",
@@ -45,10 +46,11 @@ def router(serving: Serving) -> APIRouter:
     )
     async def load(request: Request) -> Response:
         body = decode(_LOAD, await read_body(request, serving.max_body))
-        if body.lora_name == serving.frontend.model_name:
+        if body.lora_name in serving.models.names:
             raise InputError(f"{body.lora_name!r} is the model itself", param="lora_name")
+        await serving.use_model(body.model)
         try:
-            await client.load_adapter(body.lora_name, body.lora_path)
+            await serving.frontend.client.load_adapter(body.lora_name, body.lora_path)
         except (ConfigError, ModelFileError) as error:  # what is wrong is the file that was named
             raise InputError(str(error), param="lora_path") from None
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -60,7 +62,9 @@ def router(serving: Serving) -> APIRouter:
     )
     async def unload(request: Request) -> Response:
         body = decode(_UNLOAD, await read_body(request, serving.max_body))
-        await client.unload_adapter(body.lora_name)
+        if (found := serving.models.find(body.lora_name)) is not None:
+            await serving.use_model(found[0])
+        await serving.frontend.client.unload_adapter(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes

@@ -1,43 +1,46 @@
-"""GET /v1/models and /v1/models/{id}: the model being served, and its adapters. Refuses to know: any other."""
+"""GET /v1/models and /v1/models/{id}: the models that are served, and their adapters. Refuses to know: any other."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 from fastapi import APIRouter
+from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from quire.serve.core.context import current
 from quire.serve.core.generation import Serving
+from quire.serve.core.model_facts import facts_of
 from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
 from quire.serve.openai.response_bodies import ModelCard, ModelList, ModelPermission
 
 
+async def cards_of(serving: Serving, model: str) -> list[ModelCard]:
+    """Of a model and its adapters; an adapter's root is where it was loaded from, as vLLM has it."""
+    facts, pool = await facts_of(serving, model), serving.models
+    base = ModelCard(
+        id=model,
+        created=serving.created,
+        root=facts.model,
+        permission=[ModelPermission(id=f"modelperm-{facts.fingerprint[3:]}", created=serving.created)],
+        display_name=model,
+        created_at=datetime.fromtimestamp(serving.created, UTC).isoformat(),
+        max_model_len=facts.max_model_len,
+        loaded=UNSET if pool.fixed else model in pool.loaded(),
+    )
+    adapters = [
+        replace(base, id=one.name, root=one.path, parent=model, display_name=one.name) for one in pool.adapters(model)
+    ]
+    return [base, *adapters]
+
+
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["OpenAI"])
-    name, client = serving.frontend.model_name, serving.frontend.client
-    base = ModelCard(
-        id=name,
-        created=serving.created,
-        root=client.info.model,
-        permission=[ModelPermission(id=f"modelperm-{serving.fingerprint[3:]}", created=serving.created)],
-        display_name=name,
-        created_at=datetime.fromtimestamp(serving.created, UTC).isoformat(),
-        max_model_len=client.info.max_model_len,
-    )
-
-    def cards() -> dict[str, ModelCard]:
-        """By name; an adapter's root is where it was loaded from, as vLLM has it."""
-        adapters = [
-            replace(base, id=one.name, root=one.path, parent=name, display_name=one.name) for one in client.adapters
-        ]
-        return {card.id: card for card in (base, *adapters)}
 
     @routes.get("/v1/models", summary="List models", openapi_extra=answers(ModelList))
     async def list_models() -> Response:
-        data = list(cards().values())
+        data = [card for name in serving.models.names for card in await cards_of(serving, name)]
         return Response(
             json(ModelList(data=data, first_id=data[0].id, last_id=data[-1].id)), media_type="application/json"
         )
@@ -45,7 +48,8 @@ def router(serving: Serving) -> APIRouter:
     # A path, because names such as org/model hold slashes.
     @routes.get("/v1/models/{id:path}", summary="Describe a model", openapi_extra=answers(ModelCard))
     async def describe_model(id: str) -> Response:
-        serving.check_model(id)
-        return Response(json(cards()[current().lora or name]), media_type="application/json")
+        model, adapter = serving.find_model(id)
+        [found] = [card for card in await cards_of(serving, model) if card.id == (adapter or model)]
+        return Response(json(found), media_type="application/json")
 
     return routes

@@ -159,6 +159,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     type: Literal["model"] = "model"
     display_name: str
     created_at: str
+    loaded: bool | UnsetType = UNSET  # of several models, which are loaded when they are asked for
 
 
 class ModelList(msgspec.Struct, kw_only=True):

@@ -38,9 +38,9 @@ _FOLLOW = {
 }
 
 
-def parse(serving: Serving, raw: bytes) -> ResponseRequest:
+async def parse(serving: Serving, raw: bytes, *, engine: bool = True) -> ResponseRequest:
     body = decode(_DECODER, raw)
-    serving.check_model(body.model)
+    serving.find_model(body.model)
     refuse_unsupported(body)
     hold_session(body.session_id, body.session_ttl)
     set_targets(body.slo)
@@ -50,16 +50,18 @@ def parse(serving: Serving, raw: bytes) -> ResponseRequest:
         raise InputError(f"top_logprobs needs include to hold {LOGPROBS}", param="top_logprobs")
     if body.background and body.store is False:
         raise InputError("a response in the background has to be stored; leave store out", param="background")
+    await serving.use_model(body.model, engine=engine and not body.background)
     return body
 
 
 async def whole(serving: Serving, raw: bytes) -> bytes:
     """A body to its answer, without HTTP: what batches use."""
-    body = parse(serving, raw)
+    arrived = time.perf_counter()
+    body = await parse(serving, raw)
     if body.background:
         raise InputError("a batch is in the background already; leave background out", param="background")
     run = Run(serving, body, None, "")
-    return await run.whole(await run.start(time.perf_counter()))
+    return await run.whole(await run.start(arrived))
 
 
 def followed(request: Request) -> int | None:
@@ -101,7 +103,7 @@ def router(serving: Serving) -> APIRouter:
     @routes.post("/v1/responses", summary="Create a response", openapi_extra=generates(ResponseRequest, ResponseObject))
     async def create(request: Request) -> Response:
         arrived = time.perf_counter()
-        body = parse(serving, await read_body(request, serving.max_body))
+        body = await parse(serving, await read_body(request, serving.max_body))
         run = Run(serving, body, kept, owner_of(request))
         if body.background:
             run.turn().offered()  # what can be told now is not left to the background
@@ -118,7 +120,7 @@ def router(serving: Serving) -> APIRouter:
         openapi_extra=answers(InputTokens, takes=ResponseRequest),
     )
     async def input_tokens(request: Request) -> Response:
-        body = parse(serving, await read_body(request, serving.max_body))
+        body = await parse(serving, await read_body(request, serving.max_body), engine=False)
         tokens, _ = await render(serving, Run(serving, body, kept, owner_of(request)).turn())
         return reply(json(InputTokens(len(tokens))))
 

@@ -297,7 +297,9 @@ class BackgroundRun:
     async def _answer(self) -> None:
         run = self.run
         with own_place(run.serving):
-            talk = await run.start(time.perf_counter())
+            arrived = time.perf_counter()
+            await run.serving.use_model(run.body.model)
+            talk = await run.start(arrived)
             run.response.status = "in_progress"
             self._add(run.events.write("response.in_progress", response=run.response))
             async with aclosing(run.parts(talk)) as parts:

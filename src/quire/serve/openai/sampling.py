@@ -31,9 +31,9 @@ _NOT_IN_BEAMS = (
 )
 
 
-def check(serving: Serving, body: GenerationRequest) -> None:
-    """Refuse, before any work, what can be seen from the body alone."""
-    serving.check_model(body.model)
+async def check(serving: Serving, body: GenerationRequest) -> None:
+    """Refuse, before any work, what can be seen from the body alone; then have its model ready."""
+    serving.find_model(body.model)
     refuse_unsupported(body)
     hold_session(body.session_id, body.session_ttl)
     set_targets(body.slo)
@@ -43,6 +43,7 @@ def check(serving: Serving, body: GenerationRequest) -> None:
         raise InputError("which choice is best is known at the end: best_of cannot be streamed", param="best_of")
     if body.stream and body.prompt_logprobs is not None:
         raise InputError("prompt_logprobs cannot be streamed; set stream to false", param="prompt_logprobs")
+    await serving.use_model(body.model)
 
 
 def sampling_params(body: SamplingFields, **changes: Any) -> SamplingParams:

@@ -134,7 +134,7 @@ async def pair_scores(
 
 async def score(serving: Serving, raw: bytes) -> ScoreList:
     body = decode(_SCORE, raw)
-    serving.check_model(body.model)
+    await serving.use_model(body.model)
     pairs = text_pairs(body.text_1, body.text_2)
     scores, usage = await pair_scores(serving, pairs, body.truncate_prompt_tokens)
     data = [Score(index, value) for index, value in enumerate(scores)]
@@ -143,7 +143,7 @@ async def score(serving: Serving, raw: bytes) -> ScoreList:
 
 async def rerank(serving: Serving, raw: bytes) -> RerankList:
     body = decode(_RERANK, raw)
-    serving.check_model(body.model)
+    await serving.use_model(body.model)
     documents = [each if isinstance(each, str) else each.text for each in body.documents]
     most = body.max_tokens_per_doc if body.truncate_prompt_tokens is None else body.truncate_prompt_tokens
     scores, usage = await pair_scores(serving, text_pairs(body.query, documents), most)
@@ -157,7 +157,7 @@ async def rerank(serving: Serving, raw: bytes) -> RerankList:
 
 async def classes(serving: Serving, raw: bytes) -> ClassificationList:
     body = decode(_CLASSIFY, raw)
-    serving.check_model(body.model)
+    await serving.use_model(body.model)
     prompts = prompts_of(body.input, "input")
     found, tokens = await classify(serving, [(prompt, None) for prompt in prompts], body.truncate_prompt_tokens)
     labels = serving.frontend.client.info.pooling.labels

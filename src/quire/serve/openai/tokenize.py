@@ -60,8 +60,7 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
     body = decode(_TOKENIZE, raw)
-    if body.model is not None:
-        serving.check_model(body.model)
+    await serving.use_model(body.model, engine=False)
     if (body.prompt is None) == (body.messages is None):
         raise InputError("send either prompt or messages", param="prompt")
     info = serving.frontend.client.info
@@ -96,8 +95,7 @@ async def tokenize(serving: Serving, raw: bytes) -> TokenizeResponse:
 
 async def detokenize(serving: Serving, raw: bytes) -> DetokenizeResponse:
     body = decode(_DETOKENIZE, raw)
-    if body.model is not None:
-        serving.check_model(body.model)
+    await serving.use_model(body.model, engine=False)
     size = serving.frontend.client.info.vocab_size
 
     def work() -> str:

@@ -27,6 +27,7 @@ from quire.serve.http.openapi import answers
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
+from quire.types.seams import EngineClient
 
 BUNDLE = 64 << 20  # bytes of an import
 
@@ -69,7 +70,11 @@ async def order(serving: Serving, body: CachePrompt, action: str, **more: object
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["cache"])
-    client = serving.frontend.client
+
+    async def engine(model: str | None) -> EngineClient:
+        """Of the model named, or of the default."""
+        await serving.use_model(model)
+        return serving.frontend.client
 
     def answer(report: CacheReport) -> Response:
         return Response(json(report), media_type="application/json")
@@ -78,11 +83,13 @@ def router(serving: Serving) -> APIRouter:
         return decode(msgspec.json.Decoder(kind), await read_body(request, serving.max_body))
 
     @routes.get("/v1/cache", summary="The KV cache as it is", openapi_extra=answers(CacheReport))
-    async def look() -> Response:
+    async def look(model: str | None = None) -> Response:
+        client = await engine(model)
         return answer((await client.cache(CacheOrder()))[0])
 
     @routes.post("/v1/cache/warm", summary="Compute a prompt", openapi_extra=answers(CacheReport, takes=CachePrompt))
-    async def warm(request: Request) -> Response:
+    async def warm(request: Request, model: str | None = None) -> Response:
+        client = await engine(model)
         body = await parsed(request, CachePrompt)
         wanted = await order(serving, body, "look")
         made = serving.frontend.prepare(
@@ -94,26 +101,32 @@ def router(serving: Serving) -> APIRouter:
         return answer(report)
 
     @routes.post("/v1/cache/pin", summary="Keep a prompt's pages", openapi_extra=answers(CacheReport, takes=PinBody))
-    async def pin(request: Request) -> Response:
+    async def pin(request: Request, model: str | None = None) -> Response:
+        client = await engine(model)
         body = await parsed(request, PinBody)
         assert isinstance(body, PinBody)
         return answer((await client.cache(await order(serving, body, "pin", seconds=body.seconds)))[0])
 
     @routes.post("/v1/cache/drop", summary="Forget pages", openapi_extra=answers(CacheReport, takes=DropBody))
-    async def drop(request: Request) -> Response:
+    async def drop(request: Request, model: str | None = None) -> Response:
+        client = await engine(model)
         body = await parsed(request, DropBody)
         assert isinstance(body, DropBody)
         return answer((await client.cache(await order(serving, body, "drop", tiers=body.tiers)))[0])
 
     @routes.post("/v1/cache/export", summary="A prompt's pages as a file", openapi_extra={"responses": {}})
-    async def export(request: Request) -> Response:
+    async def export(request: Request, model: str | None = None) -> Response:
+        client = await engine(model)
         _, data = await client.cache(await order(serving, await parsed(request, CachePrompt), "export"))
         name = f"prefix-{hashlib.blake2b(data, digest_size=6).hexdigest()}-{int(time.time())}.qkv"
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     @routes.post("/v1/cache/import", summary="Take in an exported file", openapi_extra=answers(CacheReport))
-    async def take_in(request: Request, key: str | None = None, cache_salt: str | None = None) -> Response:
+    async def take_in(
+        request: Request, key: str | None = None, cache_salt: str | None = None, model: str | None = None
+    ) -> Response:
+        client = await engine(model)
         data = await read_body(request, BUNDLE, "octet-stream")
         whose = salt(serving, CachePrompt(key=key, cache_salt=cache_salt))
         return answer((await client.cache(CacheOrder(action="import", data=data, salt=whose)))[0])

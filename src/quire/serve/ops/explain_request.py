@@ -41,6 +41,7 @@ class RequestSummary(msgspec.Struct, kw_only=True):
 
     id: str
     key: str
+    model: str
     arrived: float
     ended: float | None
     prompt_tokens: int
@@ -71,6 +72,7 @@ def summary(entry: Entry) -> RequestSummary:
     return RequestSummary(
         id=entry.request,
         key=entry.owner,
+        model=entry.model,
         arrived=entry.arrived,
         ended=entry.ended or None,
         prompt_tokens=entry.prompt,
@@ -83,10 +85,13 @@ def summary(entry: Entry) -> RequestSummary:
     )
 
 
-async def timelines(serving: Serving, request: str) -> list[Timeline]:
+async def timelines(serving: Serving, entry: Entry) -> list[Timeline]:
     """The engine's account of a request; empty if it no longer has one, or is gone itself."""
+    frontend = serving.models.loaded().get(entry.model)
+    if frontend is None:
+        return []
     try:
-        return await asyncio.wait_for(serving.frontend.client.timelines(request), ENGINE_TIMEOUT)
+        return await asyncio.wait_for(frontend.client.timelines(entry.request), ENGINE_TIMEOUT)
     except (TimeoutError, EngineDeadError):
         return []
 
@@ -112,7 +117,8 @@ def router(serving: Serving) -> APIRouter:
     async def cancel_request(id: str) -> Response:
         running = [entry for entry in own(id) if not entry.ended]
         for entry in running:
-            serving.frontend.client.abort(entry.request)
+            if (frontend := serving.models.loaded().get(entry.model)) is not None:
+                frontend.client.abort(entry.request)
         return Response(json(Cancelled(id, bool(running))), media_type="application/json")
 
     @routes.get(
@@ -120,7 +126,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def explain_request(id: str) -> Response:
         everything, now = ADMIN in current().key.scopes, time.time()
-        found = [explain(e, await timelines(serving, e.request), now, others=everything) for e in own(id)]
+        found = [explain(e, await timelines(serving, e), now, others=everything) for e in own(id)]
         return Response(json(Explanations(found)), media_type="application/json")
 
     return routes

@@ -38,12 +38,36 @@ class _Gauges(Collector):
         for reason, count in admission.refused.items():
             refused.add_metric((reason,), count)
         yield refused
-        restarts = getattr(self.serving.frontend.client, "restarts", 0)
+        restarts = self.serving.models.restarts()
         yield CounterMetricFamily("quire_engine_restarts", "Times the engine was replaced.", restarts)
+        if not self.serving.models.fixed:
+            yield from self._of_models()
         yield from self._of_replicas()
         delays = HistogramMetricFamily("quire_event_loop_lag_seconds", "Lateness of a sleeping task.")
         delays.add_metric((), lag.cumulative(), lag.total)
         yield delays
+
+    def _of_models(self) -> Iterator[Metric]:
+        labels, states = ("model_name",), self.serving.models.states()
+        for name, help, values in (
+            ("model_loaded", "Whether a model is loaded.", {s.name: s.state == "loaded" for s in states}),
+            ("model_bytes", "Bytes that a model takes, weights and KV.", {s.name: s.bytes for s in states}),
+            ("model_requests", "Requests that hold a model.", {s.name: s.requests for s in states}),
+        ):
+            gauge = GaugeMetricFamily(f"quire_{name}", help, labels=labels)
+            for model, value in values.items():
+                gauge.add_metric((model,), value)
+            yield gauge
+        for name, help, counts in (
+            ("model_loads", "Times a model was loaded.", {s.name: s.loads for s in states}),
+            ("model_load_failures", "Times a model could not be loaded.", {s.name: s.load_failures for s in states}),
+            ("model_unloads", "Times a model was unloaded.", {s.name: s.unloads for s in states}),
+            ("model_load_seconds", "Seconds that loads of a model took.", {s.name: s.load_s_total for s in states}),
+        ):
+            counter = CounterMetricFamily(f"quire_{name}", help, labels=labels)
+            for model, count in counts.items():
+                counter.add_metric((model,), count)
+            yield counter
 
     def _of_replicas(self) -> Iterator[Metric]:
         labels = ("replica",)

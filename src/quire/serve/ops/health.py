@@ -9,6 +9,7 @@ import asyncio
 from contextlib import suppress
 
 from fastapi import APIRouter
+from msgspec.structs import replace
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from quire import __version__
@@ -18,17 +19,32 @@ from quire.serve.core.generation import Serving
 from quire.serve.core.rate_limits import DRAIN_RETRY
 from quire.serve.ops import gauges
 from quire.types.errors import EngineDeadError, OverloadedError
-from quire.types.events import EngineStats
 from quire.types.membership import ReplicaView
 
 ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
 
 
-async def engine_stats(serving: Serving) -> EngineStats:
+async def ask_engine(serving: Serving, model: str) -> None:
+    """Have the metrics of a model tell what its engine says of itself now."""
+    metrics, frontend = serving.metrics_by_model[model], serving.models.loaded().get(model)
+    if frontend is None:
+        metrics.unloaded()
+        return
+    metrics.info = frontend.client.info
     try:
-        return await asyncio.wait_for(serving.frontend.client.stats(), ENGINE_TIMEOUT)
-    except TimeoutError:
-        raise EngineDeadError(f"the engine did not answer within {ENGINE_TIMEOUT:g} seconds") from None
+        metrics.engine(await asyncio.wait_for(frontend.client.stats(), ENGINE_TIMEOUT))
+    except (TimeoutError, EngineDeadError):
+        metrics.engine(None)
+
+
+async def all_replicas(serving: Serving) -> list[ReplicaView]:
+    """The engines of all models that are loaded; of several models, each is called like its model."""
+    found: list[ReplicaView] = []
+    for name, frontend in serving.models.loaded().items():
+        with suppress(EngineDeadError):  # of one that is lost meanwhile
+            replicas = await frontend.client.replicas()
+            found += replicas if serving.models.fixed else [replace(one, id=name) for one in replicas]
+    return found
 
 
 def router(serving: Serving) -> APIRouter:
@@ -42,14 +58,14 @@ def router(serving: Serving) -> APIRouter:
     def check() -> None:
         if serving.admission.draining:
             raise OverloadedError("the server is shutting down", retry_after=DRAIN_RETRY)
-        if (trouble := serving.frontend.client.trouble()) is not None:
+        if (trouble := serving.models.trouble()) is not None:
             raise EngineDeadError(trouble)
 
     @routes.head("/ready", include_in_schema=False)
     @routes.get("/ready", summary="Would a request be served now?")
     async def ready() -> Response:
         check()
-        return JSONResponse({"status": "ready", "model": serving.frontend.model_name})
+        return JSONResponse({"status": "ready", "model": serving.models.names[0]})
 
     # As SageMaker asks, by either method: an answer without words.
     @routes.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
@@ -73,13 +89,8 @@ def metrics_router(serving: Serving) -> APIRouter:
 
     @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        replicas: list[ReplicaView] = []
-        try:
-            serving.metrics.engine(await engine_stats(serving))
-        except EngineDeadError:
-            serving.metrics.engine(None)
-        with suppress(EngineDeadError):  # of one that is lost meanwhile
-            replicas = await serving.frontend.client.replicas()
-        return Response(exposition.render(serving.metrics) + gauges.render(serving, replicas), media_type=CONTENT_TYPE)
+        await asyncio.gather(*(ask_engine(serving, name) for name in serving.models.names))
+        told = exposition.render(*serving.metrics_by_model.values())
+        return Response(told + gauges.render(serving, await all_replicas(serving)), media_type=CONTENT_TYPE)
 
     return routes

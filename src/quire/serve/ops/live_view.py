@@ -16,7 +16,8 @@ import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from quire.observe.window import Glance
+from quire.engine.model_pool import ModelState
+from quire.observe.window import Glance, Window
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import EventStream, json
 from quire.serve.http.openapi import answers
@@ -40,13 +41,15 @@ class Picture(msgspec.Struct, kw_only=True):
     since_last: Glance
     refused: int  # requests turned away since the server started
     replicas: list[ReplicaView]
+    models: list[ModelState]  # all of the server's
 
 
 class Feed:
-    """One reader of the engine for all viewers."""
+    """One reader of a model's engine for all viewers."""
 
-    def __init__(self, serving: Serving):
+    def __init__(self, serving: Serving, model: str):
         self._serving = serving
+        self._model = model
         self._viewers: set[asyncio.Queue[bytes]] = set()
         self._task: asyncio.Task[None] | None = None
 
@@ -54,15 +57,26 @@ class Feed:
         serving = self._serving
         view: EngineView | None = None
         replicas: list[ReplicaView] = []
-        with suppress(TimeoutError, EngineDeadError):
-            view = await asyncio.wait_for(serving.frontend.client.view(), ENGINE_TIMEOUT)
-            replicas = await asyncio.wait_for(serving.frontend.client.replicas(), ENGINE_TIMEOUT)
-        ready = view is not None and serving.frontend.client.trouble() is None
-        glance, refused = serving.metrics.window.take(), sum(serving.admission.refused.values())
-        name = serving.frontend.model_name
+        frontend = serving.models.loaded().get(self._model)
+        if frontend is not None:
+            with suppress(TimeoutError, EngineDeadError):
+                view = await asyncio.wait_for(frontend.client.view(), ENGINE_TIMEOUT)
+                replicas = await asyncio.wait_for(frontend.client.replicas(), ENGINE_TIMEOUT)
         return json(
-            Picture(model=name, ready=ready, engine=view, since_last=glance, refused=refused, replicas=replicas)
+            Picture(
+                model=self._model,
+                ready=view is not None and frontend is not None and frontend.client.trouble() is None,
+                engine=view,
+                since_last=self._window.take(),
+                refused=sum(serving.admission.refused.values()),
+                replicas=replicas,
+                models=serving.models.states(),
+            )
         )
+
+    @property
+    def _window(self) -> Window:
+        return self._serving.metrics_by_model[self._model].window
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
         """Events until the server drains; a viewer that lags skips pictures."""
@@ -79,7 +93,7 @@ class Feed:
             self._viewers.discard(queue)
 
     async def _run(self) -> None:
-        self._serving.metrics.window.take()  # what piled up while nobody looked
+        self._window.take()  # what piled up while nobody looked
         while self._viewers:
             try:
                 picture = await self.picture()
@@ -94,10 +108,11 @@ class Feed:
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["operations"])
-    feed = Feed(serving)
+    feeds = {name: Feed(serving, name) for name in serving.models.names}
 
     @routes.get("/view", summary="The engine now: requests, batch, pages, prefixes", openapi_extra=answers(Picture))
-    async def view(stream: bool = False) -> Response:
+    async def view(stream: bool = False, model: str | None = None) -> Response:
+        feed = feeds[serving.find_model(model)[0]]
         if stream:
             return EventStream(feed.watch())
         return Response(await feed.picture(), media_type="application/json")

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
+from quire.serve.ops.health import all_replicas
 from quire.types.autoscaling import AutoscalingView
 from quire.types.errors import InputError
 from quire.types.membership import ReplicaView
@@ -48,9 +49,9 @@ class ReplicaList(msgspec.Struct):
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["replicas"])
-    client = serving.frontend.client
 
     def operator() -> ReplicaOperator:
+        client = serving.frontend.client
         if not isinstance(client, ReplicaOperator):
             raise InputError("this server has one engine of its own; start it with replicas to replace them one by one")
         return client
@@ -64,6 +65,7 @@ def router(serving: Serving) -> APIRouter:
         return Response(json(found), media_type="application/json")
 
     def listed(found: list[ReplicaView]) -> Response:
+        client = serving.frontend.client
         if not isinstance(client, ReplicaOperator):
             return answer(ReplicaList(found))
         return answer(ReplicaList(found, pending=client.pending, autoscaling=client.autoscaling()))
@@ -72,7 +74,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/replicas", summary="The replicas and what each does", openapi_extra=answers(ReplicaList))
     async def replicas() -> Response:
-        return listed(await client.replicas())
+        return listed(await all_replicas(serving))
 
     @routes.post("/v1/replicas/restart", summary="Rolling restart", openapi_extra=answers(ReplicaList, takes=DrainBody))
     async def restart_all(request: Request) -> Response:

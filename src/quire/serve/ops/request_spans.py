@@ -17,7 +17,7 @@ from quire.types.errors import EngineDeadError
 from quire.types.timeline import Timeline
 
 if TYPE_CHECKING:
-    from quire.engine.frontend import Frontend
+    from quire.engine.model_pool import ModelPool
 
 logger = logging.getLogger("quire.serve")
 
@@ -25,23 +25,24 @@ ENGINE_TIMEOUT = 2.0  # seconds
 MAX_PENDING = 256  # spans being made; beyond, requests go untraced
 
 
-def traced(frontend: Frontend, ledger: Ledger, endpoint: str | None) -> Ledger:
+def traced(models: ModelPool, ledger: Ledger, endpoint: str | None) -> Ledger:
     """`ledger`, leaving spans at `endpoint` if there is one."""
     if endpoint is not None:
-        tracer = Tracer.to(endpoint, frontend.model_name)
+        tracer = Tracer.to(endpoint)
         atexit.register(tracer.close)
-        follow(frontend, ledger, tracer)
+        follow(models, ledger, tracer)
     return ledger
 
 
-def follow(frontend: Frontend, ledger: Ledger, tracer: Tracer) -> None:
+def follow(models: ModelPool, ledger: Ledger, tracer: Tracer) -> None:
     """Have every entry that ends from now on leave a span."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def write(entry: Entry) -> None:
         timelines: list[Timeline] = []
-        with suppress(TimeoutError, EngineDeadError):
-            timelines = await asyncio.wait_for(frontend.client.timelines(entry.request), ENGINE_TIMEOUT)
+        if (frontend := models.loaded().get(entry.model)) is not None:
+            with suppress(TimeoutError, EngineDeadError):
+                timelines = await asyncio.wait_for(frontend.client.timelines(entry.request), ENGINE_TIMEOUT)
         try:
             tracer.record(entry, timelines)
         except Exception:

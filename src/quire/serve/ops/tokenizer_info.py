@@ -37,7 +37,8 @@ def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["tokens"])
 
     @routes.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(model: str | None = None) -> Response:
+        await serving.use_model(model, engine=False)
         return Response(json(described(serving)), media_type="application/json")
 
     return routes

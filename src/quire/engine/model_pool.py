@@ -1,0 +1,423 @@
+"""Models of one server, loaded when they are asked for by name and kept by policy.
+
+    unloaded ──asked for──► waits for room ──► loading ──► loaded ◄──leases── requests
+        ▲                        (others, idle, go)           │
+        └────────── unloading ◄── idle for keep_alive, or another needs its room
+
+A request holds a lease while it runs; only a model without leases is unloaded. Whoever asks for one that is being
+loaded shares that load, and its failure; the next to ask tries again. Loads make room in the order they were asked for:
+a model that has to go gets no new leases until it has gone, so that a busy one does not keep others out for ever.
+Refuses to know: requests, how engines are started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.engine.client import CLOSED
+from quire.engine.frontend import Frontend
+from quire.engine.keep_policy import Candidate, GreedyDual, victims
+from quire.engine.pooled_model import ModelState, PooledModel, Resident, adapted, bounded
+from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError, EngineDeadError, OverloadedError, QuireError
+from quire.types.messages import AdapterInfo
+from quire.types.models_file import ServedModel
+
+log = logging.getLogger(__name__)
+
+GIB = 1 << 30
+LOAD_RETRY_S = 5.0  # after which a model that had no room may have some
+
+OpenModel = Callable[[ServedModel, Frontend | None], Awaitable[Frontend]]
+
+
+@dataclass(frozen=True)
+class PoolLimits:
+    """What may be loaded at once, and how long a request waits for room."""
+
+    models: int | None = None
+    bytes: int | None = None
+    wait: float = 60.0
+
+
+class Lease:
+    """A request's hold on a loaded model, or on what is known of one. `keep_alive`: how long it is to stay after this
+    request, from now on."""
+
+    def __init__(
+        self, model: str, frontend: Frontend, release: Callable[[float | None], None] = lambda keep_alive: None
+    ):
+        self.model = model
+        self.frontend = frontend
+        self.keep_alive: float | None = None
+        self._held = True
+        self._release = release
+
+    def release(self) -> None:
+        """Once or more often."""
+        if self._held:
+            self._held = False
+            self._release(self.keep_alive)
+
+
+class ModelPool:
+    """`open_model` starts an engine for an entry, given the frontend it had before; `size`: bytes it may take."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        open_model: OpenModel,
+        limits: PoolLimits | None = None,
+        size: Callable[[ServedModel], int] = lambda model: 0,
+    ):
+        self._models = {model.name: PooledModel(model, size(model)) for model in models}
+        self._open_model = open_model
+        self._limits = limits or PoolLimits()
+        self._policy = GreedyDual()
+        self._turn = asyncio.Lock()  # to make room
+        self._news = asyncio.Event()
+        self._closing: set[asyncio.Task[None]] = set()  # engines of models that are being unloaded
+        self._closed = False
+        self.fixed = False  # one model, which stays
+        self._check_pinned()
+
+    @classmethod
+    def of(cls, frontend: Frontend) -> ModelPool:
+        """Of one model, that is loaded and stays."""
+
+        async def reopened(model: ServedModel, earlier: Frontend | None) -> Frontend:
+            return frontend
+
+        pool = cls([ServedModel(frontend.model_name, EngineOptions(), pinned=True)], reopened)
+        pool.fixed = True
+        [model] = pool._models.values()
+        model.resident = Resident(frontend)
+        model.latest = bounded(frontend)
+        return pool
+
+    def _check_pinned(self) -> None:
+        kept = [model for model in self._models.values() if model.spec.pinned]
+        most, size = self._limits.models, self._limits.bytes
+        others = len(kept) < len(self._models)
+        if most is not None and len(kept) + others > most:
+            raise ConfigError(f"{len(kept)} models are pinned; max_loaded_models {most} leaves no room for others")
+        for model in self._models.values():
+            if size is not None and model.size > size:
+                raise ConfigError(f"{model.name} takes {_gib(model.size)}, more than models_memory {_gib(size)}")
+
+    # ---- what there is --------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._models)
+
+    @property
+    def default(self) -> Frontend:
+        """Of the first model, loaded or not."""
+        latest = next(iter(self._models.values())).latest
+        assert latest is not None, "the pool has not been started"
+        return latest
+
+    def find(self, name: str | None) -> tuple[str, str] | None:
+        """The model that a name means, and its adapter if it means one (adapter, or model:adapter)."""
+        if name is None or name in self._models:
+            return name or self.names[0], ""
+        for model in self._models.values():
+            own = {one.name for one in model.adapters}
+            for adapter in (name, name.removeprefix(f"{model.name}:")):
+                if adapter in own:
+                    return model.name, adapter
+        return None
+
+    def latest(self, name: str) -> Frontend | None:
+        """What is known of a model; None: it was never loaded."""
+        return self._models[name].latest
+
+    def spec(self, name: str) -> ServedModel:
+        return self._models[name].spec
+
+    def adapters(self, name: str) -> list[AdapterInfo]:
+        return self._models[name].adapters
+
+    def loaded(self) -> dict[str, Frontend]:
+        """By name, the default first."""
+        return {name: model.resident.frontend for name, model in self._models.items() if model.resident is not None}
+
+    def states(self) -> list[ModelState]:
+        return [model.look(name == self.names[0]) for name, model in self._models.items()]
+
+    def restarts(self) -> int:
+        """Times that engines were replaced."""
+        there = sum(getattr(frontend.client, "restarts", 0) for frontend in self.loaded().values())
+        return there + sum(model.restarts for model in self._models.values())
+
+    def trouble(self) -> str | None:
+        """Why the default model could not answer now; None if it could, or would be loaded."""
+        frontend = self.loaded().get(self.names[0])
+        return frontend.client.trouble() if frontend is not None else None
+
+    # ---- leases ---------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the default, and those that are pinned."""
+        for model in list(self._models.values()):
+            if model.spec.pinned or model.name == self.names[0]:
+                try:
+                    (await self.acquire(model.name)).release()
+                except EngineDeadError as error:
+                    raise error.__cause__ or error from None  # whoever starts a server is told why
+
+    async def acquire(self, name: str) -> Lease:
+        """A lease of a model, loaded if need be. OverloadedError: there was no room for it in time."""
+        if self._closed:
+            raise EngineDeadError(CLOSED)
+        model = self._models[name]
+        resident = model.resident
+        if resident is not None and not resident.draining:
+            self._hold(model, resident)
+        else:
+            resident = await self._loaded(model)
+        return Lease(name, resident.frontend, lambda keep_alive: self._released(model, resident, keep_alive))
+
+    async def _loaded(self, model: PooledModel) -> Resident:
+        """The model once it is loaded, held for the caller."""
+        waiter: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        model.waiters.append(waiter)
+        if model.load is None:
+            model.load = asyncio.create_task(self._load(model), name=f"load {model.name}")
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._released(model, waiter.result(), None)
+            raise
+
+    def _hold(self, model: PooledModel, resident: Resident) -> None:
+        resident.leases += 1
+        if model.timer is not None:
+            model.timer.cancel()
+        self._used(model)
+
+    def _used(self, model: PooledModel) -> None:
+        size = max(model.size, 1) / GIB if self._limits.bytes is not None else 1.0
+        self._policy.used(model.name, model.load_s, size)
+
+    def _released(self, model: PooledModel, resident: Resident, keep_alive: float | None) -> None:
+        resident.leases -= 1
+        if model.resident is not resident:
+            return
+        if keep_alive is not None:
+            model.keep_alive = keep_alive
+        self._used(model)
+        if not resident.leases:
+            self._rest(model, resident)
+            self._tell()
+
+    def _rest(self, model: PooledModel, resident: Resident) -> None:
+        """Nobody holds it: from now on it may go."""
+        model.idle_since = time.monotonic()
+        if not model.spec.pinned and model.keep_alive < math.inf and not self._closed:
+            loop = asyncio.get_running_loop()
+            model.timer = loop.call_later(model.keep_alive, self._expire, model, resident)
+
+    def _expire(self, model: PooledModel, resident: Resident) -> None:
+        if model.resident is resident and not resident.leases and not resident.draining:
+            self._unload(model, "idle")
+
+    async def unload(self, name: str) -> None:
+        """Once it is idle; a pinned one stays. Returns at once if it is busy."""
+        model = self._models[name]
+        model.keep_alive = 0.0
+        if model.resident is not None and not model.resident.leases and not model.spec.pinned:
+            await asyncio.shield(self._unload(model, "as asked"))
+
+    # ---- loads and room -------------------------------------------------------------------------------------
+
+    async def _load(self, model: PooledModel) -> None:
+        """One load, for all who wait for it."""
+        failure: Exception = EngineDeadError(CLOSED)
+        try:
+            await self._room_in_turn(model)
+            if model.resident is None:
+                await self._open(model)
+        except OverloadedError as refusal:
+            failure = refusal
+            log.warning("%s", refusal)
+        except Exception as error:
+            failure = EngineDeadError(f"model {model.name!r} could not be loaded; the server's log says why")
+            failure.__cause__ = error
+            model.failures += 1
+            log.error("model %s could not be loaded: %s", model.name, error)
+        finally:
+            model.load, model.opening = None, False
+            waiters, model.waiters = [each for each in model.waiters if not each.done()], []
+            for waiter in waiters:
+                if model.resident is not None:
+                    self._hold(model, model.resident)
+                    waiter.set_result(model.resident)
+                else:
+                    waiter.set_exception(failure)
+            if model.resident is not None and not model.resident.leases:
+                self._rest(model, model.resident)
+            self._tell()
+
+    async def _room_in_turn(self, model: PooledModel) -> None:
+        try:
+            async with asyncio.timeout(self._limits.wait), self._turn:
+                if model.resident is None:
+                    await self._make_room(model)
+                    model.opening = True
+        except TimeoutError:
+            busy = ", ".join(repr(other.name) for other in self._others(model) if other.in_memory)
+            raise OverloadedError(
+                f"there is no room for model {model.name!r} while {busy} are in use; waited {self._limits.wait:g} s",
+                retry_after=LOAD_RETRY_S,
+            ) from None
+
+    async def _make_room(self, model: PooledModel) -> None:
+        """Have others go until this one fits; those that are busy once they are idle."""
+        others = list(self._others(model))
+        try:
+            while True:
+                news = self._news
+                there = [other for other in others if other.in_memory]
+                if max(self._lacking(model, there)) <= 0 and not model.unloading:
+                    return
+                models, size = self._lacking(model, [other for other in there if not other.unloading])
+                chosen = victims(self._policy.in_order(self._candidates(model)), models, size)
+                if chosen is None and not any(other.opening for other in others):
+                    pinned = [repr(other.name) for other in there]
+                    raise OverloadedError(
+                        f"there is no room for model {model.name!r} beside {', '.join(pinned)}, which stay loaded",
+                        retry_after=LOAD_RETRY_S,
+                    )
+                going = {one.name for one in chosen or ()}
+                for other in others:
+                    if other.resident is not None:
+                        other.resident.draining = other.name in going
+                        if other.name in going and not other.resident.leases:
+                            self._policy.evicted(other.name)
+                            self._unload(other, f"room for {model.name}")
+                await news.wait()
+        finally:
+            for other in self._others(model):
+                if other.resident is not None:
+                    other.resident.draining = False
+
+    def _others(self, model: PooledModel) -> Iterable[PooledModel]:
+        return (other for other in self._models.values() if other is not model)
+
+    def _lacking(self, model: PooledModel, beside: list[PooledModel]) -> tuple[int, int]:
+        """Models and bytes that are too many with this one loaded beside others."""
+        models, size = self._limits.models, self._limits.bytes
+        over = len(beside) + 1 - models if models is not None else 0
+        if size is None:
+            return over, 0
+        return over, sum(other.size for other in beside) + min(model.size, size) - size  # alone, each may be loaded
+
+    def _candidates(self, model: PooledModel) -> Iterable[Candidate]:
+        for other in self._others(model):
+            if other.resident is not None and not other.spec.pinned:
+                yield Candidate(other.name, other.size, not other.resident.leases)
+
+    async def _open(self, model: PooledModel) -> None:
+        log.info("loading model %s", model.name)
+        began, earlier = time.monotonic(), model.latest
+        frontend = bounded(await self._open_model(model.spec, earlier))
+        try:
+            if earlier is not None:
+                await adapted(frontend, earlier)
+            stats = await frontend.client.stats()
+        except BaseException:
+            await frontend.client.close()
+            raise
+        model.size = max(frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
+        model.load_s = time.monotonic() - began
+        model.load_s_total += model.load_s
+        model.loads += 1
+        model.keep_alive = model.spec.keep_alive
+        model.latest, model.resident = frontend, Resident(frontend)
+        model.resident.watch = asyncio.create_task(self._watch(model, model.resident))
+        log.info("model %s is loaded: %s in %.2f s", model.name, _gib(model.size), model.load_s)
+        if self._limits.bytes is not None and model.size > self._limits.bytes:
+            log.warning("model %s alone takes more than models_memory; give it a smaller kv_memory", model.name)
+        self._trim(model)
+
+    def _trim(self, model: PooledModel) -> None:
+        """It may have turned out larger than expected: idle ones go for it."""
+        models, size = self._lacking(model, [other for other in self._others(model) if other.resident is not None])
+        if models > 0 or size > 0:
+            idle = [one for one in self._policy.in_order(self._candidates(model)) if one.idle]
+            for one in victims(idle, models, size) or idle:
+                self._policy.evicted(one.name)
+                self._unload(self._models[one.name], f"room for {model.name}")
+
+    async def _watch(self, model: PooledModel, resident: Resident) -> None:
+        """An engine that is lost for good leaves its place; who asks next has another one started."""
+        error = await resident.frontend.client.lost()
+        if model.resident is resident:
+            log.error("the engine of model %s is lost: %s", model.name, error)
+            model.failures += 1
+            self._unload(model, "its engine is gone")
+
+    def _unload(self, model: PooledModel, why: str) -> asyncio.Task[None]:
+        """From now on it is not loaded; the task ends when its memory is free."""
+        resident = model.resident
+        assert resident is not None
+        log.info("unloading model %s: %s", model.name, why)
+        model.resident, model.unloading = None, True
+        model.unloads += 1
+        if model.timer is not None:
+            model.timer.cancel()
+
+        task = asyncio.create_task(self._freed(model, resident))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return task
+
+    async def _freed(self, model: PooledModel, resident: Resident) -> None:
+        client = resident.frontend.client
+        try:
+            if resident.watch is not None:
+                resident.watch.cancel()
+            await client.close()
+        finally:
+            model.restarts += getattr(client, "restarts", 0)
+            model.unloading = False
+            self._tell()
+
+    def _tell(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---- the end --------------------------------------------------------------------------------------------
+
+    async def lost(self) -> QuireError:
+        """Wait until the server has nothing left to serve: its one engine is gone for good. Never, of several."""
+        if self.fixed:
+            return await self.default.client.lost()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        """End all engines; what is still open ends with an error first."""
+        self._closed = True
+        loads = [model.load for model in self._models.values() if model.load is not None]
+        for load in loads:
+            load.cancel()
+        for model in self._models.values():
+            if model.timer is not None:
+                model.timer.cancel()
+            if model.resident is not None and model.resident.watch is not None:
+                model.resident.watch.cancel()
+        engines = [frontend.client.close() for frontend in self.loaded().values()]
+        await asyncio.gather(*loads, *engines, *self._closing, return_exceptions=True)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,116 @@
+"""One model of a server's pool: its entry, whether it is in memory, who holds it, what its loads took.
+
+Refuses to know: other models, who loads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from quire.engine.frontend import Frontend
+from quire.types.errors import ConfigError, InputError, ModelFileError, ModelNotFoundError
+from quire.types.messages import AdapterInfo
+from quire.types.models_file import ServedModel
+
+log = logging.getLogger(__name__)
+
+
+class ModelState(msgspec.Struct, kw_only=True):
+    """A model of the server as it is now; times of day in seconds since the epoch, null where it never expires."""
+
+    name: str
+    state: str  # unloaded, loading, loaded or unloading
+    default: bool
+    pinned: bool
+    requests: int  # that hold it
+    bytes: int  # of weights and KV pages; of one that was never loaded, about
+    expires_at: float | None
+    loads: int
+    load_failures: int
+    unloads: int
+    load_s: float  # that its latest load took, waits for room left out
+    load_s_total: float
+
+
+@dataclass(eq=False)
+class Resident:
+    """One stay of a model in memory."""
+
+    frontend: Frontend
+    leases: int = 0
+    draining: bool = False  # another waits for its room
+    watch: asyncio.Task[None] | None = field(default=None, repr=False)  # for its engine's loss
+
+
+class PooledModel:
+    def __init__(self, spec: ServedModel, size: int):
+        self.spec = spec
+        self.size = size
+        self.resident: Resident | None = None
+        self.latest: Frontend | None = None  # what is known of it goes on to be, its engine gone or not
+        self.waiters: list[asyncio.Future[Resident]] = []  # each is given a lease
+        self.load: asyncio.Task[None] | None = None
+        self.opening = self.unloading = False  # its memory is taken, though it is not loaded
+        self.keep_alive = spec.keep_alive
+        self.idle_since = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.loads = self.failures = self.unloads = 0
+        self.load_s = self.load_s_total = 0.0
+        self.restarts = 0  # of engines that are gone
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def adapters(self) -> list[AdapterInfo]:
+        """Of its latest engine; before there was one, those it will be started with."""
+        if self.latest is not None:
+            return self.latest.client.adapters
+        return [AdapterInfo(name, path) for name, path in self.spec.engine.adapters.named.items()]
+
+    @property
+    def in_memory(self) -> bool:
+        return self.resident is not None or self.opening or self.unloading
+
+    @property
+    def state(self) -> str:
+        if self.resident is not None:
+            return "loaded"
+        return "loading" if self.load is not None else "unloading" if self.unloading else "unloaded"
+
+    def look(self, default: bool) -> ModelState:
+        resident, left = self.resident, math.inf
+        if resident is not None and not self.spec.pinned:
+            left = self.keep_alive - (0.0 if resident.leases else time.monotonic() - self.idle_since)
+        return ModelState(
+            name=self.name, state=self.state, default=default, pinned=self.spec.pinned,
+            requests=resident.leases if resident is not None else 0, bytes=self.size,
+            expires_at=time.time() + max(0.0, left) if left < math.inf else None, loads=self.loads,
+            load_failures=self.failures, unloads=self.unloads, load_s=self.load_s, load_s_total=self.load_s_total,
+        )  # fmt: skip
+
+
+def bounded(frontend: Frontend) -> Frontend:
+    """No text is tokenised further than the model could take."""
+    info = frontend.client.info
+    frontend.text.tokenizer = frontend.text.tokenizer.up_to(max(info.max_model_len, info.stream_len))
+    return frontend
+
+
+async def adapted(frontend: Frontend, earlier: Frontend) -> None:
+    """Bring a new engine to the adapters that the one before had."""
+    wanted, there = earlier.client.adapters, frontend.client.adapters
+    for one in [one for one in there if one not in wanted]:
+        await frontend.client.unload_adapter(one.name)
+    for one in [one for one in wanted if one not in there]:
+        try:
+            await frontend.client.load_adapter(one.name, one.path)
+        except (ConfigError, InputError, ModelFileError, ModelNotFoundError) as error:  # changed on the disk since
+            log.warning("adapter %s is not loaded again: %s", one.name, error)

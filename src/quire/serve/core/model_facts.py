@@ -1,0 +1,69 @@
+"""What can be told of a model of this server, loaded or not: by its engine if it ever had one, else by its files.
+
+Refuses to know: in which words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from quire.assets import LocalModel, describe, present
+from quire.engine.frontend import Frontend
+from quire.serve.core.server_state import Serving, fingerprint
+from quire.text import TextModel
+from quire.types.errors import ModelNotFoundError
+from quire.types.messages import WeightsInfo
+from quire.types.models_file import ServedModel
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    name: str
+    model: str  # what it was loaded from
+    weights: WeightsInfo
+    max_model_len: int
+    vocab_size: int = 0  # of one that was never loaded, its tokenizer tells
+    device: str = ""
+    fingerprint: str = "fp_"
+    text: TextModel | None = None
+
+
+async def facts_of(serving: Serving, name: str) -> ModelFacts:
+    if (frontend := serving.models.latest(name)) is not None:
+        return _of_engine(frontend)
+    return await asyncio.to_thread(_of_files, serving.models.spec(name))
+
+
+async def text_of(facts: ModelFacts) -> TextModel:
+    """Its tokenizer and template, read for this once if it was never loaded."""
+    if facts.text is not None:
+        return facts.text
+    return await asyncio.to_thread(TextModel.load, _local(facts.model))
+
+
+def _of_engine(frontend: Frontend) -> ModelFacts:
+    info = frontend.client.info
+    return ModelFacts(
+        frontend.model_name,
+        info.model,
+        info.weights,
+        info.max_model_len,
+        info.vocab_size,
+        info.device,
+        fingerprint(frontend),
+        frontend.text,
+    )
+
+
+def _of_files(spec: ServedModel) -> ModelFacts:
+    options = spec.engine.model
+    weights = describe(_local(options.model)).weights()
+    return ModelFacts(spec.name, options.model, weights, options.max_model_len or weights.context_length)
+
+
+def _local(model: str) -> LocalModel:
+    found = present(model)
+    if found is None:
+        raise ModelNotFoundError(f"the files of {model} are gone")
+    return found
