@@ -151,6 +151,18 @@ BAD = {
     "lying array": (build(keys=[key("a", 9, struct.pack("<IQ", 4, 1 << 22))]), "ends inside"),
     "enormous array": (build(keys=[key("a", 9, struct.pack("<IQ", 0, 1 << 40))]), "elements"),
     "lying string array": (build(keys=[key("a", 9, struct.pack("<IQ", 8, 1 << 23))]), "more than the file"),
+    "bad utf-8 among strings": (
+        build(keys=[key("a", 9, struct.pack("<IQ", 8, 3) + text("x") + text(b"\xff") + text("y"))]),
+        "an element of 'a' is not UTF-8",
+    ),
+    "huge string among others": (
+        build(keys=[key("a", 9, struct.pack("<IQ", 8, 2) + text("x") + struct.pack("<Q", U64_MAX))]),
+        "the length of an element of 'a'",
+    ),
+    "string past the end": (
+        build(keys=[key("a", 9, struct.pack("<IQ", 8, 2) + text("x") + struct.pack("<Q", 100_000) + b"abc")]),
+        "ends inside an element of 'a'",
+    ),
     "deep array": (build(keys=[key("a", 9, struct.pack("<IQ", 9, 1) * 9 + struct.pack("<IQ", 4, 0))]), "nested"),
     "alignment 0": (build(keys=[key("general.alignment", 4, U32(0))]), "general.alignment"),
     "alignment 48": (build(keys=[key("general.alignment", 4, U32(48))]), "general.alignment"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ class GGUFHeader:
         except UnicodeDecodeError as error:
             raise self.fail(f"{what} is not UTF-8") from error
 
+    def _strings(self, what: str, count: int) -> list[str]:
+        """As so many times `_string`: vocabularies have hundreds of thousands. Those that are sound are read without
+        calls; from the first that is not on, `_string` says what is wrong."""
+        view, at, found = self._view, self._at, list[str]()
+        end = min(len(view), MAX_HEADER)
+        with suppress(UnicodeDecodeError):
+            while len(found) < count and at + 8 <= end:
+                (length,) = _U64.unpack_from(view, at)
+                if length > MAX_STRING or length > end - at - 8:
+                    break
+                found.append(str(view[at + 8 : at + 8 + length], "utf-8"))
+                at += 8 + length
+        self._at = at
+        return found + [self._string(what) for _ in range(count - len(found))]
+
     # Sections
 
     def _preamble(self) -> tuple[int, int]:
@@ -189,8 +205,7 @@ class GGUFHeader:
         if count * smallest > self._size - self._at:
             raise self.fail(f"{key!r} claims {count} elements, more than the file can hold")
         if kind == _STRING:
-            what = f"an element of {key!r}"
-            return [self._string(what) for _ in range(count)]
+            return self._strings(f"an element of {key!r}", count)
         return [self._array(key, nesting + 1) for _ in range(count)]
 
     def _scalars(self, kind: int, count: int, key: str) -> list[Any]:
