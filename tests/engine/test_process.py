@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine.spare_process import SpareProcess
+from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.messages import GetStats, Query, Reply
 
@@ -53,3 +55,41 @@ def test_words_that_come_just_after_a_look_are_not_lost(default_model):
         link.send(Query(GetStats()))
         assert [type(message) for message in link.receive(0.5)] == [Reply]
         link._poller.poll = poll
+
+
+def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model):
+    """Started ahead, it waits; taken, it answers like any other; left over, it ends."""
+    spare = SpareProcess()
+    spare.prepare()
+    spare.prepare()  # there is one
+    link = spare.take()
+    assert link is not None and link.running and spare.take() is None
+    link.start(EngineOptions.of(kv_memory="128M"))
+    assert link.info.model == "smollm2-135m" and "imports" in link.info.reasons[-1] and not link._directory.exists()
+    link.send(Query(GetStats()))
+    assert [type(message) for message in link.receive(60)] == [Reply]
+    link.close()
+    assert not link.running
+    spare.prepare()
+    [left] = [spare._link]
+    spare.close()
+    spare.prepare()  # it is closed
+    assert not left.running and not left._directory.exists() and spare.take() is None
+
+
+def test_a_spare_that_died_is_not_handed_out():
+    spare = SpareProcess()
+    spare.prepare()
+    died = spare._link
+    os.kill(died.pid, signal.SIGKILL)
+    died._process.wait()
+    assert spare.take() is None and not died._directory.exists()
+
+
+def test_a_spare_refuses_what_an_engine_refuses(default_model):
+    spare = SpareProcess()
+    spare.prepare()
+    link = spare.take()
+    with pytest.raises(ConfigError, match="needs more KV memory"):
+        link.start(EngineOptions.of(max_model_len=4000, kv_pages=10))
+    assert not link.running

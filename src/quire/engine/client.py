@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from quire.engine.event_queue import EventQueue
 from quire.engine.link import Link, open_link
+from quire.engine.spare_process import SpareProcess
 from quire.types import messages
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
@@ -88,13 +89,23 @@ class AsyncClient:
         process: bool = True,
         progress: bool = False,
         policy: RestartPolicy | None = None,
+        spare: SpareProcess | None = None,
     ) -> AsyncClient:
+        """`spare`: where there may be a process that only needs to load the model."""
+
         def reopen(stop: threading.Event) -> Link:
             return open_link(options, process=process, progress=progress, stop=stop)
 
+        def first(stop: threading.Event) -> Link:
+            link = spare.take() if spare is not None and process else None
+            if link is None:
+                return reopen(stop)
+            link.start(options, stop)
+            return link
+
         stop = threading.Event()
         try:
-            link = await asyncio.to_thread(reopen, stop)
+            link = await asyncio.to_thread(first, stop)
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -1,5 +1,6 @@
-"""The engine process: `python -m quire.engine.engine_process ADDRESS PARENT-PID OPTIONS-JSON`, started by ProcessLink.
-Or, where ADDRESS is tcp://..., a replica; its ReplicaMembership comes on standard input from the actor that hosts it.
+"""The engine process: `python -m quire.engine.engine_process ADDRESS PARENT-PID`, started by ProcessLink. Its options
+come on standard input, as JSON: a spare waits there, everything imported. Or, where ADDRESS is tcp://..., a replica,
+with its options as a third argument; its ReplicaMembership comes on standard input from the actor that hosts it.
 
 One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
 ends when told to, when its parent is gone, or, a replica, when its client has not been heard of for long.
@@ -48,6 +49,7 @@ from quire.types.parent_watch import end_with_parent
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250
+AHEAD_S = 0.1  # seconds that a process with all imports waited for its options: it was a spare
 BEAT = 0.5  # seconds of silence before a heartbeat
 CHECK = 1.0  # seconds of idleness between looks whether all is in order
 ORPHAN = 60.0  # seconds without a word from its client after which a replica ends
@@ -184,7 +186,7 @@ def own_address(server: str) -> str:
         return str(way.getsockname()[0])
 
 
-def main(address: str, parent: str, options: str) -> int:
+def main(address: str, parent: str, options: str = "") -> int:
     configure_child("engine")
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
         signal.signal(number, signal.SIG_IGN)
@@ -197,8 +199,12 @@ def main(address: str, parent: str, options: str) -> int:
         from quire.engine.build import build_engine
 
         imports = time.perf_counter() - began
-        core, info = build_engine(EngineOptions.of(**json.loads(options)), progress=sys.stderr.isatty())
-        info.reasons[-1] += f", imports {imports:.2f} s"
+        said = options or sys.stdin.read()
+        if not said:  # a spare that is not needed
+            return 0
+        ahead = " (ahead)" if time.perf_counter() - began - imports > AHEAD_S else ""
+        core, info = build_engine(EngineOptions.of(**json.loads(said)), progress=sys.stderr.isatty())
+        info.reasons[-1] += f", imports {imports:.2f} s{ahead}"
         for reason in info.reasons:
             log.info(reason)
         shed()  # the engine lives as long as the process

@@ -189,9 +189,12 @@ class LocalLink:
 
 
 class ProcessLink:
-    """The engine in a process of its own. `stop`, once set, ends a start that is under way."""
+    """The engine in a process of its own. `stop`, once set, ends a start that is under way. Without options it is a
+    spare: a process that has imported all that engines need, and waits to be told to `start` one."""
 
-    def __init__(self, options: EngineOptions, stop: threading.Event | None = None):
+    info: EngineInfo
+
+    def __init__(self, options: EngineOptions | None, stop: threading.Event | None = None):
         import zmq
 
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
@@ -212,11 +215,25 @@ class ProcessLink:
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        arguments = [address, str(os.getpid()), json.dumps(options.flat())]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.engine_process", *arguments], stdin=subprocess.DEVNULL
+            [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())], stdin=subprocess.PIPE
         )
         self.pid = self._process.pid
+        self.heard = time.monotonic()
+        if options is not None:
+            self.start(options, stop)
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there."""
+        return self._process.poll() is None
+
+    def start(self, options: EngineOptions, stop: threading.Event | None = None) -> None:
+        """Returns when the engine is ready."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # one that is gone is found to be, below
+            self._process.stdin.write(json.dumps(options.flat()).encode())
+            self._process.stdin.close()
         self.heard = time.monotonic()
         self.info = self._await_ready(stop)
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -281,7 +298,10 @@ class ProcessLink:
                     os.write(self._wake_out, b"w")
 
     def close(self, *, force: bool = False) -> None:
-        if self._process.poll() is None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # a spare ends with it
+        if self.running:
             try:
                 if force:
                     raise EngineDeadError("it would not listen")

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from quire.engine.client import CLOSED
 from quire.engine.frontend import Frontend
@@ -34,6 +35,10 @@ GIB = 1 << 30
 LOAD_RETRY_S = 5.0  # after which a model that had no room may have some
 
 OpenModel = Callable[[ServedModel, Frontend | None], Awaitable[Frontend]]
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class ModelPool:
         self._closing: set[asyncio.Task[None]] = set()  # engines of models that are being unloaded
         self._closed = False
         self.fixed = False  # one model, which stays
+        self.beside: list[Closable] = []  # what ends with it
         self._check_pinned()
 
     @classmethod
@@ -416,7 +422,8 @@ class ModelPool:
             if model.resident is not None and model.resident.watch is not None:
                 model.resident.watch.cancel()
         engines = [frontend.client.close() for frontend in self.loaded().values()]
-        await asyncio.gather(*loads, *engines, *self._closing, return_exceptions=True)
+        beside = [asyncio.to_thread(one.close) for one in self.beside]
+        await asyncio.gather(*loads, *engines, *self._closing, *beside, return_exceptions=True)
 
 
 def _gib(size: int) -> str:

@@ -12,21 +12,25 @@ from quire.assets import LocalModel, present
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.frontend import Frontend
 from quire.engine.model_pool import ModelPool, PoolLimits
+from quire.engine.spare_process import SpareProcess
 from quire.text import TextModel
 from quire.types.errors import ModelNotFoundError
 from quire.types.models_file import ServedModel
 from quire.types.option_checks import parse_size
 from quire.types.serving import ServeOptions
 
+SPARE_DELAY_S = 2.0  # after a load, before the process for the next one is started
+
 
 async def open_model_pool(
     models: Sequence[ServedModel], serving: ServeOptions, policy: RestartPolicy | None = None
 ) -> ModelPool:
     """A pool in which the default model and those that are pinned are loaded."""
+    spare = SpareProcess() if serving.spare_engine and len(models) > 1 else None
 
     async def open_model(model: ServedModel, earlier: Frontend | None) -> Frontend:
         local = _local(model)
-        opening = asyncio.ensure_future(AsyncClient.open(model.engine, process=True, policy=policy))
+        opening = asyncio.ensure_future(AsyncClient.open(model.engine, process=True, policy=policy, spare=spare))
         parsers = {"tool_call_parser": serving.tool_call_parser, "reasoning_parser": serving.reasoning_parser}
         try:
             text = earlier.text if earlier is not None else await asyncio.to_thread(TextModel.load, local, **parsers)
@@ -34,7 +38,10 @@ async def open_model_pool(
             if not opening.cancel() and opening.exception() is None:
                 await opening.result().close()
             raise
-        return Frontend(await opening, text, model.name)
+        frontend = Frontend(await opening, text, model.name)
+        if spare is not None:  # not at once: imports would slow down those who waited for this model
+            asyncio.get_running_loop().call_later(SPARE_DELAY_S, spare.prepare)
+        return frontend
 
     limits = PoolLimits(
         serving.max_loaded_models,
@@ -42,6 +49,8 @@ async def open_model_pool(
         serving.model_wait,
     )
     pool = ModelPool(models, open_model, limits, expected_bytes)
+    if spare is not None:
+        pool.beside.append(spare)
     try:
         await pool.start()
     except BaseException:

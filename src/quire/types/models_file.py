@@ -71,6 +71,10 @@ class ModelPoolOptions(Checked):
         60.0, "with models: seconds that a request waits for others to end before its model can be loaded", above=0
     )
 
+    spare_engine: bool = option(
+        True, "with models: keep a process started ahead with everything imported, so that loads do not wait for that"
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_keep_alive(self.keep_alive)
