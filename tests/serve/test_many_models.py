@@ -8,11 +8,14 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx
 import ollama
 import pytest
+from browser_pages import PATIENCE, drives_a_browser
 from fake_frontend import FakeFrontend
+from playwright.sync_api import expect
 
 from quire import LLM, SamplingParams
 from quire.engine.client import RestartPolicy
@@ -235,6 +238,41 @@ def test_metrics_tell_models_apart(url: str) -> None:
     assert view["model"] == "b" and view["ready"]
     assert [one["state"] for one in view["models"]] == ["unloaded", "loaded", "unloaded"]
     assert httpx.get(f"{url}/view").json()["engine"] is None  # of the default, which is not loaded
+
+
+def test_operators_load_and_unload(fakes: Fakes, default_model: object) -> None:
+    with background_server(fakes.start) as url:  # type: ignore[arg-type]
+
+        def post(route: str, model: str) -> httpx.Response:
+            return httpx.post(f"{url.admin}/models/{route}", json={"model": model}, timeout=60)
+
+        assert post("load", "b").json() == {"success": True} and fakes.opened == ["a", "b"]
+        assert post("unload", "b").status_code == 200
+        until(lambda: [one["state"] for one in httpx.get(f"{url.admin}/models").json()["data"]] == ["unloaded"] * 3)
+        assert post("load", "d").status_code == 404
+        slept = httpx.post(f"{url.admin}/v1/engine/sleep", params={"model": "b"})
+        assert slept.status_code == 400 and "not loaded" in slept.text
+        assert httpx.post(f"{url}/models/load", json={"model": "a"}).status_code == 404  # users must not
+        assert httpx.get(f"{url.admin}/v1/replicas").json()["data"] == []
+        post("load", "a")
+        assert [one["id"] for one in httpx.get(f"{url.admin}/v1/replicas").json()["data"]] == ["a"]
+    with background_server(FakeFrontend) as url:  # type: ignore[arg-type]
+        refused = httpx.post(f"{url.admin}/models/unload", json={"model": "org/fake"})
+        assert refused.status_code == 400 and "stays loaded" in refused.text
+
+
+@drives_a_browser
+def test_the_page_shows_the_model_that_is_chosen(url: str, open_page: Any) -> None:
+    page = open_page(f"{url}/#/live")
+    expect(page.locator("#models-note")).to_have_text("1 of 3 loaded", timeout=PATIENCE)
+    expect(page.locator("#models button[aria-pressed=true]")).to_have_text("a")
+    page.locator("#models button", has_text="b").click()
+    expect(page.locator("#notice")).to_have_text("b is not loaded.", timeout=PATIENCE)
+    chat(url, "b")
+    expect(page.locator("#notice")).to_be_hidden(timeout=PATIENCE)
+    expect(page.locator("#models tbody tr").nth(1)).to_contain_text("loaded")
+    expect(page.locator("#p-model option", has_text="org/c")).to_have_count(1)  # the chat has a choice of its own
+    page.close()
 
 
 def test_nothing_is_added_to_what_a_server_of_one_model_says(fake_server: str) -> None:

@@ -40,7 +40,7 @@ from quire.serve.openai import chat_completions as chat
 from quire.serve.openai import model_list as models
 from quire.serve.openai import tokenize as tokens
 from quire.serve.ops import cache_admin as cache
-from quire.serve.ops import dashboard, health, replica_admin, tokenizer_info
+from quire.serve.ops import dashboard, health, loaded_models, replica_admin, tokenizer_info
 from quire.serve.ops import explain_request as explain
 from quire.serve.ops import live_view as live
 from quire.serve.ops import sleep as power
@@ -86,6 +86,7 @@ ADMIN_ONLY: list[Router] = [
     live.router,
     dashboard.docs_router,
     power.router,
+    loaded_models.router,
     replica_admin.router,
     cache.router,
     lora_adapters.router,

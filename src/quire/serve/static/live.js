@@ -7,6 +7,7 @@ import { fillPast, openRequest, showEnded, startRequests } from "./requests.js";
 const SPAN = 120; // pictures kept
 const SHOWN = 18; // requests shown in a lane
 const past = { ttft50: [], ttft99: [], itl50: [], itl99: [], good: [], ended: [], refused: [] };
+let viewed = ""; // the model that is shown, of several; empty: the default
 let watching = null;
 let latest = null;
 let before = null;
@@ -56,11 +57,13 @@ async function watch() {
   let wait = 500;
   while (watching === mine) {
     try {
-      const response = await call("/view?stream=true", { scope: "admin", signal: mine.signal });
+      const which = viewed && `&model=${encodeURIComponent(viewed)}`;
+      const response = await call(`/view?stream=true${which}`, { scope: "admin", signal: mine.signal });
       notice("");
       wait = 500;
-      if (!latest) await fillPast(past, SPAN, 0.5, slo()); // what the server remembers from before anybody looked
       for await (const picture of events(response)) {
+        // What the server remembers from before anybody looked.
+        if (!latest) await fillPast(past, SPAN, 0.5, slo(), picture.model);
         if (watching !== mine) return;
         take(picture);
       }
@@ -129,9 +132,11 @@ function draw() {
     { ...options, limit: tpot && tpot * 1000 });
   lines($("c-good"), [{ label: "within", colour: blue, values: past.good }, { label: "ended", colour: grey, values: past.ended },
     { label: "refused", colour: red, values: past.refused }], options);
+  changed("models", [latest.model, latest.models], () => models(latest.models, latest.model));
   const engine = latest.engine;
   if (!engine) {
-    notice("The engine does not answer.");
+    const there = latest.models.some((one) => one.name === latest.model && one.state === "loaded");
+    notice(there ? "The engine does not answer." : `${latest.model} is not loaded.`);
     return;
   }
   if (latest.ready) notice("");
@@ -195,6 +200,29 @@ function chip(lane, [request, branch, status, age, prompt, computed, outputs, li
   bar.value = Math.min(1, done);
   node.title = `${key}: ${status}, ${prompt} prompt tokens (${cached} cached), ${outputs} drawn, ${age.toFixed(1)} s old`;
   return node;
+}
+
+// Where there are several; the rest of the page shows the one that is chosen.
+function models(all, shown) {
+  $("models-card").hidden = all.length < 2;
+  const head = ["model", "state", "requests", "GiB", "loads", "seconds", "expires"];
+  $("models-note").textContent = `${all.filter((one) => one.state === "loaded").length} of ${all.length} loaded`;
+  const row = (one) => {
+    const choose = el("button", { type: "button", class: "quiet", "aria-pressed": String(one.name === shown) }, one.name);
+    choose.addEventListener("click", () => view(one.name));
+    const expires = one.pinned ? "pinned" : one.expires_at ? new Date(one.expires_at * 1000).toLocaleTimeString() : "";
+    const facts = [one.state, one.requests, (one.bytes / 2 ** 30).toFixed(2), one.loads, one.load_s.toFixed(1), expires];
+    return el("tr", {}, el("td", {}, choose), ...facts.map((fact) => el("td", {}, String(fact))));
+  };
+  $("models").replaceChildren(el("thead", {}, el("tr", {}, ...head.map((title) => el("th", { scope: "col" }, title)))),
+    el("tbody", {}, ...all.map(row)));
+}
+
+function view(model) {
+  viewed = model;
+  latest = before = null;
+  drawn.clear();
+  showLive(true);
 }
 
 // Where there are several; what the rest of the page shows is of all of them together.

@@ -59,8 +59,8 @@ export async function showEnded() {
 
 // Charts begin with what the server remembers: a point for each `step` seconds of the last `span` steps. `slo`: what counts
 // as good, in seconds; null is anything.
-export async function fillPast(past, span, step, slo) {
-  const found = await requests(2048).catch(() => []);
+export async function fillPast(past, span, step, slo, model) {
+  const found = (await requests(2048).catch(() => [])).filter((request) => request.model === model);
   const now = Date.now() / 1000;
   const bins = (pick, at) => {
     const out = Array.from({ length: span }, () => []);
