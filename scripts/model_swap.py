@@ -14,13 +14,13 @@ import re
 import statistics
 import time
 
-from quire.engine.open_pool import SPARE_DELAY_S, open_model_pool
+from quire.engine.open_pool import open_model_pool
 from quire.types.config import EngineOptions
 from quire.types.models_file import ServedModel
 from quire.types.sampling_params import SamplingParams
 from quire.types.serving import ServeOptions
 
-IMPORTS_S = 15.0  # that a spare has to be ready before it is needed
+SPARE_S = 15.0  # that a spare has to be ready before it is needed
 PROMPT = "The capital of France is"
 STAGE = re.compile(r"([a-zA-Z ]+) ([\d.]+) s")
 
@@ -34,7 +34,7 @@ async def swaps(models: list[ServedModel], rounds: int, *, spare: bool) -> list[
         for number in range(rounds):
             name = models[1 - number % 2].name
             if spare:
-                await asyncio.sleep(SPARE_DELAY_S + IMPORTS_S)
+                await asyncio.sleep(SPARE_S)
             began = time.perf_counter()
             lease = await pool.acquire(name)
             loaded = time.perf_counter()

@@ -1,5 +1,6 @@
 """The engine in a process of its own: the same answers, errors that cross over, and an orderly death."""
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.spare_process import SpareProcess
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError
@@ -59,7 +61,7 @@ def test_words_that_come_just_after_a_look_are_not_lost(default_model):
 
 def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model):
     """Started ahead, it waits; taken, it answers like any other; left over, it ends."""
-    spare = SpareProcess()
+    spare = SpareProcess(delay=3600)
     spare.prepare()
     spare.prepare()  # there is one
     link = spare.take()
@@ -73,12 +75,11 @@ def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model):
     spare.prepare()
     [left] = [spare._link]
     spare.close()
-    spare.prepare()  # it is closed
     assert not left.running and not left._directory.exists() and spare.take() is None
 
 
 def test_a_spare_that_died_is_not_handed_out():
-    spare = SpareProcess()
+    spare = SpareProcess(delay=3600)
     spare.prepare()
     died = spare._link
     os.kill(died.pid, signal.SIGKILL)
@@ -87,9 +88,30 @@ def test_a_spare_that_died_is_not_handed_out():
 
 
 def test_a_spare_refuses_what_an_engine_refuses(default_model):
-    spare = SpareProcess()
+    spare = SpareProcess(delay=3600)
     spare.prepare()
     link = spare.take()
     with pytest.raises(ConfigError, match="needs more KV memory"):
         link.start(EngineOptions.of(max_model_len=4000, kv_pages=10))
     assert not link.running
+
+
+async def test_an_engine_that_is_killed_is_replaced_by_the_spare(default_model):
+    spare = SpareProcess(delay=0)
+    spare.prepare()
+    first = spare._link.pid
+    client = await AsyncClient.open(
+        EngineOptions.of(kv_memory="128M"), policy=RestartPolicy(max_restarts=1), spare=spare
+    )
+    try:
+        assert client.pid == first
+        while spare._link is None:  # another is started once the first was taken
+            await asyncio.sleep(0.01)
+        second = spare._link.pid
+        os.kill(first, signal.SIGKILL)
+        while not client.restarts:
+            await asyncio.sleep(0.01)
+        assert client.pid == second and (await client.stats()).running == 0
+    finally:
+        await client.close()
+        spare.close()

@@ -91,21 +91,17 @@ class AsyncClient:
         policy: RestartPolicy | None = None,
         spare: SpareProcess | None = None,
     ) -> AsyncClient:
-        """`spare`: where there may be a process that only needs to load the model."""
+        """`spare`: where there may be a process that only needs to load the model, at first and after a loss."""
 
         def reopen(stop: threading.Event) -> Link:
-            return open_link(options, process=process, progress=progress, stop=stop)
-
-        def first(stop: threading.Event) -> Link:
-            link = spare.take() if spare is not None and process else None
-            if link is None:
-                return reopen(stop)
+            if spare is None or (link := spare.take()) is None:
+                return open_link(options, process=process, progress=progress, stop=stop)
             link.start(options, stop)
             return link
 
         stop = threading.Event()
         try:
-            link = await asyncio.to_thread(first, stop)
+            link = await asyncio.to_thread(reopen, stop)
         except asyncio.CancelledError:
             stop.set()
             raise

@@ -19,8 +19,6 @@ from quire.types.models_file import ServedModel
 from quire.types.option_checks import parse_size
 from quire.types.serving import ServeOptions
 
-SPARE_DELAY_S = 2.0  # after a load, before the process for the next one is started
-
 
 async def open_model_pool(
     models: Sequence[ServedModel], serving: ServeOptions, policy: RestartPolicy | None = None
@@ -38,10 +36,7 @@ async def open_model_pool(
             if not opening.cancel() and opening.exception() is None:
                 await opening.result().close()
             raise
-        frontend = Frontend(await opening, text, model.name)
-        if spare is not None:  # not at once: imports would slow down those who waited for this model
-            asyncio.get_running_loop().call_later(SPARE_DELAY_S, spare.prepare)
-        return frontend
+        return Frontend(await opening, text, model.name)
 
     limits = PoolLimits(
         serving.max_loaded_models,
@@ -53,6 +48,8 @@ async def open_model_pool(
         pool.beside.append(spare)
     try:
         await pool.start()
+        if spare is not None:
+            spare.prepare()
     except BaseException:
         await pool.close()
         raise
