@@ -21,14 +21,14 @@ TEMPLATE = (
 )
 
 
-def make(path: Path) -> Path:
+def make(path: Path, seed: int = 7) -> Path:
     spelled = sorted(BYTE_ALPHABET, key=BYTE_ALPHABET.__getitem__)
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(spelled)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(token, special=False) for token in ("<think>", "</think>")])
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=False,
