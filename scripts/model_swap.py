@@ -1,21 +1,29 @@
-"""What it takes to swap between two models of which one fits, stage by stage, with a spare process and without.
+"""What it takes to swap between two models of which one fits, stage by stage, and to have a killed engine back, with a
+spare process and without.
 
     python scripts/model_swap.py [MODEL [OTHER]] [--rounds N]
 
 A swap is from the request for the model that is not loaded to its first token: the other's end, spawn and imports
-(unless a spare has done them), weights, KV pages, warm-up, the request itself.
+(unless a spare has done them), weights, KV pages, warm-up, the request itself. A restart is from the engine's death by
+SIGKILL to the first token of its successor.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import re
+import signal
 import statistics
 import time
+from contextlib import suppress
 
+from quire.engine.client import AsyncClient, RestartPolicy
+from quire.engine.frontend import Frontend
 from quire.engine.open_pool import open_model_pool
 from quire.types.config import EngineOptions
+from quire.types.errors import EngineDeadError
 from quire.types.models_file import ServedModel
 from quire.types.sampling_params import SamplingParams
 from quire.types.serving import ServeOptions
@@ -25,23 +33,38 @@ PROMPT = "The capital of France is"
 STAGE = re.compile(r"([a-zA-Z ]+) ([\d.]+) s")
 
 
+async def first_token(frontend: Frontend) -> None:
+    await frontend.collect(frontend.prepare(PROMPT, SamplingParams(temperature=0, max_tokens=1)))
+
+
+async def restart(frontend: Frontend, spare: bool) -> float:
+    """Seconds until an engine that was killed answers again."""
+    client = frontend.client
+    assert isinstance(client, AsyncClient) and client.pid is not None
+    await asyncio.sleep(SPARE_S if spare else 0)
+    began = time.perf_counter()
+    os.kill(client.pid, signal.SIGKILL)
+    while True:
+        with suppress(EngineDeadError):
+            await first_token(frontend)
+            return time.perf_counter() - began
+        await asyncio.sleep(0.01)
+
+
 async def swaps(models: list[ServedModel], rounds: int, *, spare: bool) -> list[dict[str, float]]:
     """Seconds of each stage of each swap."""
     options = ServeOptions(models="models.yaml", max_loaded_models=1, spare_engine=spare)
-    pool = await open_model_pool(models, options)
+    pool = await open_model_pool(models, options, RestartPolicy(max_restarts=1))
     found = []
     try:
         for number in range(rounds):
             name = models[1 - number % 2].name
-            if spare:
-                await asyncio.sleep(SPARE_S)
+            await asyncio.sleep(SPARE_S if spare else 0)
             began = time.perf_counter()
             lease = await pool.acquire(name)
             loaded = time.perf_counter()
-            params = SamplingParams(temperature=0, max_tokens=1)
-            await lease.frontend.collect(lease.frontend.prepare(PROMPT, params))
+            await first_token(lease.frontend)
             ended = time.perf_counter()
-            lease.release()
             load_s = next(state.load_s for state in pool.states() if state.name == name)
             reasons = lease.frontend.client.info.reasons[-1].removeprefix("start-up: ")
             stages = {stage.strip(): float(seconds) for stage, seconds in STAGE.findall(reasons)}
@@ -50,8 +73,9 @@ async def swaps(models: list[ServedModel], rounds: int, *, spare: bool) -> list[
             found.append(
                 {"unload": loaded - began - load_s, "load": load_s}
                 | {f"  {stage}": seconds for stage, seconds in stages.items()}
-                | {"request": ended - loaded, "swap": ended - began}
+                | {"request": ended - loaded, "swap": ended - began, "restart": await restart(lease.frontend, spare)}
             )
+            lease.release()
     finally:
         await pool.close()
     return found

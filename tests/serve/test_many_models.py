@@ -7,61 +7,28 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import ollama
 import pytest
 import thinking_model
-from browser_pages import PATIENCE, drives_a_browser
 from fake_frontend import FakeFrontend
-from playwright.sync_api import expect
+from fake_models import Fakes, until
 
 from quire import LLM, SamplingParams
+from quire.cli.serve import open_pool
 from quire.engine.client import RestartPolicy
-from quire.engine.model_pool import ModelPool, PoolLimits
+from quire.engine.model_pool import ModelPool
 from quire.engine.open_pool import open_model_pool
 from quire.serve.http.server import background_server
 from quire.types.config import EngineOptions
-from quire.types.errors import ConfigError, ModelFileError
-from quire.types.messages import AdapterInfo
+from quire.types.errors import ConfigError
 from quire.types.models_file import ServedModel, parse_keep_alive, read_models_file
 from quire.types.serving import ServeOptions
 
 HELLO = [{"role": "user", "content": "hello"}]
-
-
-class Fakes:
-    """Opens fakes that say their model's name; counts what it opens."""
-
-    def __init__(self) -> None:
-        self.opened: list[str] = []
-        self.frontends: dict[str, FakeFrontend] = {}
-        self.broken: set[str] = set()
-        self.pool: ModelPool | None = None
-
-    async def open_model(self, model: ServedModel, earlier: object) -> FakeFrontend:
-        self.opened.append(model.name)
-        if model.name in self.broken:
-            raise ModelFileError(f"the file of {model.name} is broken")
-        frontend = FakeFrontend()
-        frontend.model_name, frontend.says = model.name, f"I am {model.name}."
-        if model.name == "b":
-            frontend.client.adapters = [AdapterInfo("poet", "poet-files")]
-        self.frontends[model.name] = frontend
-        return frontend
-
-    async def start(self) -> ModelPool:
-        models = [ServedModel(name, EngineOptions()) for name in ("a", "b", "org/c")]
-        self.pool = ModelPool(models, self.open_model, PoolLimits(models=1, wait=20.0))  # type: ignore[arg-type]
-        await self.pool.start()
-        return self.pool
-
-    def idle(self) -> bool:
-        assert self.pool is not None
-        return all(one.requests == 0 for one in self.pool.states())
 
 
 @pytest.fixture
@@ -74,15 +41,6 @@ def url(fakes: Fakes, default_model: object) -> Iterator[str]:
     with background_server(fakes.start) as found:  # type: ignore[arg-type]
         yield found
     assert all(frontend.client.closed.is_set() for frontend in fakes.frontends.values())
-
-
-def until(true: Callable[[], bool]) -> None:
-    """A response may have reached its reader a moment before its request has ended."""
-    for _ in range(1000):
-        if true():
-            return
-        time.sleep(0.005)
-    raise AssertionError("it did not come true")
 
 
 def chat(url: str, model: str | None, **more: object) -> httpx.Response:
@@ -263,20 +221,6 @@ def test_operators_load_and_unload(fakes: Fakes, default_model: object) -> None:
         assert refused.status_code == 400 and "stays loaded" in refused.text
 
 
-@drives_a_browser
-def test_the_page_shows_the_model_that_is_chosen(url: str, open_page: Any) -> None:
-    page = open_page(f"{url}/#/live")
-    expect(page.locator("#models-note")).to_have_text("1 of 3 loaded", timeout=PATIENCE)
-    expect(page.locator("#models button[aria-pressed=true]")).to_have_text("a")
-    page.locator("#models button", has_text="b").click()
-    expect(page.locator("#notice")).to_have_text("b is not loaded.", timeout=PATIENCE)
-    chat(url, "b")
-    expect(page.locator("#notice")).to_be_hidden(timeout=PATIENCE)
-    expect(page.locator("#models tbody tr").nth(1)).to_contain_text("loaded")
-    expect(page.locator("#p-model option", has_text="org/c")).to_have_count(1)  # the chat has a choice of its own
-    page.close()
-
-
 def test_nothing_is_added_to_what_a_server_of_one_model_says(fake_server: str) -> None:
     [card] = httpx.get(f"{fake_server}/v1/models").json()["data"]
     assert "loaded" not in card and "quire_model_" not in httpx.get(f"{fake_server}/metrics").text
@@ -321,6 +265,7 @@ def test_a_file_names_models_and_their_options(tmp_path) -> None:
         ("models: [{model: x, threads: many}]", "threads must be a whole number"),
         ("models: [{model: x}, {model: x}]", "two models called 'x'"),
         ("models: [{model: x, name: 3}]", "name must be text"),
+        ("models: [{model: x, kv_disk: d}, {model: y, kv_disk: d}]", "kv_disk is one engine's"),
         ("models: [!!python/object/apply:os.getcwd []]", "cannot read"),
         ("models: [", "cannot read"),
     ],
@@ -331,6 +276,13 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text: str, message: str) -> N
     with pytest.raises(ConfigError) as refusal:
         read_models_file(str(file), EngineOptions(), 60.0)
     assert message in str(refusal.value)
+
+
+def test_a_model_is_named_in_the_file_or_on_the_command_line(tmp_path) -> None:
+    (tmp_path / "models.yaml").write_text("models: [{model: smollm2-135m}]")
+    serving = ServeOptions(models=str(tmp_path / "models.yaml"))
+    with pytest.raises(ConfigError, match="leave out 'other'"):
+        asyncio.run(open_pool(EngineOptions.of(model="other"), serving, RestartPolicy()))
 
 
 def test_options_of_several_models_need_several_models(tmp_path) -> None:
@@ -393,4 +345,4 @@ def test_models_of_which_one_fits_answer_as_each_would_alone(default_model: obje
     with background_server(start) as url:
         asyncio.run(all_at_once(url))
         asyncio.run(all_at_once(url))
-        assert 4 <= sum(one.loads for one in pools[0].states()) <= 8  # of 24 requests: who waits for a model shares its load
+        assert 4 <= sum(one.loads for one in pools[0].states()) <= 8  # for 24 requests: who waits shares a load

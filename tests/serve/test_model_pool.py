@@ -135,10 +135,31 @@ async def test_a_model_in_use_stays_until_it_is_idle_and_those_behind_it_wait_th
     assert {one.name: (one.loads, one.unloads) for one in pool.states()} == {"a": (2, 1), "b": (1, 1)}
 
 
+async def test_the_model_that_is_to_go_is_not_changed_by_what_it_still_does() -> None:
+    """Else two busy ones would take turns at being asked to go, and neither ever would."""
+    pool = pool_of(Opener(), "a", "b", "c", limits=PoolLimits(models=2))
+    for name in "ac":
+        (await pool.acquire(name)).release()
+        pool._models[name].load_s = 1.0  # neither costs more than the other
+    going = [await pool.acquire("a"), await pool.acquire("a")]
+    staying = await pool.acquire("c")
+    b = asyncio.create_task(pool.acquire("b"))
+    await settled()
+    going.pop().release()  # it was used later than c now
+    pool._tell()  # as when anything changes elsewhere
+    await settled()
+    again = asyncio.create_task(pool.acquire("c"))
+    await settled()
+    assert again.done() and not b.done()
+    staying.release()
+    going.pop().release()
+    assert (await b).frontend.model_name == "b" and states(pool) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+
+
 async def test_who_waits_too_long_for_room_is_refused_and_the_others_go_on() -> None:
     pool = pool_of(Opener(), "a", "b", limits=PoolLimits(models=1, wait=0.01))
     held = await pool.acquire("a")
-    with pytest.raises(OverloadedError, match="no room for model 'b' while 'a'") as refusal:
+    with pytest.raises(OverloadedError, match="no room for model 'b': 'a' stayed in use") as refusal:
         await pool.acquire("b")
     assert refusal.value.retry_after > 0
     assert (await pool.acquire("a")).frontend is held.frontend  # it takes requests again

@@ -17,6 +17,7 @@ class Candidate(NamedTuple):
     name: str
     size: int  # bytes
     idle: bool
+    draining: bool = False  # it gets no new requests, because it is to go
 
 
 class GreedyDual:
@@ -34,8 +35,12 @@ class GreedyDual:
         self._inflation = max(self._inflation, self._credit.pop(name, (0.0, 0))[0])
 
     def in_order(self, candidates: Iterable[Candidate]) -> list[Candidate]:
-        """Those that go first first: idle ones before all others."""
-        return sorted(candidates, key=lambda one: (not one.idle, self._credit.get(one.name, (0.0, -1))))
+        """Those that go first first: idle ones before all others, then those that are to go already."""
+
+        def key(one: Candidate) -> tuple[bool, bool, tuple[float, int]]:
+            return not one.idle, not one.draining, self._credit.get(one.name, (0.0, -1))
+
+        return sorted(candidates, key=key)
 
 
 def victims(candidates: Sequence[Candidate], models: int, size: int) -> list[Candidate] | None:

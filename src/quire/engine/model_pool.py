@@ -281,7 +281,7 @@ class ModelPool:
         except TimeoutError:
             busy = ", ".join(repr(other.name) for other in self._others(model) if other.in_memory)
             raise OverloadedError(
-                f"there is no room for model {model.name!r} while {busy} are in use; waited {self._limits.wait:g} s",
+                f"there is no room for model {model.name!r}: {busy} stayed in use for {self._limits.wait:g} s",
                 retry_after=LOAD_RETRY_S,
             ) from None
 
@@ -329,7 +329,7 @@ class ModelPool:
     def _candidates(self, model: PooledModel) -> Iterable[Candidate]:
         for other in self._others(model):
             if other.resident is not None and not other.spec.pinned:
-                yield Candidate(other.name, other.size, not other.resident.leases)
+                yield Candidate(other.name, other.size, not other.resident.leases, other.resident.draining)
 
     async def _open(self, model: PooledModel) -> None:
         log.info("loading model %s", model.name)

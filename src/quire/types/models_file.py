@@ -29,6 +29,7 @@ from quire.types.option_names import unknown_option
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 256
+OF_ONE_ENGINE = ("kv_disk", "kv_events", "kv_events_replay")  # what no two engines can have
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _DURATION = re.compile(rf"([+-]?)((?:{_NUMBER}(?:ns|us|µs|ms|s|m|h))+|{_NUMBER})", re.ASCII)
@@ -114,6 +115,10 @@ def read_models_file(path: str, engine: EngineOptions, keep_alive: float) -> lis
         if any(model.name == other.name for other in models):
             raise ConfigError(f"{path} has two models called {model.name!r}")
         models.append(model)
+    for option_name in OF_ONE_ENGINE:
+        said = [getattr(model.engine.cache, option_name) for model in models]
+        if len(set(said) - {None}) < sum(each is not None for each in said):
+            raise ConfigError(f"{option_name} is one engine's: no two models of {path} may have the same")
     return models
 
 
