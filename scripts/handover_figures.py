@@ -112,19 +112,19 @@ async def until(condition: Any) -> None:
 
 async def handover(threads: int, long: int, turns: int) -> None:
     """Of one prompt: computed elsewhere, on a prefix hit, and its pages alone."""
-    PrefillCosts.remote_pays = lambda *_: True  # type: ignore[method-assign,assignment]
+    PrefillCosts.should_prefill_remotely = lambda *_: True  # type: ignore[method-assign,assignment]
     for connector in ("shared-memory", "tcp"):
         async with cluster(2, threads, prefill=1, connector=connector) as client:
             costs, exposed, hits, first, alone = client.handovers.costs, [], [], [], []
             for turn in range(turns):
                 prompt = ids(long, seed=100 + turn)
-                costs.exposed_s = 0.0  # of this one, not an average
+                costs.handover_latency_s = 0.0  # of this one, not an average
                 for times, name in ((first, "first"), (hits, "hit")):
                     stream = Stream(client, f"{name}-{turn}", prompt, 2)
                     await stream.task
                     times.append(stream.ttft)
                     if times is first:
-                        exposed.append(costs.exposed_s)
+                        exposed.append(costs.handover_latency_s)
             done = await received(client)
             size = done.bytes_received / done.completed
             for turn in range(turns):  # computed before anybody asks: there is nothing to hide behind
@@ -187,10 +187,10 @@ async def migration(threads: int, streams: int, tokens: int) -> None:
     """All requests of one replica move to another while they are read."""
     for connector in ("shared-memory", "tcp", ""):
         async with cluster(2, threads, connector=connector) as client:
-            client._replicas[1].routed = False
+            client._replicas[1].routable = False
             running = [Stream(client, f"s{i}", ids(100, i), tokens, seed=i) for i in range(streams)]
             await until(lambda running=running: all(len(one.times) >= 4 for one in running))
-            client._replicas[1].routed = True
+            client._replicas[1].routable = True
             moved: dict[str, float] = {}
             resumed = client._move
 

@@ -212,5 +212,5 @@ def test_options_that_do_not_go_together(wrong: dict, why: str) -> None:
 
 def test_bounds_default_to_the_number_at_start() -> None:
     scaler = Autoscaler(ServeOptions(replicas=2, min_replicas=0), 2)
-    assert (scaler.low, scaler.high) == (0, 2)
-    assert not ServeOptions(replicas=2).scales
+    assert (scaler.min_replicas, scaler.max_replicas) == (0, 2)
+    assert not ServeOptions(replicas=2).autoscales

@@ -90,7 +90,7 @@ async def test_prompts_are_computed_by_one_replica_and_answered_by_another(conne
         assert remote_prefills(made["replica-1"]) == 3, "the first came while nobody was answered: it stays"
         assert handed_over(made["replica-1"]) == 8 + 8 + 6
         assert made["replica-0"].core.stats().finished["length"] == 3, "no answer is drawn by the prefill replica"
-        assert client.handovers.costs.token_s > 0 and client.handovers.costs.exposed_s > 0
+        assert client.handovers.costs.token_s > 0 and client.handovers.costs.handover_latency_s > 0
 
 
 @pytest.mark.usefixtures("free_handovers")
@@ -139,8 +139,8 @@ async def test_when_all_decoders_die_prefill_replicas_answer() -> None:
         await gather(reader)
         assert client.failovers == 1
         FakeReplica(client)
-        await until(lambda: client._replicas[1].up)
-        assert [load.ready for load in client._loads] == [False, True], "then it prefills again"
+        await until(lambda: client._replicas[1].is_ready)
+        assert [load.accepts_requests for load in client._loads] == [False, True], "then it prefills again"
         await gather(Reader(client, ask("later", PROMPT)))
 
 
@@ -176,16 +176,16 @@ async def test_roles_change_without_losing_anything(caplog: pytest.LogCaptureFix
         made["replica-1"].steps(6)
         await until(lambda: reader.drawn >= 4)
         assert process_of(client, list(made.values()), "r") is made["replica-1"]
-        changing = asyncio.create_task(client.assign("replica-1", "prefill"))
+        changing = asyncio.create_task(client.set_role("replica-1", "prefill"))
         await until(lambda: bool(client._replicas[2].internal))
         made["replica-1"].free()
         assert (await changing).role == "prefill"
         assert "replica-1 has the role prefill, after decode" in caplog.text
         await gather(reader)
         with pytest.raises(InputError, match="no other replica is ready to decode"):
-            await client.assign("replica-2", "prefill")
-        await client.assign("replica-0", "both")
-        assert [load.ready for load in client._loads] == [True, False, True]
+            await client.set_role("replica-2", "prefill")
+        await client.set_role("replica-0", "both")
+        assert [load.accepts_requests for load in client._loads] == [True, False, True]
         await gather(Reader(client, ask("later", PROMPT)))
 
 
@@ -216,7 +216,7 @@ async def test_the_only_decoder_is_drained_and_restarted_while_the_prefill_repli
             ("prefill", "ready", 1),
             ("decode", "ready", 1),
         ]
-        assert [load.ready for load in client._loads] == [False, True]
+        assert [load.accepts_requests for load in client._loads] == [False, True]
         await gather(Reader(client, ask("later", PROMPT)))
 
 
@@ -224,9 +224,9 @@ async def test_the_only_decoder_that_is_ready_stays_one() -> None:
     async with cluster(3, prefill=1) as (client, _):
         await client.drain("replica-2", 0.0)
         with pytest.raises(InputError, match="no other replica is ready to decode"):
-            await client.assign("replica-1", "prefill")
+            await client.set_role("replica-1", "prefill")
         client.activate("replica-2")
-        assert (await client.assign("replica-1", "prefill")).role == "prefill"
+        assert (await client.set_role("replica-1", "prefill")).role == "prefill"
 
 
 async def test_running_requests_move_with_their_pages() -> None:
@@ -238,13 +238,13 @@ async def test_running_requests_move_with_their_pages() -> None:
             ask("branches", PROMPT[6:], n=2, seed=7, frequency_penalty=0.5),
             ask("grammar", PROMPT[9:], grammar=GrammarSpec("json_object")),
         ]
-        client._replicas[1].routed = False
+        client._replicas[1].routable = False
         readers = [Reader(client, request) for request in requests]
-        await until(lambda: len(client._replicas[0].parts) == 4)
+        await until(lambda: len(client._replicas[0].sub_requests) == 4)
         made["replica-0"].steps(9)
         each = [tokens for reader in readers for tokens in reader.tokens.values()]
         await until(lambda: min(map(len, each)) >= 3, stepping=[made["replica-0"]])
-        client._replicas[1].routed = True
+        client._replicas[1].routable = True
         draining = asyncio.create_task(client.drain("replica-0", 0.0))
         await until(lambda: len(client._replicas[1].internal) >= 4)
         made["replica-0"].free()  # it draws on while its pages are copied
@@ -259,14 +259,14 @@ async def test_a_request_that_cannot_be_copied_goes_on_all_the_same() -> None:
     """The target dies while pages are on their way; the source is lost meanwhile."""
     async with cluster(3, gated=(0, 1)) as (client, made):
         for replica in client._replicas[1:]:
-            replica.routed = False
+            replica.routable = False
         reader = Reader(client, ask("r", PROMPT, seed=5))
         made["replica-0"].steps(6)
         await until(lambda: reader.drawn >= 4)
-        client._replicas[1].routed = True
+        client._replicas[1].routable = True
         draining = asyncio.create_task(client.drain("replica-0", 0.0))
         await until(lambda: bool(client._replicas[1].internal))
-        client._replicas[2].routed = True
+        client._replicas[2].routable = True
         made["replica-1"].kill()
         assert (await draining).state == "drained"
         made["replica-0"].free()
@@ -276,17 +276,17 @@ async def test_a_request_that_cannot_be_copied_goes_on_all_the_same() -> None:
 async def test_skewed_load_is_rebalanced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "MIN_TOKENS", 1)
     async with cluster(2, gated=(0,), rebalance=True) as (client, made):
-        client._replicas[1].routed = False
+        client._replicas[1].routable = False
         readers = [Reader(client, ask(f"r{i}", PROMPT[i:], seed=i)) for i in range(8)]
-        await until(lambda: len(client._replicas[0].parts) == 8)
+        await until(lambda: len(client._replicas[0].sub_requests) == 8)
         made["replica-0"].steps(6)
         await until(lambda: all(reader.drawn >= 1 for reader in readers), stepping=[made["replica-0"]])
-        client._replicas[1].routed = True
+        client._replicas[1].routable = True
         await until(lambda: len(client._replicas[1].internal) == 4)
         await until(lambda: len(made["replica-0"].core.connector._routes) == 4)  # type: ignore[union-attr]
         made["replica-0"].steps(3)  # their pages are read between steps
         await until(lambda: client.migration.migrations == 4)
-        assert len(client._replicas[0].parts) == 4
+        assert len(client._replicas[0].sub_requests) == 4
         made["replica-0"].free()
         await gather(*readers)
 
@@ -294,7 +294,7 @@ async def test_skewed_load_is_rebalanced(monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_balanced_load_stays_where_it_is() -> None:
     async with cluster(2, gated=(0, 1), rebalance=True) as (client, made):
         readers = [Reader(client, ask(f"r{i}", PROMPT[i:], seed=i)) for i in range(6)]
-        await until(lambda: len(client._where) == 6)
+        await until(lambda: len(client._replica_by_id) == 6)
         client.migration.rebalance()
         assert not any(replica.internal for replica in client._replicas)
         for replica in made.values():
@@ -306,7 +306,7 @@ async def test_balanced_load_stays_where_it_is() -> None:
 async def test_short_prompts_stay_however_many_are_answered() -> None:
     async with cluster(2, prefill=1, gated=(1,)) as (client, made):
         readers = [Reader(client, ask(f"r{i}", [i, *PROMPT])) for i in range(12)]
-        await until(lambda: len(client._where) == 12)
+        await until(lambda: len(client._replica_by_id) == 12)
         assert client._replicas[1].load.requests == 12 and not client._replicas[0].internal
         made["replica-1"].free()
         await gather(*readers)
@@ -315,23 +315,25 @@ async def test_short_prompts_stay_however_many_are_answered() -> None:
 
 def test_where_a_prompt_is_computed_is_a_matter_of_cost() -> None:
     costs, decoder, prefill = PrefillCosts(), Replica(0), Replica(1)
-    assert not costs.remote_pays(4096, decoder, prefill, 0), "nobody is delayed, and it takes no longer in place"
+    assert not costs.should_prefill_remotely(4096, decoder, prefill, 0), (
+        "nobody is delayed, and it takes no longer in place"
+    )
     decoder.load.sent(0)
-    assert costs.remote_pays(4096, decoder, prefill, 0)
-    assert not costs.remote_pays(FIXED_TOKENS, decoder, prefill, 0), "too short to be worth a hand-over"
+    assert costs.should_prefill_remotely(4096, decoder, prefill, 0)
+    assert not costs.should_prefill_remotely(FIXED_TOKENS, decoder, prefill, 0), "too short to be worth a hand-over"
     crowded = Replica(2)
     for _ in range(64):
         crowded.load.sent(0)
-    assert not costs.remote_pays(MAX_LOCAL_PREFILL_TOKENS, crowded, prefill, 0), "whoever is answered there"
-    assert costs.remote_pays(MAX_LOCAL_PREFILL_TOKENS + 1, crowded, prefill, 0)
+    assert not costs.should_prefill_remotely(MAX_LOCAL_PREFILL_TOKENS, crowded, prefill, 0), "whoever is answered there"
+    assert costs.should_prefill_remotely(MAX_LOCAL_PREFILL_TOKENS + 1, crowded, prefill, 0)
     prefill.load.sent(9000)
-    assert not costs.remote_pays(4096, decoder, prefill, 0), "it would wait too long there"
-    assert costs.remote_pays(4096, decoder, prefill, 4090 * 2), "... unless most of it is cached there"
-    costs.prefilled(1000, 1.0)
-    costs.exposed(6.0)
+    assert not costs.should_prefill_remotely(4096, decoder, prefill, 0), "it would wait too long there"
+    assert costs.should_prefill_remotely(4096, decoder, prefill, 4090 * 2), "... unless most of it is cached there"
+    costs.record_prefill(1000, 1.0)
+    costs.record_handover(6.0)
     assert costs.handover_tokens == 6000
     for _ in range(50):
-        costs.exposed(0.1)
+        costs.record_handover(0.1)
     assert 90 < costs.handover_tokens < 110
 
 

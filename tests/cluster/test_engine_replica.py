@@ -17,7 +17,7 @@ from quire.types.membership import RESTART_EXIT_CODE, CurveKeys, ReplicaMembersh
 ENGINE = """
 import json, os, sys
 member = json.loads(sys.stdin.buffer.read())
-os.write(member["beats"], b".")
+os.write(member["heartbeat_fd"], b".")
 with open(sys.argv[1], "w") as said:
     said.write(member["identity"])
 with open(sys.argv[2]) as told:

@@ -100,7 +100,7 @@ class Reader:
 
 def process_of(client: ClusterClient, made: list[FakeReplica], name: str) -> FakeReplica:
     """Whoever works on a request now."""
-    holder = client._where[name].identity
+    holder = client._replica_by_id[name].identity
     return next(replica for replica in made if replica.identity == holder)
 
 
@@ -113,7 +113,7 @@ async def test_a_killed_replicas_requests_go_on_elsewhere_as_if_nothing_was() ->
             ask("waits", [6] * 5, seed=3),
         ]
         readers = [Reader(client, request) for request in requests]
-        await until(lambda: len(client._where) == 4)
+        await until(lambda: len(client._replica_by_id) == 4)
         for replica in made:
             replica.steps(6)
         await until(lambda: all(reader.drawn >= 4 for reader in readers), stepping=made)
@@ -135,7 +135,7 @@ async def test_grammars_go_on_from_their_tokens() -> None:
     async with cluster(1, gated=True) as (client, made):
         request = ask("g", [1, 2], grammar=GrammarSpec("json_object"))
         reader = Reader(client, request)
-        await until(lambda: bool(client._where))
+        await until(lambda: bool(client._replica_by_id))
         made[0].steps(4)
         await until(lambda: reader.drawn >= 3)
         made[0].kill()
@@ -163,7 +163,7 @@ async def test_a_branch_that_its_reader_ended_does_not_go_on() -> None:
     async with cluster(1, gated=True) as (client, made):
         request = ask("r", [1, 2, 3], n=2)
         reader = Reader(client, request)
-        await until(lambda: bool(client._where))
+        await until(lambda: bool(client._replica_by_id))
         made[0].steps(4)
         await until(lambda: min(map(len, reader.tokens.values())) >= 3)
         client.finish_at("r", 0, 3)
@@ -180,7 +180,7 @@ async def test_a_request_that_every_replica_dies_of_is_given_up() -> None:
     async with cluster(1, gated=True) as (client, made):
         reader = Reader(client, ask("poison", [1, 2]))
         for _ in range(MAX_FAILOVERS + 1):
-            await until(lambda: bool(client._where))
+            await until(lambda: bool(client._replica_by_id))
             made[-1].kill()
             await until(lambda: not client._by_identity)
             if not reader.task.done():
@@ -193,7 +193,7 @@ async def test_requests_wait_for_a_replica_only_so_long(monkeypatch: pytest.Monk
     monkeypatch.setattr(pending_requests, "MAX_WAIT_S", 0.0)
     async with cluster(1, gated=True) as (client, made):
         reader = Reader(client, ask("r", [1]))
-        await until(lambda: bool(client._where))
+        await until(lambda: bool(client._replica_by_id))
         made[0].kill()
         with pytest.raises(EngineDeadError, match="no replica"):
             await asyncio.wait_for(reader.task, 20)
@@ -205,7 +205,7 @@ async def test_requests_wait_for_a_replica_only_so_long(monkeypatch: pytest.Monk
 async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere() -> None:
     async with cluster(2, gated=True) as (client, made):
         readers = [Reader(client, ask(f"r{i}", [i, i + 1], seed=i)) for i in range(1, 5)]
-        await until(lambda: len(client._where) == 4)
+        await until(lambda: len(client._replica_by_id) == 4)
         for replica in made:
             replica.steps(5)
         await until(lambda: all(reader.drawn >= 4 for reader in readers), stepping=made)
@@ -230,8 +230,8 @@ async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere(
 async def drain_under_way(client: ClusterClient, timeout: float) -> tuple[Reader, Any, asyncio.Task[ReplicaView]]:
     """A request, its replica, and the drain of that."""
     reader = Reader(client, ask("r", [1, 2]))
-    await until(lambda: bool(client._where))
-    mine = client._where["r"]
+    await until(lambda: bool(client._replica_by_id))
+    mine = client._replica_by_id["r"]
     drained = asyncio.create_task(client.drain(mine.id, timeout))
     await until(lambda: mine.state == "draining")
     return reader, mine, drained
@@ -249,7 +249,7 @@ async def test_a_rolling_restart_replaces_all_and_loses_nothing(caplog: pytest.L
     caplog.set_level(logging.INFO, logger="quire.cluster")
     async with cluster(2, gated=True) as (client, made):
         readers = [Reader(client, ask(f"r{i}", [i, 3], seed=i, n=2)) for i in range(1, 5)]
-        await until(lambda: len(client._where) == 4)
+        await until(lambda: len(client._replica_by_id) == 4)
 
         identities = [replica.identity for replica in client._replicas]
 
@@ -286,7 +286,7 @@ async def test_who_has_no_key_is_refused_and_what_was_given_up_is_ended() -> Non
         FakeReplica(client, keys=forged)
         await until(lambda: client.hub.refused > 0)
         assert len(client._by_identity) == 1
-        client._gone(made[0].identity, None)  # as after a break of the network: it is still there
+        client._on_replica_lost(made[0].identity, None)  # as after a break of the network: it is still there
         client._received([(made[0].identity, Heartbeat())])
         await until(made[0].ended.is_set)
 
@@ -294,16 +294,16 @@ async def test_who_has_no_key_is_refused_and_what_was_given_up_is_ended() -> Non
 async def test_a_reader_that_leaves_aborts_all_parts() -> None:
     async with cluster(2, gated=True) as (client, made):
         reader = Reader(client, ask("r", [1, 2], n=2))
-        await until(lambda: bool(client._where))
+        await until(lambda: bool(client._replica_by_id))
         for replica in made:
             replica.steps(2)
         await until(lambda: reader.drawn >= 2)
         process_of(client, made, "r").kill()
-        await until(lambda: len(client._where) == 2 and "r" not in client._where)
+        await until(lambda: len(client._replica_by_id) == 2 and "r" not in client._replica_by_id)
         reader.task.cancel()
         with suppress(asyncio.CancelledError):
             await reader.task
-        assert not client._where and not client._active and all(not load.requests for load in client._loads)
+        assert not client._replica_by_id and not client._active and all(not load.requests for load in client._loads)
         for replica in made:
             replica.free()
         await until(lambda: all(not one.core.busy for one in made if not one.executor.killed))
@@ -329,7 +329,7 @@ async def test_activating_a_replica_ends_its_drain() -> None:
     async with cluster(2, gated=True) as (client, made):
         reader, mine, drained = await drain_under_way(client, 0.2)
         client.activate(mine.id)
-        assert (await drained).state == "ready" and client._where["r"] is mine
+        assert (await drained).state == "ready" and client._replica_by_id["r"] is mine
         for replica in made:
             replica.free()
         (await reader.task).check()
@@ -361,10 +361,10 @@ async def test_tokens_that_a_reader_has_are_not_counted_again() -> None:
     async with cluster(1) as (client, _):
         request = ask("r", [1])
         active = ActiveRequest.begun(request, client.submit(request))
-        part = active.part(request, 0)
+        sub_request = active.sub_request(request, 0)
         active.outputs[0] += [5, 6]
         event = TokenEvent("r", 0, 1, [6, 7, 8], counts=Counts(forced=3), forced=[0, 1, 2])
-        fresh = active.take(part, event)
+        fresh = active.take(sub_request, event)
         assert fresh is not None and (fresh.tokens, fresh.forced, fresh.counts) == ([7, 8], [0, 1], Counts(forced=2))
 
 

@@ -69,8 +69,8 @@ def test_a_prefix_is_chased_as_far_as_it_saves_more_than_waiting_takes() -> None
     assert second != first
     assert router.choose(prompt, [ReplicaLoad(9) if i == first else ReplicaLoad() for i in range(3)]) == second
     for load in loads:
-        load.ready = False
-    loads[3 - first - second].ready = True
+        load.accepts_requests = False
+    loads[3 - first - second].accepts_requests = True
     assert router.choose(prompt, loads) == 3 - first - second
 
 
@@ -92,7 +92,7 @@ def test_sessions_stay_where_they_are_and_few_move_when_a_replica_goes() -> None
     views = [RouteView(10, session=f"s{i}") for i in range(800)]
     before = [router.choose(view, loads) for view in views]
     assert before == [router.choose(view, loads) for view in views] and len(set(before)) == 8
-    loads[2].ready = False
+    loads[2].accepts_requests = False
     after = [router.choose(view, loads) for view in views]
     assert all(old == new for old, new in zip(before, after, strict=True) if old != 2) and 2 not in after
     assert router.choose(RouteView(10, tenant="t"), loads) == router.choose(RouteView(10, tenant="t"), loads)

@@ -123,7 +123,7 @@ async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypa
     monkeypatch.setattr(replica_scaling, "DRAIN_TIMEOUT_S", 0.0)
     async with scaled(2, gated=True) as (client, host, scaler):
         readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(3)]  # two and one
-        await until(lambda: len(client._where) == 3)
+        await until(lambda: len(client._replica_by_id) == 3)
         for replica in host.made.values():
             replica.steps(4)
         await until(lambda: all(reader.drawn >= 2 for reader in readers), stepping=host.made.values())
@@ -131,7 +131,7 @@ async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypa
         scaler.target = 1
         await until(lambda: "ready" in states(client) and len(host.ended) == 1)
         ended = host.ended[0]
-        assert not client._replicas[ended].parts, "the one with the least to do"
+        assert not client._replicas[ended].sub_requests, "the one with the least to do"
         for replica in host.made.values():
             replica.free()
         for reader in readers:
@@ -141,7 +141,7 @@ async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypa
 async def test_one_that_drains_is_taken_back_when_it_is_needed_again() -> None:
     async with scaled(2, gated=True) as (client, host, scaler):
         readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(2)]
-        await until(lambda: len(client._where) == 2)
+        await until(lambda: len(client._replica_by_id) == 2)
         client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())  # type: ignore[method-assign, assignment]
         scaler.target = 1
         await until(lambda: "draining" in states(client))

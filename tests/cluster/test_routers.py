@@ -48,6 +48,6 @@ def test_routers_that_are_not_there():
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_only_what_is_ready_gets_requests(name):
-    loads = [ReplicaLoad(ready=i == 2) for i in range(5)]
+    loads = [ReplicaLoad(accepts_requests=i == 2) for i in range(5)]
     requests = [RouteView(100, ("s", i), session=str(i % 7)) for i in range(40)]
     assert set(route(make_router(name, 5, seed=4), requests, loads)) == {2}

@@ -79,12 +79,12 @@ def simulate(
 
     if rate_scale <= 0 or kv_scale <= 0:
         raise ConfigError("rate_scale and kv_scale must be more than 0")
-    if startup is not None and not autoscaling.scales:
+    if startup is not None and not autoscaling.autoscales:
         raise ConfigError("startup has no effect without max_replicas or min_replicas: no replica is started later")
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
-        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.scales:
+        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.autoscales:
             raise ConfigError(
                 "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients, replicas and "
                 "their scaling; "
@@ -101,7 +101,7 @@ def simulate(
     runs = []
     for number in range(seed, seed + (seeds or 1)):
         asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
-        scaled = autoscaling if autoscaling.scales else None
+        scaled = autoscaling if autoscaling.autoscales else None
         if scheduling.slo_give_up and scheduling.slo_ttft is None and not any(one.ttft for one in asked):
             raise ConfigError("slo_give_up has no effect without slo_ttft: no request has a target to miss")
         begins = STARTUP_S if startup is None else startup

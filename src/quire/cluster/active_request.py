@@ -1,7 +1,7 @@
 """A request under way in a cluster: what its reader was given so far, and how it goes on on another replica.
 
-    request (n branches) ──► part on a replica ──(the replica is gone)──► one part a branch that is open, elsewhere,
-                                                                         with the tokens its reader has as known ones
+    request (n branches) ──► sub-request on a replica ──(that is lost)──► one sub-request a branch that is open,
+                                                elsewhere, with the tokens its reader has as known ones
 
 Noise is a function of (seed, branch, position, token id), history and grammars are read from tokens: so the answer is
 the one it would have been. Refuses to know: replicas, links.
@@ -20,7 +20,7 @@ from quire.types.request import FinishReason, Request
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class SubRequest:
     """Branches of a request that one replica works on."""
 
     active: ActiveRequest
@@ -44,7 +44,7 @@ class ActiveRequest:
     stopped: set[int] = field(default_factory=set)  # ... of them, ended by their reader at a stop string
     counted: set[int] = field(default_factory=set)  # branches that said what of the prompt was cached
     scored: bool = False  # log-probabilities of the prompt were given
-    parts: dict[str, Part] = field(default_factory=dict)  # by the id of the part's request
+    sub_requests: dict[str, SubRequest] = field(default_factory=dict)  # by the ids that replicas know them by
     failovers: int = 0  # replicas that were lost under it
     _resumed: int = 0
 
@@ -55,12 +55,12 @@ class ActiveRequest:
         active.open = set(request.branches)
         return active
 
-    def part(self, request: Request, cached: int) -> Part:
-        made = Part(self, request, set(request.branches), cached)
-        self.parts[request.id] = made
+    def sub_request(self, request: Request, cached: int) -> SubRequest:
+        made = SubRequest(self, request, set(request.branches), cached)
+        self.sub_requests[request.id] = made
         return made
 
-    def take(self, part: Part, event: TokenEvent) -> TokenEvent | None:
+    def take(self, sub_request: SubRequest, event: TokenEvent) -> TokenEvent | None:
         """An event as the reader of the whole request sees it; None if there is nothing new in it."""
         branch = event.branch
         if branch not in self.open:
@@ -77,7 +77,7 @@ class ActiveRequest:
         if event.tokens:
             known += event.tokens
         if (counts := event.counts) is not None:
-            if branch in self.counted and part.request.id != self.request.id:  # said by the replica it began on
+            if branch in self.counted and sub_request.request.id != self.request.id:  # said by the replica it began on
                 event.counts = Counts(0, 0, counts.evicted, counts.forced, counts.drafted, counts.accepted)
             self.counted.add(branch)
         if event.prompt_logprobs is not None:
@@ -85,9 +85,9 @@ class ActiveRequest:
             self.scored = True
         if event.finish is not None:
             self.open.discard(branch)
-            part.branches.discard(branch)
-            if not part.branches:
-                del self.parts[part.request.id]
+            sub_request.branches.discard(branch)
+            if not sub_request.branches:
+                del self.sub_requests[sub_request.request.id]
         event.request = self.request.id
         return event
 
@@ -100,13 +100,13 @@ class ActiveRequest:
         self.open -= self.stopped
         return found
 
-    def resumed(self, part: Part) -> list[Request]:
-        """What another replica must be asked so that the branches of a part go on behind what their reader has."""
-        del self.parts[part.request.id]
-        left = sorted(part.branches & self.open)
-        whole = part.request.beam is not None or bool(part.request.pooling)
-        if left and (whole or (len(left) == part.request.params.n and not any(self.outputs[b] for b in left))):
-            return [self._again(part.request)]
+    def resumed(self, sub_request: SubRequest) -> list[Request]:
+        """What another replica must be asked so that the branches go on behind what their reader has."""
+        del self.sub_requests[sub_request.request.id]
+        left = sorted(sub_request.branches & self.open)
+        whole = sub_request.request.beam is not None or bool(sub_request.request.pooling)
+        if left and (whole or (len(left) == sub_request.request.params.n and not any(self.outputs[b] for b in left))):
+            return [self._again(sub_request.request)]
         return [self._branch(branch) for branch in left]
 
     def _again(self, request: Request) -> Request:

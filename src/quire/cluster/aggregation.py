@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 PER_ENGINE = {"page_bytes", "page_tokens", "preempted_most"}  # the largest counts, not the sum
 
 
-def summed(parts: Sequence[Kind]) -> Kind:
+def sum_stats(parts: Sequence[Kind]) -> Kind:
     """All numbers of structs of one kind, added field by field; tiers by their names."""
     first = parts[0]
     values = {one.name: [getattr(part, one.name) for part in parts] for one in fields(first)}
@@ -50,7 +50,7 @@ def _added(name: str, values: list[Any]) -> Any:
         return Histogram(first.bounds, counts, sum(value.total for value in values))
     if name == "handovers":
         found = [value for value in values if value is not None]
-        return summed(found) if found else None
+        return sum_stats(found) if found else None
     if name == "tiers":
         return _tiers([tier for value in values for tier in value])
     if name == "accepted_at":
@@ -62,18 +62,18 @@ def _tiers(tiers: list[TierStats]) -> list[TierStats]:
     by_name: dict[str, list[TierStats]] = {}
     for tier in tiers:
         by_name.setdefault(tier.name, []).append(tier)
-    return [summed(same) for same in by_name.values()]
+    return [sum_stats(same) for same in by_name.values()]
 
 
-def one_report(reports: Sequence[CacheReport]) -> CacheReport:
+def merge_reports(reports: Sequence[CacheReport]) -> CacheReport:
     """Rates and shares are means: they do not add up."""
-    total = summed(reports)
+    total = sum_stats(reports)
     total.hit_rate /= len(reports)
     total.rates = {name: value / len(reports) for name, value in total.rates.items()}
     return total
 
 
-def one_view(views: Sequence[EngineView], names: Sequence[str]) -> EngineView:
+def merge_views(views: Sequence[EngineView], names: Sequence[str]) -> EngineView:
     """`names`: of the engines, told apart by them where they show pages of their own."""
     prefixes: list[PrefixNode] = []
     for view in views:
@@ -90,7 +90,7 @@ def one_view(views: Sequence[EngineView], names: Sequence[str]) -> EngineView:
     return replace(
         views[0],
         now=max(view.now for view in views),
-        stats=summed([view.stats for view in views]),
+        stats=sum_stats([view.stats for view in views]),
         slots=sum(view.slots for view in views),
         max_batch_tokens=sum(view.max_batch_tokens for view in views),
         sequences=[one for view in views for one in view.sequences],

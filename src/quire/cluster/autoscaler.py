@@ -29,7 +29,7 @@ UP_UTILIZATION = 0.8  # of what replicas can admit, beyond which there are too f
 DOWN_UTILIZATION = 0.6  # ... and that they may reach at most where there are fewer: the gap keeps the number steady
 BACKLOG_S = 60.0  # within which those that wait already are to be admitted
 MAX_STEP = 4  # replicas that may be added to those ready at once, or as many again
-FORGET_S = 4 * 3600.0  # in which what a replica was seen to admit is taken to be e times as much: requests change
+CAPACITY_DECAY_S = 4 * 3600.0  # in which a replica's known capacity is taken to be e times as much: requests change
 
 
 class FleetSample(NamedTuple):
@@ -73,7 +73,7 @@ def _missed(stats: EngineStats) -> int:
     return max(stats.missed_ttft, stats.missed_tpot) + stats.gave_up
 
 
-class Wanted(NamedTuple):
+class Recommendation(NamedTuple):
     """A recommendation."""
 
     at: float
@@ -82,7 +82,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class Measured:
+class WindowMetrics:
     """Of the samples in the window."""
 
     delay: float  # seconds that one in ten waited at least, or that one that comes now will
@@ -97,49 +97,54 @@ class Autoscaler:
     def __init__(self, options: AutoscaleOptions, replicas: int):
         """`replicas`: how many there are, or will be, at first."""
         self.options = options
-        self.low = replicas if options.min_replicas is None else options.min_replicas
-        self.high = replicas if options.max_replicas is None else options.max_replicas
+        self.min_replicas = replicas if options.min_replicas is None else options.min_replicas
+        self.max_replicas = replicas if options.max_replicas is None else options.max_replicas
         self.target = replicas
         self.reason = "as many as at start"
         self.scaled = {"up": 0, "down": 0}  # times
         self.capacity = inf  # requests a second that a replica can admit, as far as is known
         self._samples: deque[tuple[float, FleetSample]] = deque()
-        self._wanted: deque[Wanted] = deque()  # since the last change
-        self._moved = -inf  # when some request was admitted, or none waited
+        self._recommendations: deque[Recommendation] = deque()  # since the last change
+        self._last_progress = -inf  # when some request was admitted, or none waited
         self._served_since = -inf  # when there was a replica again, or for the first time
-        self._measured = Measured(0.0, None, 0.0, 0.0, 0.0, saturated=False)
+        self._metrics = WindowMetrics(0.0, None, 0.0, 0.0, 0.0, saturated=False)
 
     def decide(self, now: float, sample: FleetSample) -> int:
         """How many replicas there are to be; called every `INTERVAL_S` or so."""
-        measured = self._measured = self._measure(now, sample)
+        measured = self._metrics = self._measure(now, sample)
         replicas, why = self._recommend(sample, measured)
-        self._wanted.append(Wanted(now, min(self.high, max(self.low, replicas)), why))
-        if self.target == 0 and self._wanted[-1].replicas > 0:
-            self._change(self._wanted[-1])
-        elif (up := self._steady(now, self.options.upscale_delay, min)) is not None and up.replicas > self.target:
+        latest = Recommendation(now, min(self.max_replicas, max(self.min_replicas, replicas)), why)
+        self._recommendations.append(latest)
+        up = self._stable_recommendation(now, self.options.upscale_delay, min)
+        down = self._stable_recommendation(now, self.options.downscale_delay, max)
+        if self.target == 0 and latest.replicas > 0:
+            self._change(latest)
+        elif up is not None and up.replicas > self.target:
             self._change(up)
-        elif (down := self._steady(now, self.options.downscale_delay, max)) is not None and down.replicas < self.target:
+        elif down is not None and down.replicas < self.target:
             self._change(down)
         oldest = now - max(self.options.upscale_delay, self.options.downscale_delay)
-        while len(self._wanted) > 1 and self._wanted[1].at <= oldest:
-            self._wanted.popleft()
+        while len(self._recommendations) > 1 and self._recommendations[1].at <= oldest:
+            self._recommendations.popleft()
         return self.target
 
-    def _steady(self, now: float, delay: float, pick: Callable[..., Wanted]) -> Wanted | None:
+    def _stable_recommendation(
+        self, now: float, delay: float, pick: Callable[..., Recommendation]
+    ) -> Recommendation | None:
         """The least, or the most, that was recommended for that long; None: it is not known for so long."""
-        if not self._wanted or self._wanted[0].at > now - delay:
+        if not self._recommendations or self._recommendations[0].at > now - delay:
             return None
-        return pick((one for one in self._wanted if one.at >= now - delay), key=lambda one: one.replicas)
+        return pick((one for one in self._recommendations if one.at >= now - delay), key=lambda one: one.replicas)
 
-    def _change(self, wanted: Wanted) -> None:
+    def _change(self, wanted: Recommendation) -> None:
         self.scaled["up" if wanted.replicas > self.target else "down"] += 1
         self.target, self.reason = wanted.replicas, wanted.why
-        self._wanted.clear()
+        self._recommendations.clear()
 
-    def _measure(self, now: float, sample: FleetSample) -> Measured:
+    def _measure(self, now: float, sample: FleetSample) -> WindowMetrics:
         samples = self._samples
         if sample.admitted or not sample.waiting:
-            self._moved = now
+            self._last_progress = now
         if sample.ready and not (samples and samples[-1][1].ready):
             self._served_since = samples[-1][0] if samples else now
         sample = sample._replace(delays=_since(sample.delays, now - self._served_since))
@@ -153,8 +158,8 @@ class Autoscaler:
         ended, met = sum(one.met + one.missed for one in inside), sum(one.met for one in inside)
         expected = 0.0
         if sample.waiting and sample.ready:
-            expected = sample.waiting / admissions if admissions else now - max(self._moved, began)
-        return Measured(
+            expected = sample.waiting / admissions if admissions else now - max(self._last_progress, began)
+        return WindowMetrics(
             delay=max(_quantile(counts, DELAY_SHARE), expected),
             attainment=met / ended if ended >= MIN_ANSWERS else None,
             arrivals=max(0.0, admissions + (sample.waiting - first.waiting) / span),
@@ -163,7 +168,7 @@ class Autoscaler:
             saturated=now - began >= WINDOW_S / 2 and all(one.waiting and one.ready for one in inside),
         )
 
-    def _recommend(self, sample: FleetSample, found: Measured) -> tuple[int, str]:
+    def _recommend(self, sample: FleetSample, found: WindowMetrics) -> tuple[int, str]:
         if not sample.ready and sample.waiting:
             return max(1, self.target), "a request waits and there is no replica"
         if not (sample.running or sample.waiting or sample.admitted):
@@ -190,7 +195,7 @@ class Autoscaler:
     def _needed(self, rate: float, utilization: float) -> int:
         return 0 if self.capacity == inf else ceil(rate / (utilization * self.capacity) - 1e-9)
 
-    def _learn(self, found: Measured, *, fine: bool) -> None:
+    def _learn(self, found: WindowMetrics, *, fine: bool) -> None:
         """What a replica admits while requests wait is what it can; while none waits, it can do at least that."""
         if not found.ready:
             return
@@ -198,12 +203,12 @@ class Autoscaler:
         if found.saturated and each:
             self.capacity = each if self.capacity == inf else (self.capacity + each) / 2
         elif fine and self.capacity < inf:
-            self.capacity = max(each, self.capacity * (1 + INTERVAL_S / FORGET_S))
+            self.capacity = max(each, self.capacity * (1 + INTERVAL_S / CAPACITY_DECAY_S))
 
     def view(self) -> AutoscalingView:
-        found = self._measured
+        found = self._metrics
         return AutoscalingView(
-            min_replicas=self.low, max_replicas=self.high, target=self.target, reason=self.reason,
+            min_replicas=self.min_replicas, max_replicas=self.max_replicas, target=self.target, reason=self.reason,
             queue_delay_s=found.delay, slo_attainment=found.attainment,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ import time
 
 from msgspec.structs import replace
 
-from quire.cluster.active_request import ActiveRequest, Part
+from quire.cluster.active_request import ActiveRequest, SubRequest
 from quire.cluster.autoscaler import Autoscaler
 from quire.cluster.handovers import BOTH, DECODE, PREFILL, Handovers
 from quire.cluster.migration import Migrations
@@ -86,14 +86,14 @@ class ClusterClient(ReplicaOperations):
         self._scaler: ReplicaScaler | None = None
         self.policy = restarts
         self.failovers = 0  # requests that went on on another replica because theirs was lost
-        most = replicas if autoscaler is None else autoscaler.high
+        most = replicas if autoscaler is None else autoscaler.max_replicas
         decoding = DECODE if prefill else BOTH
         self._replicas = [
             Replica(number, PREFILL if number < prefill else decoding, wanted=number < replicas)
             for number in range(most)
         ]
         self._loads = [replica.load for replica in self._replicas]
-        self._where: dict[str, Replica] = {}  # parts under way, by id
+        self._replica_by_id: dict[str, Replica] = {}  # who has each sub-request
         self._router = RequestRouter(policy)
         self.membership = ReplicaMembership(
             identity="",
@@ -103,10 +103,10 @@ class ClusterClient(ReplicaOperations):
             connector=connector,
         )
         self.handovers = Handovers(self.hub, self._replicas, self._router, handover_timeout)
-        self.migration = Migrations(self.handovers, self._replicas, self._go_on, handover_timeout)
+        self.migration = Migrations(self.handovers, self._replicas, self._resume_on, handover_timeout)
         self._rebalance = rebalance
         self._active: dict[str, ActiveRequest] = {}
-        self._spares: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
+        self._standby: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
         self._pending = PendingRequests(self.loop, replica_wait)
         self._losses: list[float] = []
         self._lost: asyncio.Future[QuireError] = self.loop.create_future()
@@ -150,8 +150,8 @@ class ClusterClient(ReplicaOperations):
     def trouble(self) -> str | None:
         now, silent = time.monotonic(), None
         for replica in self._replicas:
-            if replica.load.ready:
-                if now - replica.heard <= self.policy.heartbeat:
+            if replica.load.accepts_requests:
+                if now - replica.last_heartbeat <= self.policy.heartbeat:
                     return None
                 silent = f"no replica gave a sign of life for {self.policy.heartbeat:g} s"
         if silent is None and self._starts_from_zero and not self._closing:
@@ -161,7 +161,7 @@ class ClusterClient(ReplicaOperations):
     @property
     def _starts_from_zero(self) -> bool:
         """Whether a request that finds no replica starts one."""
-        return self.autoscaler is not None and self.autoscaler.low == 0
+        return self.autoscaler is not None and self.autoscaler.min_replicas == 0
 
     async def lost(self) -> QuireError:
         return await asyncio.shield(self._lost)
@@ -171,81 +171,81 @@ class ClusterClient(ReplicaOperations):
     def submit(self, request: Request) -> EventQueue:
         return EventQueue(self, request)
 
-    def follow(self, events: EventQueue, request: Request) -> None:
-        if self._closing or not (self._starts_from_zero or any(load.ready for load in self._loads)):
+    def attach(self, events: EventQueue, request: Request) -> None:
+        if self._closing or not (self._starts_from_zero or any(load.accepts_requests for load in self._loads)):
             raise EngineDeadError(CLOSED if self._closing else NO_REPLICA)
         if request.id in self._active:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
         active = self._active[request.id] = ActiveRequest.begun(request, events)
-        self._place(active, request)
+        self._dispatch(active, request)
 
-    def unfollow(self, events: EventQueue) -> bool:
+    def detach(self, events: EventQueue) -> bool:
         active = self._active.get(events.id)
         if active is None or active.events is not events:
             return False
         del self._active[events.id]
         self._pending.discard(active)
-        self.abort_parts(active)
-        for replica, part in self._parts(active):
-            self._drop(replica, part)
-        active.parts.clear()
+        self.abort_sub_requests(active)
+        for replica, sub_request in self._dispatched(active):
+            self._drop(replica, sub_request)
+        active.sub_requests.clear()
         return True
 
     def abort(self, request_id: str) -> None:
         if (active := self._active.get(request_id)) is not None:
-            self.abort_parts(active)
+            self.abort_sub_requests(active)
 
-    def abort_parts(self, active: ActiveRequest) -> None:
-        for replica, part in self._parts(active):
-            self.hub.send(replica.identity, Abort(part.request.id))
+    def abort_sub_requests(self, active: ActiveRequest) -> None:
+        for replica, sub_request in self._dispatched(active):
+            self.hub.send(replica.identity, Abort(sub_request.request.id))
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> None:
         if (active := self._active.get(request_id)) is not None:
             active.stopped.add(branch)
-            for replica, part in self._parts(active):
-                if branch in part.branches:
-                    self.hub.send(replica.identity, FinishAt(part.request.id, branch, tokens))
+            for replica, sub_request in self._dispatched(active):
+                if branch in sub_request.branches:
+                    self.hub.send(replica.identity, FinishAt(sub_request.request.id, branch, tokens))
 
-    def _parts(self, active: ActiveRequest) -> list[tuple[Replica, Part]]:
+    def _dispatched(self, active: ActiveRequest) -> list[tuple[Replica, SubRequest]]:
         """Those that a replica has now."""
-        return [(self._where[id], part) for id, part in active.parts.items()]
+        return [(self._replica_by_id[id], sub_request) for id, sub_request in active.sub_requests.items()]
 
-    def _drop(self, replica: Replica, part: Part) -> None:
-        self._where.pop(part.request.id, None)
-        self.handovers.ended(part.request.id)
-        replica.drop(part)
+    def _drop(self, replica: Replica, sub_request: SubRequest) -> None:
+        self._replica_by_id.pop(sub_request.request.id, None)
+        self.handovers.on_finished(sub_request.request.id)
+        replica.remove_request(sub_request)
 
-    def _place(self, active: ActiveRequest, request: Request, on: Replica | None = None) -> None:
-        """Send a request, or a part of one, to the replica that the router chooses, or `on` one that has its pages;
+    def _dispatch(self, active: ActiveRequest, request: Request, on: Replica | None = None) -> None:
+        """Send a request, or branches of one, to the replica that the router chooses, or `on` one that has its pages;
         without any, let it wait."""
         if self._active.get(active.request.id) is not active:
             return  # its reader left
-        if not any(load.ready for load in self._loads):
+        if not any(load.accepts_requests for load in self._loads):
             self._pending.add(active, request)
             if self._scaler is not None:
                 self._scaler.wake()
             return
-        if on is not None and on.up:
+        if on is not None and on.is_ready:
             replica, cached = on, len(request.prompt) + len(request.outputs)
         else:
             number, cached = self._router.choose(request, self._loads)
             replica = self._replicas[number]
         request = self.handovers.offload(request, replica, cached)
-        part = active.part(request, cached)
-        replica.take(part)
-        self._where[request.id] = replica
+        sub_request = active.sub_request(request, cached)
+        replica.add_request(sub_request)
+        self._replica_by_id[request.id] = replica
         self.hub.send(replica.identity, Submit(request))
 
-    def _go_on(self, part: Part, target: Replica) -> None:
-        """A part goes on on the replica that has its pages."""
-        source = self._where[part.request.id]
-        self.hub.send(source.identity, Abort(part.request.id))
-        source.drop(part)
-        self._move([part], lost=False, on=target)
+    def _resume_on(self, sub_request: SubRequest, target: Replica) -> None:
+        """A sub-request goes on on the replica that has its pages."""
+        source = self._replica_by_id[sub_request.request.id]
+        self.hub.send(source.identity, Abort(sub_request.request.id))
+        source.remove_request(sub_request)
+        self._move([sub_request], lost=False, on=target)
 
-    def _move(self, parts: list[Part], *, lost: bool, on: Replica | None = None) -> None:
-        """Have parts go on elsewhere; `lost`: because their replica was."""
-        touched = {part.active: None for part in parts}
+    def _move(self, sub_requests: list[SubRequest], *, lost: bool, on: Replica | None = None) -> None:
+        """Have sub-requests go on elsewhere; `lost`: because their replica was."""
+        touched = {sub_request.active: None for sub_request in sub_requests}
         for active in touched:
             active.failovers += lost
             self.failovers += lost
@@ -254,13 +254,13 @@ class ClusterClient(ReplicaOperations):
             if active.failovers > MAX_FAILOVERS:
                 problem = f"{active.failovers} replicas were lost while they worked on this request; it is given up"
                 active.events.fail(EngineDeadError(problem))
-        for part in parts:
-            self._where.pop(part.request.id, None)
-            self.handovers.ended(part.request.id)
-            for request in part.active.resumed(part):
-                if part.active.failovers <= MAX_FAILOVERS:
-                    self._remember(part.active.request.id, request.id)
-                    self._place(part.active, request, on)
+        for sub_request in sub_requests:
+            self._replica_by_id.pop(sub_request.request.id, None)
+            self.handovers.on_finished(sub_request.request.id)
+            for request in sub_request.active.resumed(sub_request):
+                if sub_request.active.failovers <= MAX_FAILOVERS:
+                    self._remember(sub_request.active.request.id, request.id)
+                    self._dispatch(sub_request.active, request, on)
 
     # ---- what replicas say ----------------------------------------------------------------------------------
 
@@ -274,44 +274,46 @@ class ClusterClient(ReplicaOperations):
             if isinstance(message, Ready):
                 self._joined(identity, message)
             elif message is None or isinstance(message, Failed):
-                self._gone(identity, message)
-            elif replica is None and identity not in self._spares:  # given up: what it worked on is others'
+                self._on_replica_lost(identity, message)
+            elif replica is None and identity not in self._standby:  # given up: what it worked on is others'
                 self.hub.send(identity, Shutdown())
             elif replica is not None:
-                replica.heard = time.monotonic()
-                self._said(replica, message)
+                replica.last_heartbeat = time.monotonic()
+                self._on_message(replica, message)
 
-    def _said(self, replica: Replica, message: ToClient) -> None:
+    def _on_message(self, replica: Replica, message: ToClient) -> None:
         if isinstance(message, Events):
             for event in message.events:
-                if (part := replica.parts.get(event.request)) is not None:
-                    self._deliver(replica, part, event)
+                if (sub_request := replica.sub_requests.get(event.request)) is not None:
+                    self._deliver(replica, sub_request, event)
                 else:
-                    self.handovers.said(replica, event)
+                    self.handovers.on_event(replica, event)
         elif isinstance(message, CacheEvents):
             self._router.learn(replica.number, message)
         elif isinstance(message, Reply):
-            future = replica.asked.pop(message.id, None)
+            future = replica.pending_queries.pop(message.id, None)
             if future is not None and not future.done():
                 future.set_result(message.answer)
             elif isinstance(message.answer, Refused):  # of what a new replica was told to have
                 log.warning("%s refused: %s", replica.id, message.answer.message)
 
-    def _deliver(self, replica: Replica, part: Part, event: TokenEvent) -> None:
-        active = part.active
-        if event.error == OverloadedError.__name__ and part.request.id != active.request.id:
-            self._drop(replica, part)  # it was accepted once: it waits until there is room
-            for request in active.resumed(part):
-                self.loop.call_later(RETRY_S, self._place, active, request)
+    def _deliver(self, replica: Replica, sub_request: SubRequest, event: TokenEvent) -> None:
+        active = sub_request.active
+        if event.error == OverloadedError.__name__ and sub_request.request.id != active.request.id:
+            self._drop(replica, sub_request)  # it was accepted once: it waits until there is room
+            for request in active.resumed(sub_request):
+                self.loop.call_later(RETRY_S, self._dispatch, active, request)
             return
-        if not part.started:
-            replica.begun(part)
-            self.handovers.began(part.request.id)
-            if part.cached and event.counts is not None:
-                self._router.found(replica.number, min(part.cached, len(part.request.prompt)), event.counts.cached)
-        fresh = active.take(part, event)
-        if not part.branches:
-            self._drop(replica, part)
+        if not sub_request.started:
+            replica.prefill_done(sub_request)
+            self.handovers.on_first_token(sub_request.request.id)
+            if sub_request.cached and event.counts is not None:
+                self._router.found(
+                    replica.number, min(sub_request.cached, len(sub_request.request.prompt)), event.counts.cached
+                )
+        fresh = active.take(sub_request, event)
+        if not sub_request.branches:
+            self._drop(replica, sub_request)
         if fresh is not None:
             active.events.put(fresh)
 
@@ -325,7 +327,7 @@ class ClusterClient(ReplicaOperations):
             return
         vacant = next((replica for replica in taken if not replica.identity), None)
         if vacant is None:  # that of one whose end is not known here yet
-            self._spares[identity] = ready
+            self._standby[identity] = ready
             return
         self._by_identity[identity] = vacant
         vacant.join(identity, ready)
@@ -340,7 +342,7 @@ class ClusterClient(ReplicaOperations):
             log.warning("%s cannot hand KV pages of this model over: prompts are computed where answered", vacant.id)
         self._adapt(vacant, ready.info.adapters)
         for active, request in self._pending.take():
-            self._place(active, request)
+            self._dispatch(active, request)
 
     def _adapt(self, replica: Replica, there: list[AdapterInfo]) -> None:
         """A new process has the adapters named at start: bring it to what the others have, before any request."""
@@ -349,28 +351,28 @@ class ClusterClient(ReplicaOperations):
         for one in (one for one in self.adapters if one not in there):
             self.hub.send(replica.identity, Query(LoadAdapter(one.name, one.path)))
 
-    def _gone(self, identity: str, failed: Failed | None) -> None:
+    def _on_replica_lost(self, identity: str, failed: Failed | None) -> None:
         """A process has ended, or its connection has."""
         if failed is not None and not self._failed.done():
             self._failed.set_result(from_wire(failed.kind, failed.message))
-        self._spares.pop(identity, None)
+        self._standby.pop(identity, None)
         replica = self._by_identity.pop(identity, None)
-        self._retire(identity)
+        self._on_process_ended(identity)
         if self._closing or (replica is None and failed is None):
             return
         if replica is not None:
             drained = replica.state is ReplicaState.DRAINED
-            parts = replica.leave(REPLICA_LOST)
+            sub_requests = replica.leave(REPLICA_LOST)
             self._router.left(replica.number)
             self.handovers.route()
-            for spare in list(self._spares):
-                self._joined(spare, self._spares.pop(spare))
+            for spare in list(self._standby):
+                self._joined(spare, self._standby.pop(spare))
             if drained:
                 return
-            requests = len({part.active for part in parts})
+            requests = len({sub_request.active for sub_request in sub_requests})
             why = failed.message if failed is not None else "its connection closed"
             log.warning("%s was lost: %s; %d requests go on elsewhere", replica.id, why, requests)
-            self._move(parts, lost=True)
+            self._move(sub_requests, lost=True)
         now = time.monotonic()
         self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S] + [now]
         wanted = max(1, sum(replica.wanted for replica in self._replicas))
@@ -387,9 +389,9 @@ class ClusterClient(ReplicaOperations):
         now = time.monotonic()
         self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
         for replica in [one for one in self._replicas if one.identity]:
-            if 0 < self.policy.hang_timeout < now - replica.heard:  # its host ends it
-                silence = f"no sign of life for {now - replica.heard:.0f} s"
-                self._gone(replica.identity, Failed(EngineDeadError.__name__, silence))
+            if 0 < self.policy.hang_timeout < now - replica.last_heartbeat:  # its host ends it
+                silence = f"no sign of life for {now - replica.last_heartbeat:.0f} s"
+                self._on_replica_lost(replica.identity, Failed(EngineDeadError.__name__, silence))
         if self._rebalance:
             self.migration.rebalance()
 

@@ -25,7 +25,7 @@ from quire.types.membership import RESTART_EXIT_CODE, ReplicaMembership
 
 log = logging.getLogger(__name__)
 
-BEATS_READ = 4096  # bytes of beats read at a time
+HEARTBEATS_READ = 4096  # bytes of heartbeats read at a time
 
 
 class EngineReplica:
@@ -42,12 +42,12 @@ class EngineReplica:
         ]
         self._member = replace(msgspec.json.decode(member, type=ReplicaMembership), number=number)
         self._start()
-        threading.Thread(target=self._listen, name="quire-beats", daemon=True).start()
+        threading.Thread(target=self._listen, name="quire-heartbeats", daemon=True).start()
 
     def _start(self) -> None:
         self._heard = inf  # while it starts, its silence means nothing
-        self._beats, theirs = os.pipe()
-        member = replace(self._member, identity=secrets.token_hex(8), beats=theirs)
+        self._heartbeats, theirs = os.pipe()
+        member = replace(self._member, identity=secrets.token_hex(8), heartbeat_fd=theirs)
         # Ray tells its own workers to compute with as many threads as they have CPUs of its book-keeping.
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, pass_fds=[theirs], env=environment)
@@ -55,14 +55,14 @@ class EngineReplica:
         assert self._process.stdin is not None
         self._process.stdin.write(msgspec.json.encode(member))
         self._process.stdin.close()
-        if not os.read(self._beats, BEATS_READ):
+        if not os.read(self._heartbeats, HEARTBEATS_READ):
             raise RuntimeError(f"the engine process ended with exit code {self._process.wait()} before it was ready")
         self._heard = time.monotonic()
 
     def _listen(self) -> None:
         try:
             while self._follow() == RESTART_EXIT_CODE:
-                os.close(self._beats)
+                os.close(self._heartbeats)
                 self._start()
             log.warning("the engine process ended with exit code %d", self._process.returncode)
         finally:
@@ -70,7 +70,7 @@ class EngineReplica:
 
     def _follow(self) -> int:
         """The exit code of the process, once it has ended."""
-        while os.read(self._beats, BEATS_READ):
+        while os.read(self._heartbeats, HEARTBEATS_READ):
             self._heard = time.monotonic()
         self._heard = inf
         return self._process.wait()

@@ -32,7 +32,7 @@ FIXED_TOKENS = 128  # what a hand-over costs, in tokens computed meanwhile, unti
 # Prompts of which no more is to be computed stay: they delay a step by little, and hits are known by blocks only.
 MAX_LOCAL_PREFILL_TOKENS = 128
 SMOOTHING = 0.2  # share of the latest measurement in an average
-ALONE = SamplingParams(temperature=0.0, max_tokens=1)  # of work that only its pages are wanted of
+PREFILL_ONLY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)  # of work that only its pages are wanted of
 
 
 class PrefillCosts:
@@ -40,20 +40,20 @@ class PrefillCosts:
 
     def __init__(self) -> None:
         self.token_s = 0.0  # seconds that a token of a prompt takes on a prefill replica
-        self.exposed_s = 0.0  # seconds from the end of a prefill to the first token elsewhere
+        self.handover_latency_s = 0.0  # seconds from the end of a prefill to the first token elsewhere
 
     @property
     def handover_tokens(self) -> float:
         """What of a hand-over is not hidden behind computing, as tokens computed meanwhile."""
-        return self.exposed_s / self.token_s if self.token_s and self.exposed_s else FIXED_TOKENS
+        return self.handover_latency_s / self.token_s if self.token_s and self.handover_latency_s else FIXED_TOKENS
 
-    def prefilled(self, tokens: int, seconds: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float) -> None:
         self.token_s = _average(self.token_s, seconds / max(1, tokens))
 
-    def exposed(self, seconds: float) -> None:
-        self.exposed_s = _average(self.exposed_s, seconds)
+    def record_handover(self, seconds: float) -> None:
+        self.handover_latency_s = _average(self.handover_latency_s, seconds)
 
-    def remote_pays(self, need: int, decoder: Replica, prefill: Replica, held: int) -> bool:
+    def should_prefill_remotely(self, need: int, decoder: Replica, prefill: Replica, held: int) -> bool:
         """`need`: tokens that the decoder would compute; `held`: of them, those that the prefill replica has. Computed
         where it is answered, a prompt waits behind others and delays whoever is being answered there."""
         if need <= MAX_LOCAL_PREFILL_TOKENS:
@@ -79,11 +79,11 @@ class Handovers:
 
     # ---- roles ----------------------------------------------------------------------------------------------
 
-    def assign(self, replica: Replica, role: str) -> None:
+    def set_role(self, replica: Replica, role: str) -> None:
         if role not in ROLES:
             raise InputError(f"a role is one of {', '.join(ROLES)}, not {role!r}", param="role")
         others = (one for one in self._replicas if one is not replica)
-        if role == PREFILL and not any(one.up and one.role != PREFILL for one in others):
+        if role == PREFILL and not any(one.is_ready and one.role != PREFILL for one in others):
             raise InputError("no other replica is ready to decode; give that role to one first", param="role")
         replica.role = role
         self.route()
@@ -92,7 +92,7 @@ class Handovers:
         """Replicas came, went or changed: prefill replicas take requests while nobody else does."""
         decoding = any(one.state is ReplicaState.READY and one.role != PREFILL for one in self._replicas)
         for replica in self._replicas:
-            replica.routed = replica.role != PREFILL or not decoding
+            replica.routable = replica.role != PREFILL or not decoding
 
     # ---- prefill elsewhere ----------------------------------------------------------------------------------
 
@@ -101,10 +101,10 @@ class Handovers:
         request = replace(request, handover=None) if request.handover is not None else request
         need = len(request.prompt) + len(request.outputs) - cached
         found = self._prefill_replica(request, decoder)
-        if found is None or not _whole(request):
+        if found is None or not _transferable(request):
             return request
         prefill, held = found
-        if not self.costs.remote_pays(need, decoder, prefill, max(0, held - cached)):
+        if not self.costs.should_prefill_remotely(need, decoder, prefill, max(0, held - cached)):
             return request
         handover = Handover(secrets.token_hex(16), prefill.connector, self._timeout)
         self._prefills[request.id] = self.send(
@@ -117,7 +117,7 @@ class Handovers:
         """Where the prompt would be computed soonest, and how much of it is there."""
         if not decoder.connector or decoder.role == PREFILL:
             return None
-        ready = [one for one in self._replicas if one.role == PREFILL and one.connector and one.up]
+        ready = [one for one in self._replicas if one.role == PREFILL and one.connector and one.is_ready]
         if not ready:
             return None
         held = self._router.held(request, [one.number for one in ready])
@@ -132,7 +132,7 @@ class Handovers:
         asked = Request(
             id=f"{request.id}+{secrets.token_hex(4)}",
             prompt=tokens,
-            params=ALONE,
+            params=PREFILL_ONLY_PARAMS,
             handover=handover,
             priority=request.priority,
             tenant=request.tenant,
@@ -143,29 +143,29 @@ class Handovers:
             deadline=request.deadline,
         )
         internal = InternalRequest(asked.id, replica, need, time.monotonic(), done, alone=not replica.load.tokens)
-        replica.run(internal)
+        replica.add_internal(internal)
         self._hub.send(replica.identity, Submit(asked))
         return internal
 
-    def said(self, replica: Replica, event: TokenEvent) -> None:
+    def on_event(self, replica: Replica, event: TokenEvent) -> None:
         """An event of no request that anybody reads."""
         internal = replica.internal.get(event.request)
         if internal is not None and event.finish is not None:
             if not event.message and internal.alone and internal.tokens and replica.role == PREFILL:
-                self.costs.prefilled(internal.tokens, time.monotonic() - internal.began)
-            replica.end(internal, well=not event.message)
+                self.costs.record_prefill(internal.tokens, time.monotonic() - internal.began)
+            replica.finish_internal(internal, well=not event.message)
 
     def _prefilled(self, request_id: str, *, well: bool) -> None:
         if self._prefills.pop(request_id, None) is not None and well:
             self._ended[request_id] = time.monotonic()
 
-    def began(self, request_id: str) -> None:
+    def on_first_token(self, request_id: str) -> None:
         """A request has drawn its first token; a prefill that is still under way was not waited for."""
         if (ended := self._ended.pop(request_id, None)) is not None:
-            self.costs.exposed(time.monotonic() - ended)
-        self.ended(request_id)
+            self.costs.record_handover(time.monotonic() - ended)
+        self.on_finished(request_id)
 
-    def ended(self, request_id: str) -> None:
+    def on_finished(self, request_id: str) -> None:
         """Nobody waits any more for what was computed for a request."""
         self._ended.pop(request_id, None)
         if (internal := self._prefills.pop(request_id, None)) is not None:
@@ -173,10 +173,10 @@ class Handovers:
 
     def abort(self, internal: InternalRequest) -> None:
         self._hub.send(internal.replica.identity, Abort(internal.id))
-        internal.replica.end(internal, well=False)
+        internal.replica.finish_internal(internal, well=False)
 
 
-def _whole(request: Request) -> bool:
+def _transferable(request: Request) -> bool:
     """Whether all KV of its prompt is what these tokens alone make of it, and none of its positions is looked at."""
     params = request.params
     plain = request.blend is None and request.beam is None and not request.pooling

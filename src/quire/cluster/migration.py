@@ -14,7 +14,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
-from quire.cluster.active_request import Part
+from quire.cluster.active_request import SubRequest
 from quire.cluster.handovers import PREFILL, Handovers
 from quire.cluster.replica_handle import Replica
 from quire.types.handover import Handover
@@ -24,7 +24,7 @@ MIN_GAP = 4  # requests that one replica has more than another before any is mov
 MAX_SHARE = 1.5  # times as many
 MIN_TOKENS = 16  # that an answer must be allowed to go on for
 
-Resume = Callable[[Part, Replica], None]  # have a part go on on a replica, from what its reader has
+Resume = Callable[[SubRequest, Replica], None]  # have it go on on a replica, from what its reader has
 
 
 class Migrations:
@@ -35,44 +35,44 @@ class Migrations:
         self._resume = resume
         self._timeout = timeout
         self._limit = asyncio.Semaphore(MAX_AT_ONCE)
-        self._moving: set[Part] = set()
+        self._moving: set[SubRequest] = set()
         self._rebalancing: asyncio.Future[list[bool | BaseException]] | None = None
         self.migrations = 0  # requests, or branches of one, that went on elsewhere from their pages
 
-    async def evacuate(self, replica: Replica) -> None:
+    async def migrate_all(self, replica: Replica) -> None:
         """All that a replica draws tokens for goes on elsewhere, as far as that can be."""
-        await asyncio.gather(*(self.move(part, replica) for part in list(replica.parts.values())))
+        await asyncio.gather(*(self.move(sub_request, replica) for sub_request in list(replica.sub_requests.values())))
 
-    async def move(self, part: Part, source: Replica, target: Replica | None = None) -> bool:
-        """Whether a part of a request went on elsewhere."""
-        if part in self._moving:
+    async def move(self, sub_request: SubRequest, source: Replica, target: Replica | None = None) -> bool:
+        """Whether it went on elsewhere."""
+        if sub_request in self._moving:
             return False
-        self._moving.add(part)
+        self._moving.add(sub_request)
         try:
             async with self._limit:
-                return await self._move(part, source, target)
+                return await self._move(sub_request, source, target)
         finally:
-            self._moving.discard(part)
+            self._moving.discard(sub_request)
 
-    async def _move(self, part: Part, source: Replica, target: Replica | None) -> bool:
-        target = target or self._lightest(source)
-        if target is None or not self._can(part, source):
+    async def _move(self, sub_request: SubRequest, source: Replica, target: Replica | None) -> bool:
+        target = target or self._least_loaded(source)
+        if target is None or not self._is_migratable(sub_request, source):
             return False
-        active = part.active
-        tokens = [[*active.request.prompt, *active.outputs[branch]] for branch in sorted(part.branches)]
-        copied = await asyncio.gather(*(self._copy(part, source, target, known) for known in tokens))
-        if not all(copied) or not self._can(part, source) or not target.up:
+        active = sub_request.active
+        tokens = [[*active.request.prompt, *active.outputs[branch]] for branch in sorted(sub_request.branches)]
+        copied = await asyncio.gather(*(self._copy(sub_request, source, target, known) for known in tokens))
+        if not all(copied) or not self._is_migratable(sub_request, source) or not target.is_ready:
             return False  # it is over, or one of the two replicas is
-        self._resume(part, target)
+        self._resume(sub_request, target)
         self.migrations += 1
         return True
 
-    def _can(self, part: Part, source: Replica) -> bool:
+    def _is_migratable(self, sub_request: SubRequest, source: Replica) -> bool:
         """Whether the source is drawing tokens for it, which can be gone on behind."""
-        here = source.parts.get(part.request.id) is part and bool(source.connector)
-        return here and part.started and part.request.beam is None and not part.request.pooling
+        here = source.sub_requests.get(sub_request.request.id) is sub_request and bool(source.connector)
+        return here and sub_request.started and sub_request.request.beam is None and not sub_request.request.pooling
 
-    async def _copy(self, part: Part, source: Replica, target: Replica, tokens: list[int]) -> bool:
+    async def _copy(self, sub_request: SubRequest, source: Replica, target: Replica, tokens: list[int]) -> bool:
         """Whether the target has got what the source has of these tokens."""
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         handover = Handover(secrets.token_hex(16), source.connector, self._timeout, waits=False)
@@ -81,15 +81,15 @@ class Migrations:
             if not done.done():
                 done.set_result(well)
 
-        internal = self._handovers.send(target, part.request, tokens, handover, 0, end)
+        internal = self._handovers.send(target, sub_request.request, tokens, handover, 0, end)
         try:
             return await asyncio.wait_for(done, 2 * self._timeout)
         except TimeoutError:
             self._handovers.abort(internal)
             return False
 
-    def _lightest(self, source: Replica) -> Replica | None:
-        others = [one for one in self._replicas if one is not source and one.load.ready and one.connector]
+    def _least_loaded(self, source: Replica) -> Replica | None:
+        others = [one for one in self._replicas if one is not source and one.load.accepts_requests and one.connector]
         return min(others, key=lambda one: one.load.cost, default=None)
 
     # ---- rebalancing ----------------------------------------------------------------------------------------
@@ -98,31 +98,31 @@ class Migrations:
         """Begin to move requests from the replica that has most to the one that has fewest, if that pays."""
         if self._rebalancing is not None and not self._rebalancing.done():
             return
-        ready = [one for one in self._replicas if one.load.ready and one.connector and one.role != PREFILL]
+        ready = [one for one in self._replicas if one.load.accepts_requests and one.connector and one.role != PREFILL]
         if len(ready) < 2:
             return
         least, most = min(ready, key=_requests), max(ready, key=_requests)
         gap = _requests(most) - _requests(least)
         if gap < MIN_GAP or _requests(most) < MAX_SHARE * _requests(least):
             return
-        chosen = self._longest_to_go(most.parts.values())[: min(gap // 2, MAX_AT_ONCE)]
-        moves = (self.move(part, most, least) for part in chosen)
+        chosen = self._longest_to_go(most.sub_requests.values())[: min(gap // 2, MAX_AT_ONCE)]
+        moves = (self.move(sub_request, most, least) for sub_request in chosen)
         self._rebalancing = asyncio.gather(*moves, return_exceptions=True)
 
     def stop(self) -> None:
         if self._rebalancing is not None:
             self._rebalancing.cancel()
 
-    def _longest_to_go(self, parts: Iterable[Part]) -> list[Part]:
-        left = {part: _tokens_left(part) for part in parts if part.started and len(part.branches) == 1}
-        return sorted((part for part, count in left.items() if count >= MIN_TOKENS), key=lambda part: -left[part])
+    def _longest_to_go(self, sub_requests: Iterable[SubRequest]) -> list[SubRequest]:
+        left = {one: _tokens_left(one) for one in sub_requests if one.started and len(one.branches) == 1}
+        return sorted((one for one, count in left.items() if count >= MIN_TOKENS), key=lambda one: -left[one])
 
 
 def _requests(replica: Replica) -> int:
-    return len(replica.parts)
+    return len(replica.sub_requests)
 
 
-def _tokens_left(part: Part) -> int:
+def _tokens_left(sub_request: SubRequest) -> int:
     """That an answer may still have."""
-    (branch,) = part.branches
-    return (part.request.params.max_tokens or 1 << 20) - len(part.active.outputs[branch])
+    (branch,) = sub_request.branches
+    return (sub_request.request.params.max_tokens or 1 << 20) - len(sub_request.active.outputs[branch])

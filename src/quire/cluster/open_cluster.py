@@ -32,7 +32,7 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
         make_router(serving.router, serving.most_replicas),
         policy,
         host.node_address,
-        autoscaler=Autoscaler(serving, serving.replicas) if serving.scales else None,
+        autoscaler=Autoscaler(serving, serving.replicas) if serving.autoscales else None,
         replica_wait=serving.replica_wait,
         prefill=serving.prefill_replicas,
         connector=serving.connector,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.cluster.active_request import Part
+from quire.cluster.active_request import SubRequest
 from quire.cluster.routers import ReplicaLoad
 from quire.types.errors import EngineDeadError
 from quire.types.membership import ReplicaView
@@ -48,22 +48,22 @@ class Replica:
         self.role = role
         self.wanted = wanted  # whether it is to be there
         self.id = f"replica-{number}"
-        self.load = ReplicaLoad(ready=False)
+        self.load = ReplicaLoad(accepts_requests=False)
         self.identity = ""  # of its process on the hub; none: there is no process
         self.pid = 0
         self.host = ""
         self.connector = ""  # where others ask it for KV pages; empty: it hands none over
         self.info: EngineInfo | None = None
         self.restarts = 0  # processes that took the place of one that was lost or replaced
-        self.heard = 0.0
-        self.parts: dict[str, Part] = {}  # what it works on, by the ids it knows them by
+        self.last_heartbeat = 0.0
+        self.sub_requests: dict[str, SubRequest] = {}  # what it works on, by the ids it knows them by
         self.internal: dict[str, InternalRequest] = {}  # ... and for others' requests
-        self.asked: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
+        self.pending_queries: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
         self.joined = asyncio.Event()
         self.idle = asyncio.Event()
         self.gone = asyncio.Event()
         self._state = ReplicaState.STARTING if wanted else ReplicaState.STOPPED
-        self._routed = True
+        self._routable = True
         self._replaces = False  # whether its next process is a restart
         self.idle.set()
         self.gone.set()
@@ -76,82 +76,82 @@ class Replica:
     def state(self, state: ReplicaState) -> None:
         self._state = state
         self._replaces &= state is not ReplicaState.STOPPED
-        self.load.ready = self.up and self._routed
+        self.load.accepts_requests = self.is_ready and self._routable
 
     @property
-    def up(self) -> bool:
+    def is_ready(self) -> bool:
         return self._state is ReplicaState.READY
 
     @property
-    def routed(self) -> bool:
+    def routable(self) -> bool:
         """Whether the router may send it requests while it is ready."""
-        return self._routed
+        return self._routable
 
-    @routed.setter
-    def routed(self, routed: bool) -> None:
-        self._routed = routed
-        self.load.ready = self.up and routed
+    @routable.setter
+    def routable(self, routable: bool) -> None:
+        self._routable = routable
+        self.load.accepts_requests = self.is_ready and routable
 
     def join(self, identity: str, ready: Ready) -> None:
         """A process is ready to work as this replica."""
         self.identity, self.pid, self.host, self.info = identity, ready.pid, ready.host, ready.info
         self.connector = ready.connector
         self.restarts += self._replaces
-        self.heard = time.monotonic()
+        self.last_heartbeat = time.monotonic()
         self.state = ReplicaState.READY
         self.joined.set()
         self.gone.clear()
 
-    def leave(self, why: str) -> list[Part]:
+    def leave(self, why: str) -> list[SubRequest]:
         """Its process is gone; what it was working on."""
         self.identity, self.pid, self._replaces = "", 0, True
         self.state = ReplicaState.STARTING if self.wanted else ReplicaState.STOPPED
         self.joined.clear()
         self.gone.set()
-        for future in self.asked.values():
+        for future in self.pending_queries.values():
             if not future.done():
                 future.set_exception(EngineDeadError(why))
-        self.asked.clear()
+        self.pending_queries.clear()
         for internal in list(self.internal.values()):
-            self.end(internal, well=False)
-        return self.give_up()
+            self.finish_internal(internal, well=False)
+        return self.remove_all()
 
-    def give_up(self) -> list[Part]:
+    def remove_all(self) -> list[SubRequest]:
         """All it works on, which is others' from now on."""
-        left = list(self.parts.values())
-        for part in left:
-            self.drop(part)
+        left = list(self.sub_requests.values())
+        for sub_request in left:
+            self.remove_request(sub_request)
         return left
 
-    def take(self, part: Part) -> None:
-        self.parts[part.request.id] = part
-        self.load.sent(part.prefill)
+    def add_request(self, sub_request: SubRequest) -> None:
+        self.sub_requests[sub_request.request.id] = sub_request
+        self.load.sent(sub_request.prefill)
         self.idle.clear()
 
-    def begun(self, part: Part) -> None:
-        """It has computed the part's prompt."""
-        part.started = True
-        self.load.prefilled(part.prefill)
+    def prefill_done(self, sub_request: SubRequest) -> None:
+        """It has computed the prompt."""
+        sub_request.started = True
+        self.load.prefilled(sub_request.prefill)
 
-    def drop(self, part: Part) -> None:
-        """It has nothing to do with the part any more."""
-        if self.parts.pop(part.request.id, None) is not None:
-            self.load.ended(0 if part.started else part.prefill)
-            if not self.parts:
+    def remove_request(self, sub_request: SubRequest) -> None:
+        """It has nothing to do with it any more."""
+        if self.sub_requests.pop(sub_request.request.id, None) is not None:
+            self.load.ended(0 if sub_request.started else sub_request.prefill)
+            if not self.sub_requests:
                 self.idle.set()
 
-    def run(self, internal: InternalRequest) -> None:
+    def add_internal(self, internal: InternalRequest) -> None:
         self.internal[internal.id] = internal
         self.load.sent(internal.tokens)
 
-    def end(self, internal: InternalRequest, *, well: bool) -> None:
+    def finish_internal(self, internal: InternalRequest, *, well: bool) -> None:
         if self.internal.pop(internal.id, None) is not None:
             self.load.ended(internal.tokens)
             internal.done(well)
 
     def view(self) -> ReplicaView:
-        running = sum(part.started for part in self.parts.values())
+        running = sum(sub_request.started for sub_request in self.sub_requests.values())
         return ReplicaView(
             id=self.id, pid=self.pid, host=self.host, role=self.role, state=self.state.value, running=running,
-            waiting=len(self.parts) - running + len(self.internal), restarts=self.restarts,
+            waiting=len(self.sub_requests) - running + len(self.internal), restarts=self.restarts,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import time
 from abc import abstractmethod
 from contextlib import suppress
 
-from quire.cluster.active_request import Part
+from quire.cluster.active_request import SubRequest
 from quire.cluster.autoscaler import Autoscaler
 from quire.cluster.handovers import PREFILL, Handovers
 from quire.cluster.migration import Migrations
@@ -37,8 +37,8 @@ class ReplicaOperations(ReplicaQueries):
     _replicas: list[Replica]
 
     @abstractmethod
-    def _move(self, parts: list[Part], *, lost: bool, on: Replica | None = None) -> None:
-        """Have parts go on elsewhere; `lost`: because their replica was."""
+    def _move(self, sub_requests: list[SubRequest], *, lost: bool, on: Replica | None = None) -> None:
+        """Have sub-requests go on elsewhere; `lost`: because their replica was."""
 
     async def replicas(self) -> list[ReplicaView]:
         return [replica.view() for replica in self._replicas if replica.state is not ReplicaState.STOPPED]
@@ -49,32 +49,32 @@ class ReplicaOperations(ReplicaQueries):
     async def drain(self, id: str, timeout: float) -> ReplicaView:
         """Send a replica nothing new; what it has not finished after `timeout` seconds goes on elsewhere."""
         replica = self._replica(id)
-        if not any(one.up for one in self._replicas if one is not replica):  # whatever its role: all can answer
+        if not any(one.is_ready for one in self._replicas if one is not replica):  # whatever its role: all can answer
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
-        log.info("%s is drained: %d requests have %g s to finish there", id, len(replica.parts), timeout)
-        await self.empty(replica, timeout)
+        log.info("%s is drained: %d requests have %g s to finish there", id, len(replica.sub_requests), timeout)
+        await self.drain_replica(replica, timeout)
         log.info("%s %s", id, "has nothing to do" if replica.state is ReplicaState.DRAINED else f"is {replica.state}")
         return replica.view()
 
-    async def empty(self, replica: Replica, timeout: float) -> None:
+    async def drain_replica(self, replica: Replica, timeout: float) -> None:
         """Drain a replica, whether or not another is there to take over."""
         replica.state = ReplicaState.DRAINING
         self.handovers.route()
         with suppress(TimeoutError):
             await asyncio.wait_for(replica.idle.wait(), timeout)
         if replica.state is ReplicaState.DRAINING:
-            await self.migration.evacuate(replica)
+            await self.migration.migrate_all(replica)
         if replica.state is ReplicaState.DRAINING:  # neither lost nor activated meanwhile
-            for request in (*replica.parts, *replica.internal):
+            for request in (*replica.sub_requests, *replica.internal):
                 self.hub.send(replica.identity, Abort(request))
-            self._move(replica.give_up(), lost=False)
+            self._move(replica.remove_all(), lost=False)
             replica.state = ReplicaState.DRAINED
             with suppress(TimeoutError, EngineDeadError):  # what it has counted, in case it is ended now
                 await asyncio.wait_for(self.stats_of(replica), STATS_TIMEOUT_S)
 
-    def end(self, replica: Replica) -> None:
+    def shut_down(self, replica: Replica) -> None:
         """Have its process end, if there is one."""
         if replica.identity:
             self.hub.send(replica.identity, Shutdown())
@@ -93,16 +93,16 @@ class ReplicaOperations(ReplicaQueries):
     def migrations(self) -> int:
         return self.migration.migrations
 
-    async def assign(self, id: str, role: str) -> ReplicaView:
+    async def set_role(self, id: str, role: str) -> ReplicaView:
         """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""
         replica = self._replica(id)
         before = replica.role
-        self.handovers.assign(replica, role)
+        self.handovers.set_role(replica, role)
         log.info("%s has the role %s, after %s", id, role, before)
-        if role == PREFILL and replica.parts:
-            left = len(replica.parts)
-            await self.migration.evacuate(replica)
-            log.info("%s: %d of %d requests go on elsewhere", id, left - len(replica.parts), left)
+        if role == PREFILL and replica.sub_requests:
+            left = len(replica.sub_requests)
+            await self.migration.migrate_all(replica)
+            log.info("%s: %d of %d requests go on elsewhere", id, left - len(replica.sub_requests), left)
         return replica.view()
 
     async def restart(self, id: str, timeout: float) -> ReplicaView:
@@ -111,7 +111,7 @@ class ReplicaOperations(ReplicaQueries):
         log.info("%s is restarted", id)
         if replica.state is not ReplicaState.STARTING:
             await self.drain(id, timeout)
-        if replica.up:
+        if replica.is_ready:
             raise InputError(f"{id} was activated while it was drained: it is not restarted", param="id")
         if replica.state is ReplicaState.DRAINED:
             replica.joined.clear()

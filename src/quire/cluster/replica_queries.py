@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from quire.cluster.aggregation import one_report, one_view, summed
+from quire.cluster.aggregation import merge_reports, merge_views, sum_stats
 from quire.cluster.pending_requests import NO_REPLICA
 from quire.cluster.replica_handle import Replica
 from quire.cluster.replica_hub import ReplicaHub
@@ -45,7 +45,7 @@ class ReplicaQueries:
         found = [self._latest[identity] for identity in self._by_identity if identity in self._latest]
         if refused or not found:
             raise refused[0] if refused else EngineDeadError(NO_REPLICA)
-        return self._since_start(summed(found))
+        return self._since_start(sum_stats(found))
 
     async def stats_of(self, replica: Replica) -> EngineStats:
         identity = replica.identity
@@ -56,16 +56,16 @@ class ReplicaQueries:
 
     def _since_start(self, stats: EngineStats) -> EngineStats:
         """With what replicas counted that have ended."""
-        return replace(summed([stats, self._ended]), asleep=stats.asleep)
+        return replace(sum_stats([stats, self._ended]), asleep=stats.asleep)
 
-    def _retire(self, identity: str) -> None:
+    def _on_process_ended(self, identity: str) -> None:
         """A process has ended."""
         if (stats := self._latest.pop(identity, None)) is not None:
-            self._ended = summed([stats.counted(), self._ended])
+            self._ended = sum_stats([stats.counted(), self._ended])
 
     async def view(self) -> EngineView:
         answers = await self._ask_all(messages.GetView(), messages.View)
-        view = one_view([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
+        view = merge_views([answer.view for _, answer in answers], [replica.id for replica, _ in answers])
         return replace(view, stats=self._since_start(view.stats))
 
     async def timelines(self, request_id: str) -> list[Timeline]:
@@ -92,7 +92,7 @@ class ReplicaQueries:
         if export:
             best = max(answers, key=lambda answer: answer.report.pages)
             return best.report, best.data
-        return one_report([answer.report for answer in answers]), b""
+        return merge_reports([answer.report for answer in answers]), b""
 
     async def load_adapter(self, name: str, path: str) -> None:
         self.adapters = (await self._ask_all(messages.LoadAdapter(name, path), messages.Adapted))[0][1].adapters
@@ -126,12 +126,12 @@ class ReplicaQueries:
 
     async def _ask(self, replica: Replica, question: messages.Question, kind: type[Kind]) -> Kind:
         query = messages.Query(question)
-        future = replica.asked[query.id] = self.loop.create_future()
+        future = replica.pending_queries[query.id] = self.loop.create_future()
         self.hub.send(replica.identity, query)
         try:
             answer = await future
         finally:
-            replica.asked.pop(query.id, None)
+            replica.pending_queries.pop(query.id, None)
         if isinstance(answer, messages.Refused):
             raise from_wire(answer.error, answer.message)
         assert isinstance(answer, kind)

@@ -47,10 +47,10 @@ class ScaledClient(Protocol):
 
     async def stats_of(self, replica: Replica) -> EngineStats: ...
 
-    async def empty(self, replica: Replica, timeout: float) -> None:
+    async def drain_replica(self, replica: Replica, timeout: float) -> None:
         """Drain it: returns when it has nothing to do."""
 
-    def end(self, replica: Replica) -> None:
+    def shut_down(self, replica: Replica) -> None:
         """Have its process end, if there is one."""
 
 
@@ -63,7 +63,7 @@ class ReplicaScaler:
         self._meter = FleetMeter()
         self._ending: dict[Replica, asyncio.Task[None]] = {}
         self._starting: dict[Replica, asyncio.Task[None]] = {}
-        self._asked: dict[Replica, asyncio.Future[None]] = {}  # the host, to start it; the latest time
+        self._start_calls: dict[Replica, asyncio.Future[None]] = {}  # the host, to start it; the latest time
         self._woken = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -84,37 +84,37 @@ class ReplicaScaler:
                 await asyncio.wait_for(self._woken.wait(), INTERVAL_S)
             self._woken.clear()
             try:
-                await self._look()
+                await self._tick()
             except Exception:
                 log.exception("autoscaling failed; it goes on with the next look")
 
-    async def _look(self) -> None:
+    async def _tick(self) -> None:
         asked = [replica for replica in self._replicas if replica.identity]
         answers = await asyncio.gather(*map(self._stats_of, asked))
         found = {one.identity: stats for one, stats in zip(asked, answers, strict=True) if stats is not None}
-        ready = sum(replica.load.ready for replica in self._replicas)
+        ready = sum(replica.load.accepts_requests for replica in self._replicas)
         before, scaler = self._autoscaler.target, self._autoscaler
         target = scaler.decide(time.monotonic(), self._meter.sample(found, ready, self._client.pending))
         if target != before:
             log.info("scaling from %d to %d replicas: %s", before, target, scaler.reason)
-        self._apply(target)
+        self._reconcile(target)
 
     async def _stats_of(self, replica: Replica) -> EngineStats | None:
         with suppress(TimeoutError, EngineDeadError):
             return await asyncio.wait_for(self._client.stats_of(replica), STATS_TIMEOUT_S)
         return None
 
-    def _apply(self, target: int) -> None:
+    def _reconcile(self, target: int) -> None:
         wanted = [replica for replica in self._replicas if replica.wanted]
-        for replica in sorted(wanted, key=_burden)[: max(0, len(wanted) - target)]:
+        for replica in sorted(wanted, key=_removal_order)[: max(0, len(wanted) - target)]:
             replica.wanted = False
             self._ending[replica] = asyncio.create_task(self._end(replica))
         missing = target - len(wanted)
         for replica in self._replicas if missing > 0 else ():
-            if missing and not replica.wanted and self._take(replica):
+            if missing and not replica.wanted and self._bring_up(replica):
                 missing -= 1
 
-    def _take(self, replica: Replica) -> bool:
+    def _bring_up(self, replica: Replica) -> bool:
         """Whether it is, or will be, there again."""
         if replica.state is ReplicaState.DRAINING:
             self._ending.pop(replica).cancel()
@@ -131,11 +131,11 @@ class ReplicaScaler:
 
     async def _start(self, replica: Replica) -> None:
         began = time.monotonic()
-        asked = self._asked[replica] = asyncio.ensure_future(
+        call = self._start_calls[replica] = asyncio.ensure_future(
             asyncio.to_thread(self._host.start_replica, replica.number)
         )
         try:
-            await asyncio.shield(asked)
+            await asyncio.shield(call)
         except Exception as error:  # the host's own kind: it is tried again
             log.warning("%s could not be started: %s", replica.id, error)
             replica.wanted = False
@@ -149,21 +149,21 @@ class ReplicaScaler:
         if (start := self._starting.pop(replica, None)) is not None:
             start.cancel()
         if replica.identity:
-            await self._client.empty(replica, DRAIN_TIMEOUT_S)
+            await self._client.drain_replica(replica, DRAIN_TIMEOUT_S)
         else:
             replica.state = ReplicaState.STOPPED
-        if (asked := self._asked.pop(replica, None)) is not None:  # or the host would end it first and then start it
-            await asyncio.wait([asked])
+        if (call := self._start_calls.pop(replica, None)) is not None:  # or the host would end it first, then start it
+            await asyncio.wait([call])
         try:
             await asyncio.to_thread(self._host.stop_replica, replica.number)
         except Exception as error:  # the host's own kind
             log.warning("%s could not be ended by its host: %s", replica.id, error)
-        self._client.end(replica)
+        self._client.shut_down(replica)
         await replica.gone.wait()
         del self._ending[replica]
         log.info("%s is ended", replica.id)
 
 
-def _burden(replica: Replica) -> tuple[bool, int, int]:
+def _removal_order(replica: Replica) -> tuple[bool, int, int]:
     """Replicas that are the least loss come first: those that start, then those with the least to do."""
-    return bool(replica.identity), len(replica.parts), -replica.number
+    return bool(replica.identity), len(replica.sub_requests), -replica.number

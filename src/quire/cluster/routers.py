@@ -43,25 +43,25 @@ class ReplicaLoad:
     """What a router knows of one replica. `cost`: its queue and what it has under way, in tokens to be computed;
     without bound while it takes no requests."""
 
-    __slots__ = ("_ready", "cost", "requests", "tokens")
+    __slots__ = ("_accepts_requests", "cost", "requests", "tokens")
 
-    def __init__(self, requests: int = 0, tokens: int = 0, *, ready: bool = True):
+    def __init__(self, requests: int = 0, tokens: int = 0, *, accepts_requests: bool = True):
         self.requests = requests  # under way or waiting
         self.tokens = tokens  # of prompts that are not computed yet
-        self.ready = ready
+        self.accepts_requests = accepts_requests
 
     @property
-    def ready(self) -> bool:
+    def accepts_requests(self) -> bool:
         """Whether it takes requests."""
-        return self._ready
+        return self._accepts_requests
 
-    @ready.setter
-    def ready(self, ready: bool) -> None:
-        self._ready = ready
+    @accepts_requests.setter
+    def accepts_requests(self, accepts_requests: bool) -> None:
+        self._accepts_requests = accepts_requests
         self._weigh()
 
     def _weigh(self) -> None:
-        self.cost = self.tokens + REQUEST_TOKENS * self.requests if self._ready else inf
+        self.cost = self.tokens + REQUEST_TOKENS * self.requests if self._accepts_requests else inf
 
     def sent(self, tokens: int) -> None:
         """It was sent one more, with so many tokens to compute."""
@@ -119,7 +119,7 @@ class RoundRobin(RouterPolicy):
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
         for _ in range(self.replicas):
             chosen, self._next = self._next, (self._next + 1) % self.replicas
-            if loads[chosen].ready:
+            if loads[chosen].accepts_requests:
                 break
         return chosen
 
@@ -141,9 +141,9 @@ class PowerOfTwo(RouterPolicy):
     def _ready(self, loads: Sequence[ReplicaLoad]) -> int:
         """One at random; looks for it where many are not ready."""
         for _ in range(8):
-            if loads[chosen := int(self.rng.random() * self.replicas)].ready:
+            if loads[chosen := int(self.rng.random() * self.replicas)].accepts_requests:
                 return chosen
-        return self.rng.choice([i for i, load in enumerate(loads) if load.ready] or range(self.replicas))
+        return self.rng.choice([i for i, load in enumerate(loads) if load.accepts_requests] or range(self.replicas))
 
 
 class PrefixAware(PowerOfTwo):
@@ -177,7 +177,7 @@ class PrefixAware(PowerOfTwo):
 
     def _overloaded(self, chosen: int, loads: Sequence[ReplicaLoad]) -> bool:
         least = loads[self.least(loads)].requests
-        return not loads[chosen].ready or loads[chosen].requests > MAX_IMBALANCE * least + SPARE_REQUESTS
+        return not loads[chosen].accepts_requests or loads[chosen].requests > MAX_IMBALANCE * least + SPARE_REQUESTS
 
 
 class CacheAware(PrefixAware):
@@ -240,7 +240,7 @@ class SessionAffinity(RouterPolicy):
         start = bisect_left(self._ring, (_point(who), 0))
         for step in range(len(self._ring)):
             _, replica = self._ring[(start + step) % len(self._ring)]
-            if loads[replica].ready:
+            if loads[replica].accepts_requests:
                 break
         return replica
 

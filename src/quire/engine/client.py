@@ -131,13 +131,13 @@ class AsyncClient:
         """Events until every branch finished; leaving the iteration early, by `aclose`, aborts the request."""
         return EventQueue(self, request)
 
-    def follow(self, events: EventQueue, request: Request) -> None:
+    def attach(self, events: EventQueue, request: Request) -> None:
         """Submit a request whose events go to that queue."""
         self._require_alive()
         self._queues[request.id] = events
         self._send(messages.Submit(request))
 
-    def unfollow(self, events: EventQueue) -> bool:
+    def detach(self, events: EventQueue) -> bool:
         """Whether the queue was followed until now."""
         return self._queues.get(events.id) is events and self._queues.pop(events.id) is events
 

@@ -61,7 +61,7 @@ class EngineProcess:
     def __init__(self, address: str, member: ReplicaMembership | None = None):
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR if member is None else zmq.DEALER)
-        self._beats = -1 if member is None else member.beats
+        self._heartbeat_fd = -1 if member is None else member.heartbeat_fd
         self._member = member
         self._address = address
         self._wake_in, self._wake_out = os.pipe()
@@ -91,8 +91,8 @@ class EngineProcess:
         self._socket.curve_secretkey = member.keys.secret.encode()
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS)
-        if member.beats >= 0:
-            os.set_blocking(member.beats, False)
+        if member.heartbeat_fd >= 0:
+            os.set_blocking(member.heartbeat_fd, False)
 
     def announce(self, core: EngineCore, info: EngineInfo) -> None:
         """The engine is ready. A replica names its pages as its router does, unless a tier names them, and tells of
@@ -126,9 +126,9 @@ class EngineProcess:
 
     def beat(self) -> None:
         """Tell the actor that hosts this process that it goes on."""
-        if self._beats >= 0:
+        if self._heartbeat_fd >= 0:
             with suppress(BlockingIOError):
-                os.write(self._beats, b".")
+                os.write(self._heartbeat_fd, b".")
         self._beat = time.monotonic()
 
     def send(self, message: ToClient) -> None:

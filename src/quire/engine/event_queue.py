@@ -21,9 +21,9 @@ class Follower(Protocol):
     @property
     def loop(self) -> asyncio.AbstractEventLoop: ...
 
-    def follow(self, events: EventQueue, request: Request) -> None: ...
+    def attach(self, events: EventQueue, request: Request) -> None: ...
 
-    def unfollow(self, events: EventQueue) -> bool: ...
+    def detach(self, events: EventQueue) -> bool: ...
 
     def abort(self, request_id: str) -> None: ...
 
@@ -49,7 +49,7 @@ class EventQueue:
     async def __anext__(self) -> list[TokenEvent]:
         if self._request is not None:
             request, self._request, branches, self.open = self._request, None, self.open, 0
-            self._client.follow(self, request)
+            self._client.attach(self, request)
             self.open = branches
         if not self.open:
             raise StopAsyncIteration
@@ -63,7 +63,7 @@ class EventQueue:
             finally:
                 self.waiter = None
         if self.error is not None:
-            self._client.unfollow(self)
+            self._client.detach(self)
             self.open = 0
             raise self.error
         events, self.events = self.events, []
@@ -71,12 +71,12 @@ class EventQueue:
             if event.finish is not None:
                 self.open -= 1
         if not self.open:
-            self._client.unfollow(self)
+            self._client.detach(self)
         return events
 
     async def aclose(self) -> None:
         self._request = None
-        if self._client.unfollow(self) and self.open and self.error is None:
+        if self._client.detach(self) and self.open and self.error is None:
             self._client.abort(self.id)
         self.open = 0
 

@@ -58,7 +58,7 @@ class Fleet:
         if self.autoscale is not None and self.clients:
             raise ConfigError("clients of a closed loop have a replica each: nothing is scaled")
         if self.autoscale is not None:
-            self.autoscale.check_start(self.replicas)
+            self.autoscale.validate_initial(self.replicas)
 
     @cached_property
     def most(self) -> int:
@@ -212,7 +212,7 @@ def _routed(
     machine, block = fleet.model.machine, max((one.block for one in trace[:1]), default=TRACE_BLOCK)
     held = machine.pages * machine.page_size // block
     router = make_router(fleet.router, fleet.most, fleet.seed, max(1, held))
-    loads = [ReplicaLoad(ready=number < fleet.replicas) for number in range(fleet.most)]
+    loads = [ReplicaLoad(accepts_requests=number < fleet.replicas) for number in range(fleet.most)]
     waits = scaling is not None or (router.uses_loads and fleet.replicas > 1)
     first, since, parked, ended = len(trace) if fleet.clients else 0, 0.0, list[int](), list[int]()
     while first < len(trace) or parked or (scaling is not None and scaling.busy):
@@ -222,7 +222,7 @@ def _routed(
         while last < len(trace) and (trace[last].at < until if waits else last < first + BATCH):
             last += 1
         requests, chosen = [*parked, *range(first, last)], []
-        if scaling is not None and not any(load.ready for load in loads):
+        if scaling is not None and not any(load.accepts_requests for load in loads):
             requests, parked = [], requests
         else:
             parked = []
@@ -242,7 +242,7 @@ def _routed(
                     router.directory.forget(number)
         for share, report in zip(shares, reports, strict=True):
             for number, load in zip(share, report.loads, strict=True):
-                loads[number] = ReplicaLoad(*load, ready=scaling is None or scaling.ready(number, until))
+                loads[number] = ReplicaLoad(*load, accepts_requests=scaling is None or scaling.ready(number, until))
     yield Orders(since, None, [], [])
     for worker in team:
         worker.report()

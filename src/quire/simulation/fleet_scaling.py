@@ -51,7 +51,7 @@ class FleetScaling:
             if self._draining:
                 self._due[self._draining.pop()] = now
             else:
-                free = next(one for one in range(self.autoscaler.high) if one not in self._due)
+                free = next(one for one in range(self.autoscaler.max_replicas) if one not in self._due)
                 self._due[free] = now + self._startup
         surplus = sorted(self._due, key=lambda one: (self._due[one] <= now, _burden(found.get(one)), -one))
         for one in surplus[: len(self._due) - target]:

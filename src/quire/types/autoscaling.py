@@ -9,7 +9,7 @@ import msgspec
 from quire.types.errors import ConfigError
 from quire.types.option_checks import Checked, option
 
-TUNING = ("target_queue_delay", "target_attainment", "upscale_delay", "downscale_delay")
+TUNING_OPTIONS = ("target_queue_delay", "target_attainment", "upscale_delay", "downscale_delay")
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,16 @@ class AutoscaleOptions(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        said = [name for name in TUNING if getattr(self, name) != AutoscaleOptions.__dataclass_fields__[name].default]
-        if said and not self.scales:
+        fields = AutoscaleOptions.__dataclass_fields__
+        said = [name for name in TUNING_OPTIONS if getattr(self, name) != fields[name].default]
+        if said and not self.autoscales:
             raise ConfigError(f"{said[0]} has no effect without max_replicas or min_replicas: nothing is scaled")
 
     @property
-    def scales(self) -> bool:
+    def autoscales(self) -> bool:
         return self.min_replicas is not None or self.max_replicas is not None
 
-    def check_start(self, replicas: int) -> None:
+    def validate_initial(self, replicas: int) -> None:
         """Whether so many at first are within the bounds."""
         low, high = self.min_replicas, self.max_replicas
         if (low is not None and low > replicas) or (high is not None and high < replicas):

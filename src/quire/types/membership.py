@@ -32,7 +32,7 @@ class ReplicaMembership(msgspec.Struct, frozen=True):
     page_key: str  # in hex: replicas and their router name equal pages equally, and nobody else can
     block_tokens: int  # that the router names together
     connector: str = ""  # by which KV pages are handed over: tcp or shared-memory; empty: they are not
-    beats: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
+    heartbeat_fd: int = -1  # file descriptor of a pipe to its host, which hears from the loop that steps
     number: int = -1  # of the replica that it is started as; -1: any that is missing
 
 

@@ -262,7 +262,7 @@ class ReplicaOperator(Protocol):
 
     def activate(self, id: str) -> ReplicaView: ...
 
-    async def assign(self, id: str, role: str) -> ReplicaView:
+    async def set_role(self, id: str, role: str) -> ReplicaView:
         """Give an engine the role of computing prompts (prefill), answering (decode), or both."""
         ...
 

@@ -163,11 +163,11 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
             if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect without replicas")
         if self.replicas is not None:
-            self.check_start(self.replicas)
+            self.validate_initial(self.replicas)
             for name in ("router", *pages):
                 if self.most_replicas == 1 and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                     raise ConfigError(f"{name} has no effect with one replica")
-        if self.prefill_replicas and self.scales:
+        if self.prefill_replicas and self.autoscales:
             raise ConfigError("prefill_replicas are a fixed number: leave out min_replicas and max_replicas")
         if self.prefill_replicas and self.prefill_replicas >= (self.replicas or 0):
             raise ConfigError("prefill_replicas must be fewer than replicas: some must answer")

@@ -93,7 +93,7 @@ def router(serving: Serving) -> APIRouter:
     )
     async def role(id: str, request: Request) -> Response:
         asked = decode(msgspec.json.Decoder(RoleBody), await read_body(request, serving.max_body))
-        return answer(await operator().assign(id, asked.role))
+        return answer(await operator().set_role(id, asked.role))
 
     @routes.post("/v1/replicas/{id}/restart", summary="Drain a replica and start it anew", openapi_extra=shown)
     async def restart(id: str, request: Request) -> Response:
