@@ -221,6 +221,17 @@ async def test_a_request_whose_client_hung_up_waits_for_no_replica() -> None:
         await until(lambda: scaler.seen.waiting == 0)
 
 
+async def test_a_wake_that_comes_with_the_end_does_not_outlive_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with scaled(1) as (client, _, scaler):
+        scaler.target = 0
+        await until(settled(client, "stopped", "stopped", "stopped"))
+        monkeypatch.setattr(replica_scaling, "INTERVAL_S", 60.0)
+        await asyncio.sleep(0.05)  # it waits for a wake now
+        assert client._scaler is not None
+        client._scaler.wake()
+        await asyncio.wait_for(client._scaler.close(), 20)
+
+
 async def test_a_host_that_cannot_start_one_is_asked_again(caplog: pytest.LogCaptureFixture) -> None:
     async with scaled(1) as (client, host, scaler):
         start, failures = host.start_replica, iter([RuntimeError("no room"), RuntimeError("no room")])

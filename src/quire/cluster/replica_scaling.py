@@ -80,8 +80,9 @@ class ReplicaScaler:
 
     async def _run(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), INTERVAL_S)
+            with suppress(TimeoutError):  # wait_for would take a wake for an end that comes with it
+                async with asyncio.timeout(INTERVAL_S):
+                    await self._woken.wait()
             self._woken.clear()
             try:
                 await self._tick()
