@@ -154,6 +154,26 @@ async def test_one_that_drains_is_taken_back_when_it_is_needed_again() -> None:
             (await asyncio.wait_for(reader.task, 30)).check()
 
 
+async def test_one_that_is_taken_back_as_its_last_request_ends_stays() -> None:
+    async with scaled(2, gated=True) as (client, host, scaler):
+        readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(2)]
+        await until(lambda: len(client._replica_by_id) == 2)
+        client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())  # type: ignore[method-assign, assignment]
+        scaler.target = 1
+        await until(lambda: "draining" in states(client))
+        back = next(one for one in client._replicas if one.state == "draining")
+        await asyncio.sleep(0.05)  # the drain waits
+        back.idle.set()
+        scaler.target = 2
+        assert client._scaler is not None and client._scaler._bring_up(back)
+        await asyncio.sleep(0.05)  # ticks enough for its end, if it went on
+        assert states(client)[:2] == ["ready", "ready"] and not host.ended
+        for replica in host.made.values():
+            replica.free()
+        for reader in readers:
+            (await asyncio.wait_for(reader.task, 30)).check()
+
+
 async def test_one_that_starts_is_given_up_when_it_is_not_needed_any_more() -> None:
     async with scaled(1) as (client, host, scaler):
         host.may_start.clear()

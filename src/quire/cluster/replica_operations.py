@@ -62,8 +62,9 @@ class ReplicaOperations(ReplicaQueries):
         """Drain a replica, whether or not another is there to take over."""
         replica.state = ReplicaState.DRAINING
         self.handovers.route()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(replica.idle.wait(), timeout)
+        with suppress(TimeoutError):  # wait_for would let a cancellation pass that comes when the last request ends
+            async with asyncio.timeout(timeout):
+                await replica.idle.wait()
         if replica.state is ReplicaState.DRAINING:
             await self.migration.migrate_all(replica)
         if replica.state is ReplicaState.DRAINING:  # neither lost nor activated meanwhile
@@ -72,7 +73,8 @@ class ReplicaOperations(ReplicaQueries):
             self._move(replica.remove_all(), lost=False)
             replica.state = ReplicaState.DRAINED
             with suppress(TimeoutError, EngineDeadError):  # what it has counted, in case it is ended now
-                await asyncio.wait_for(self.stats_of(replica), STATS_TIMEOUT_S)
+                async with asyncio.timeout(STATS_TIMEOUT_S):
+                    await self.stats_of(replica)
 
     def shut_down(self, replica: Replica) -> None:
         """Have its process end, if there is one."""

@@ -102,7 +102,8 @@ class ReplicaScaler:
 
     async def _stats_of(self, replica: Replica) -> EngineStats | None:
         with suppress(TimeoutError, EngineDeadError):
-            return await asyncio.wait_for(self._client.stats_of(replica), STATS_TIMEOUT_S)
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                return await self._client.stats_of(replica)
         return None
 
     def _reconcile(self, target: int) -> None:
