@@ -1,13 +1,13 @@
 """How long a request will wait for its first token, predicted when it is queued and checked against what came true.
 
-List scheduling in thought, over the cost model that steps are budgeted by: those that run end after as many steps as
+List scheduling, simulated over the cost model that steps are budgeted by: those that run end after as many steps as
 their answers are expected to take, those ahead in the policy's order take their slots and pages, and prompts are
 computed one behind the other:
 
     slot and pages come free ──► prompts ahead ──► its own prompt ──► first token
 
-What this leaves out (who comes later and goes first, who is displaced) is learned as a factor: the median of real waits
-over those thought of, for each of a few situations. Refuses to know: who refuses whom for it.
+What this leaves out (who comes later and goes first, who is displaced) is learned as a correction: the median of real
+waits over those simulated, for each of a few regimes. Refuses to know: who refuses whom for it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from quire.types.clock import Clock
 from quire.types.request import FinishReason
 
 MAX_SCANNED = 64  # sequences ahead that are gone through one by one; those behind them count as their mean
-MAX_FACTOR = 64.0
+MAX_CORRECTION = 64.0
 MIN_CHECKED = 16  # predictions that came true before any is relied on
-LEARNING_RATE = 0.05  # of a factor's logarithm, for each wait
+LEARNING_RATE = 0.05  # of the logarithm of a correction, for each wait
 OUTPUT_WEIGHT = 0.05  # of the latest answer in the mean length, where no lengths are predicted
 RESIDUAL_SHARE = 0.25  # of the expected length, that is still to come of an answer that is longer than expected
 
-Situation = tuple[object, ...]
+Regime = tuple[object, ...]
 
 
 @dataclass
-class Factor:
+class WaitCorrection:
     """The median of real over predicted, learned one by one."""
 
     logarithm: float = 0.0
@@ -48,7 +48,7 @@ class Factor:
         self.seen += 1
         rate = max(LEARNING_RATE, 1 / self.seen)
         self.logarithm += rate if log(ratio) > self.logarithm else -rate
-        self.logarithm = max(-log(MAX_FACTOR), min(log(MAX_FACTOR), self.logarithm))
+        self.logarithm = max(-log(MAX_CORRECTION), min(log(MAX_CORRECTION), self.logarithm))
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Running:
 @dataclass(frozen=True)
 class Prediction:
     made: float  # when
-    seconds: float  # without the factor
-    situation: Situation
+    seconds: float  # without the correction
+    regime: Regime
 
 
 @dataclass
-class Device:
-    """Slots, pages and the time of the device, in thought."""
+class SimulatedDevice:
+    """Slots, pages and the time of the device, simulated."""
 
     slots: float
     pages: int
@@ -118,10 +118,10 @@ class WaitPrediction(SchedulingFeature):
         self._slo_ttft = slo_ttft or 0.0
         self._ended = 0  # answers
         self._mean_outputs = 256.0  # of them; at first a guess
-        self._factors: dict[Situation, Factor] = {}
+        self._corrections: dict[Regime, WaitCorrection] = {}
         self._predictions: dict[Sequence, Prediction] = {}  # of those without a first token
         self._running: tuple[int, Running] | None = None  # as of so many steps
-        self._queue: tuple[int, Device] | None = None  # ... behind the first of a long queue
+        self._queue: tuple[int, SimulatedDevice] | None = None  # ... behind the first of a long queue
 
     def queued(self, seq: Sequence, in_flight: Iterable[PlanBuilder]) -> float:
         """Predict the wait of a sequence that has just been queued; returns what of it is due to others, 0 if there are
@@ -130,44 +130,44 @@ class WaitPrediction(SchedulingFeature):
         if not seq.draws or seq.request.background or not self._limiter.step:
             return 0.0
         busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
-        seconds, waited = self._thought(seq, busy, last=False)
+        seconds, waited = self._simulate_wait(seq, busy, last=False)
         target = seq.request.slo_ttft or self._slo_ttft
         late = self._late_last and bool(target) and seconds > target
         if late:
-            seconds, waited = self._thought(seq, busy, last=True)
-        situation = (seq.rank[0], waited, late)
-        self._predictions[seq] = Prediction(self._clock.now, seconds, situation)
-        factor = self._factors.get(situation)
-        predicted = seconds * (exp(factor.logarithm) if factor else 1.0)
+            seconds, waited = self._simulate_wait(seq, busy, last=True)
+        regime = (seq.rank[0], waited, late)
+        self._predictions[seq] = Prediction(self._clock.now, seconds, regime)
+        correction = self._corrections.get(regime)
+        predicted = seconds * (exp(correction.logarithm) if correction else 1.0)
         seq.log.predicted_wait = predicted
         alone = not (self._table.running or len(self._table.waiting) > 1)
-        checked = sum(factor.seen for factor in self._factors.values())
+        checked = sum(correction.seen for correction in self._corrections.values())
         return 0.0 if alone or checked < MIN_CHECKED else max(0.0, predicted - self._prefill(seq))
 
-    def _thought(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
+    def _simulate_wait(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
         """Seconds, and whether a slot or pages had to come free; `last`: all that wait go before it."""
         limiter, waiting = self._limiter, self._table.waiting
         running = self._as_of_now()
-        some = [one for one in waiting.first(MAX_SCANNED) if one is not seq]
-        ahead = some if last else [one for one in some if one.rank < seq.rank]
-        beyond = max(0, (len(waiting) - 1 if last else waiting.before(seq)) - len(ahead))
+        scanned = [one for one in waiting.first(MAX_SCANNED) if one is not seq]
+        ahead = scanned if last else [one for one in scanned if one.rank < seq.rank]
+        unscanned = max(0, (len(waiting) - 1 if last else waiting.before(seq)) - len(ahead))
         busy += sum(self._prefill(one) for one in running.prompts if last or one.rank < seq.rank)
-        device = self._behind(ahead, running, busy)
-        if beyond and ahead:
-            device.busy *= 1 + beyond / len(ahead)
+        device = self._after_those_ahead(ahead, running, busy)
+        if unscanned and ahead:
+            device.busy *= 1 + unscanned / len(ahead)
         device.start(self._memory.layout.pages_for(seq.known), max(self._prefill(seq), limiter.step), 0.0)
-        behind = sum(self._prefill(one) for one in (*running.prompts, *some) if one.rank > seq.rank)
+        behind = sum(self._prefill(one) for one in (*running.prompts, *scanned) if one.rank > seq.rank)
         longest = limiter.longest_step(decoding=running.decoding)  # others fill the step that its own prompt ends in
         return device.busy + min(behind, longest - device.busy % longest), device.waited
 
-    def _behind(self, ahead: list[Sequence], running: Running, busy: float) -> Device:
+    def _after_those_ahead(self, ahead: list[Sequence], running: Running, busy: float) -> SimulatedDevice:
         """The device once all ahead have begun; as many as are gone through, once a step: a burst of requests costs no
         more than its first few."""
         steps, many = self._timeline.stats.steps, len(ahead) >= MAX_SCANNED - 1
         if many and self._queue is not None and self._queue[0] == steps:
             return replace(self._queue[1], ends=list(self._queue[1].ends))
         free = min(len(self._table.slots), self._limiter.room(len(self._table.running)))
-        device = Device(free, self._memory.pool.available, list(running.ends), busy)
+        device = SimulatedDevice(free, self._memory.pool.available, list(running.ends), busy)
         for one in ahead:
             device.start(self._memory.layout.pages_for(one.known), self._prefill(one), self._decode(one))
         if many:
@@ -198,7 +198,7 @@ class WaitPrediction(SchedulingFeature):
             return
         real = max(self._clock.now - made.made, 1e-6)
         self._timeline.stats.wait_ratios.observe(real / seq.log.predicted_wait)
-        self._factors.setdefault(made.situation, Factor()).learn(real / made.seconds)
+        self._corrections.setdefault(made.regime, WaitCorrection()).learn(real / made.seconds)
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._predictions.pop(seq, None)
