@@ -202,14 +202,19 @@ async def test_requests_wait_for_a_replica_only_so_long(monkeypatch: pytest.Monk
             await client.submit(ask("new", [1])).__anext__()
 
 
-async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere() -> None:
+async def test_a_drained_replica_gets_nothing_and_what_it_had_goes_on_elsewhere(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with cluster(2, gated=True) as (client, made):
         readers = [Reader(client, ask(f"r{i}", [i, i + 1], seed=i)) for i in range(1, 5)]
         await until(lambda: len(client._replica_by_id) == 4)
         for replica in made:
             replica.steps(5)
         await until(lambda: all(reader.drawn >= 4 for reader in readers), stepping=made)
+        caplog.set_level(logging.INFO, logger="quire.cluster")
         assert (await client.drain("replica-0", 0.0)).state == "drained"
+        assert "draining replica-0: 2 requests have 0 s to finish there" in caplog.text
+        assert "replica-0 is drained" in caplog.text
         for replica in made:
             replica.free()
         async with asyncio.timeout(30):
@@ -274,7 +279,7 @@ async def test_a_rolling_restart_replaces_all_and_loses_nothing(caplog: pytest.L
         said = [record.getMessage() for record in caplog.records if "restart" in record.getMessage()]
         assert said[0] == "a rolling restart of 2 replicas begins" and said[-1] == "the rolling restart is done"
         assert [line.split(" in ")[0] for line in said[1:-1]] == [
-            "replica-0 is restarted", "replica-0 was restarted", "replica-1 is restarted", "replica-1 was restarted",
+            "restarting replica-0", "replica-0 was restarted", "restarting replica-1", "replica-1 was restarted",
         ]  # fmt: skip
         assert client.trouble() is None and not client._lost.done()
 

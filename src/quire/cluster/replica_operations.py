@@ -53,9 +53,9 @@ class ReplicaOperations(ReplicaQueries):
             raise InputError(f"no other replica is ready to take over from {id}", param="id")
         if replica.state is ReplicaState.STARTING:
             raise InputError(f"{id} is starting: there is nothing to drain", param="id")
-        log.info("%s is drained: %d requests have %g s to finish there", id, len(replica.sub_requests), timeout)
+        log.info("draining %s: %d requests have %g s to finish there", id, len(replica.sub_requests), timeout)
         await self.drain_replica(replica, timeout)
-        log.info("%s %s", id, "has nothing to do" if replica.state is ReplicaState.DRAINED else f"is {replica.state}")
+        log.info("%s is %s", id, replica.state)
         return replica.view()
 
     async def drain_replica(self, replica: Replica, timeout: float) -> None:
@@ -110,7 +110,7 @@ class ReplicaOperations(ReplicaQueries):
     async def restart(self, id: str, timeout: float) -> ReplicaView:
         """Drain a replica and have its host start it anew; one that starts does so anyway."""
         replica, began = self._replica(id), time.monotonic()
-        log.info("%s is restarted", id)
+        log.info("restarting %s", id)
         if replica.state is not ReplicaState.STARTING:
             await self.drain(id, timeout)
         if replica.is_ready:
