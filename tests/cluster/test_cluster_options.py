@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +21,24 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray_host.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
         ray_host.RayHost(None, "here")
+
+
+def test_a_ray_of_ones_own_is_for_this_machine_alone(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: dict = {}
+    fake = SimpleNamespace(init=lambda **said: begun.update(said), exceptions=SimpleNamespace(RayError=RuntimeError))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(os, "environ", {"RAY_AUTH_TOKEN": "another's"})
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    ray_host._connect(None, tmp_path)
+    said, token = os.environ, tmp_path / "token"
+    assert begun["address"] == "local" and not begun["include_dashboard"]
+    assert said["RAY_AUTH_MODE"] == "token" and said["RAY_AUTH_TOKEN_PATH"] == str(token)
+    assert "RAY_AUTH_TOKEN" not in said and token.stat().st_mode & 0o777 == 0o600
+    assert said["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0", "it listens on loopback"
+    assert said["RAY_COLOR_PREFIX"] == said["RAY_DEDUP_LOGS"] == "0", "lines of the log are plain"
+    monkeypatch.setattr(os, "environ", {})
+    ray_host._connect("there:1", None)
+    assert begun["address"] == "there:1" and "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
 
 
 @pytest.mark.parametrize("option", [{"router": "prefix"}, {"ray_address": "auto"}, {"replica_gpus": 1.0}])

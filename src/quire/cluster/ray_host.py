@@ -167,6 +167,7 @@ def _connect(address: str | None, secret: Path | None) -> Any:
     """Ray itself, connected. Its settings are read from the environment when it is first imported."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # what each replica logs is shown, as it was logged
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if secret is not None:
