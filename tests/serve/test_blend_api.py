@@ -83,6 +83,11 @@ def test_completions_take_chunks_too(client):
         ({"separator": ""}, {}, "1 to 256 characters"),
         ({"separator": "|", "recompute": 7}, {}, "from 0 to 1"),
         ({"separator": "|"}, {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"separator": "|", "max_error": -1}, {}, "0 or more"),
+        ({"separator": "|", "chunks": [[0, 1]]}, {}, "not both"),
+        ({"chunks": [[0, 1]]}, {}, "positions of token ids"),
+        ({"chunks": [[0, 10**30]]}, {"prompt": [1, 2, 3]}, "inside the prompt"),
+        ({"chunks": [[2, 3], [0, 1]]}, {"prompt": [1, 2, 3]}, "follow each other"),
     ],
 )
 def test_refusals_say_what_is_wrong(client, blend, more, message):

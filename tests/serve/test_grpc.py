@@ -116,6 +116,15 @@ def test_chunks_to_reuse_at_other_places(
     assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_chunks_of_token_ids(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:
+    messages, _ = generated
+    blend = messages.Blend(chunks=[messages.Span(start=1, end=3), messages.Span(start=3, end=5)], max_error=0.25)
+    list(stub.Generate(messages.GenerateRequest(tokens=messages.Tokens(ids=range(60, 66)), blend=blend)))
+    found = frontend.requests[-1].blend
+    assert found is not None and found.chunks == [(1, 3), (3, 5)]
+    assert (found.recompute, found.max_error) == (1.0, 0.25), "as much as the error takes"
+
+
 def test_cancel_stops_the_work(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:
     messages, _ = generated
     call = stub.Generate(messages.GenerateRequest(prompt="hang"))
