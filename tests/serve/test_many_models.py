@@ -174,6 +174,21 @@ def test_ollama_says_how_long_models_stay(url: str, fakes: Fakes) -> None:
     assert client.show("org/c").template and "org/c" not in fakes.opened
 
 
+def test_a_model_whose_files_are_gone_is_still_listed(tmp_path: Path, default_model: object) -> None:
+    fakes = Fakes()
+
+    async def start() -> ModelPool:
+        models = [ServedModel("a", EngineOptions()), ServedModel("b", EngineOptions.of(model=str(tmp_path / "gone")))]
+        pool = ModelPool(models, fakes.open_model)  # type: ignore[arg-type]
+        await pool.start()
+        return pool
+
+    with background_server(start) as url:  # type: ignore[arg-type]
+        assert [card["id"] for card in httpx.get(f"{url}/v1/models").json()["data"]] == ["a", "b"]
+        assert len(httpx.get(f"{url}/api/tags").json()["models"]) == 2
+        assert httpx.post(f"{url}/api/show", json={"model": "b"}).status_code == 404
+
+
 def test_metrics_tell_models_apart(url: str) -> None:
     for model in ("a", "b", "b"):
         chat(url, model)
@@ -302,7 +317,18 @@ def test_options_of_several_models_need_several_models(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("said", "seconds"),
-    [("5m", 300), ("1h30m", 5400), ("250ms", 0.25), (0, 0), ("0", 0), (90, 90), ("90", 90), (-1, None), ("-1m", None)],
+    [
+        ("5m", 300),
+        ("1h30m", 5400),
+        ("250ms", 0.25),
+        (0, 0),
+        ("0", 0),
+        (90, 90),
+        ("90", 90),
+        (-1, None),
+        ("-1m", None),
+        (1e18, None),
+    ],
 )
 def test_durations_are_read_as_ollama_reads_them(said: str | float, seconds: float | None) -> None:
     assert parse_keep_alive(said) == (float("inf") if seconds is None else seconds)

@@ -30,6 +30,7 @@ from quire.types.option_names import unknown_option
 MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 256
 OF_ONE_ENGINE = ("kv_disk", "kv_events", "kv_events_replay")  # what no two engines can have
+FOR_EVER_S = 100 * 365 * 86400.0  # so long, and longer
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _DURATION = re.compile(rf"([+-]?)((?:{_NUMBER}(?:ns|us|µs|ms|s|m|h))+|{_NUMBER})", re.ASCII)
@@ -46,7 +47,7 @@ def parse_keep_alive(value: str | float) -> float:
         value = -seconds if found[1] == "-" else seconds
     if math.isnan(value):
         raise ConfigError("keep_alive must be a number")
-    return math.inf if value < 0 else float(value)
+    return float(value) if 0 <= value < FOR_EVER_S else math.inf
 
 
 @dataclass(frozen=True)

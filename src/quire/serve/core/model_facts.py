@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from quire.assets import LocalModel, describe, present
+from quire.assets import describe, present
 from quire.engine.frontend import Frontend
 from quire.serve.core.server_state import Serving, fingerprint
 from quire.text import TextModel
@@ -39,7 +39,10 @@ async def text_of(facts: ModelFacts) -> TextModel:
     """Its tokenizer and template, read for this once if it was never loaded."""
     if facts.text is not None:
         return facts.text
-    return await asyncio.to_thread(TextModel.load, _local(facts.model))
+    local = present(facts.model)
+    if local is None:
+        raise ModelNotFoundError(f"the files of {facts.model} are gone")
+    return await asyncio.to_thread(TextModel.load, local)
 
 
 def _of_engine(frontend: Frontend) -> ModelFacts:
@@ -58,12 +61,6 @@ def _of_engine(frontend: Frontend) -> ModelFacts:
 
 def _of_files(spec: ServedModel) -> ModelFacts:
     options = spec.engine.model
-    weights = describe(_local(options.model)).weights()
+    local = present(options.model)
+    weights = describe(local).weights() if local is not None else WeightsInfo()  # gone since the start
     return ModelFacts(spec.name, options.model, weights, options.max_model_len or weights.context_length)
-
-
-def _local(model: str) -> LocalModel:
-    found = present(model)
-    if found is None:
-        raise ModelNotFoundError(f"the files of {model} are gone")
-    return found
