@@ -10,11 +10,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from gguf_hybrids import convert_hybrid, pair_heads
+from k_quantizer import quantize_k
 from model_harness import run_model
 from tiny_models import prompts, their_logits, tiny
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire.assets import resolve
+from quire.kernels import cpu
+from quire.kernels.cpu import program
 from quire.model import load_model
 from quire.model.blocks.rope_scaling import inverse_frequencies
 
@@ -85,7 +88,9 @@ def convert(model: PreTrainedModel, path: str, kind: GGMLQuantizationType = GGML
         if arch.startswith("gemma") and "norm" in name:
             weight = weight + 1
         stored = kind if weight.ndim == 2 else GGMLQuantizationType.F32
-        data = gguf.quants.quantize(np.ascontiguousarray(weight), stored)
+        weight = np.ascontiguousarray(weight)
+        known = stored.name in ("Q5_K", "Q6_K")
+        data = quantize_k(weight, stored.name) if known else gguf.quants.quantize(weight, stored)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
     if arch == "llama" and config.rope_parameters["rope_type"] == "llama3":
         scaled = model.model.rotary_emb.inv_freq
@@ -127,6 +132,29 @@ def test_quantised_files_match_transformers_reading_them(tmp_path, kind):
     ours = load_model(resolve(str(path)).open(), **CPU)
     (prompt,) = prompts(21)
     torch.testing.assert_close(run_model(ours, [prompt])[0], their_logits(reread, prompt), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", ["at its own size", "as this host's kernels want it"])
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q5_K", "Q6_K"])
+def test_compiled_decoder_draws_transformers_greedy_tokens(tmp_path, monkeypatch, kind, kept):
+    if reason := cpu.available():
+        pytest.skip(reason)
+    if kept == "at its own size":
+        monkeypatch.setattr(program, "AS_BYTES", ())
+    path = tmp_path / "m.gguf"
+    convert(tiny("super-block-sized"), str(path), GGMLQuantizationType[kind])
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)
+    ours = load_model(resolve(str(path)).open(), **CPU, compiled=1)
+    assert "compiled" in ours.describe()[0]
+    (prompt,) = prompts(21)
+    drawn = theirs.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0].tolist()
+    want, got = their_logits(theirs, drawn)[20:-1], run_model(ours, [drawn])[0][20:-1]
+    error = (got - want).square().mean().sqrt()
+    assert error < 0.16 * want.std()  # activations are rounded to 8 bits, and these weights are random
+    first, second = want.topk(2).values.T
+    clear = first - second > 2.5 * error
+    assert clear.any()
+    assert (got.argmax(-1) == torch.tensor(drawn[21:]))[clear].all()
 
 
 def test_yarn_keys(tmp_path):

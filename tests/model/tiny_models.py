@@ -87,6 +87,9 @@ CONFIGS = {
     "block-sized": lambda: hf.LlamaConfig(
         **SIZES | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
     ),  # all rows are whole GGUF blocks
+    "super-block-sized": lambda: hf.LlamaConfig(
+        **SIZES | {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+    ),
     "one-kv-head": lambda: hf.LlamaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=16),
     "mistral-window": lambda: hf.MistralConfig(**SIZES, sliding_window=9),
     "mistral-full": lambda: hf.MistralConfig(**SIZES, sliding_window=None),

@@ -32,9 +32,12 @@ def random_raw(kind: str, rows: int, columns: int, generator: torch.Generator, s
     return blocks.view(rows, -1)
 
 
-def packed(kind: str, rows: int, columns: int, generator: torch.Generator) -> tuple[PackedMatrix, torch.Tensor]:
+def packed(
+    kind: str, rows: int, columns: int, generator: torch.Generator, isa: str = "base"
+) -> tuple[PackedMatrix, torch.Tensor]:
+    """As for the plain kernel set, which keeps every kind at its own size."""
     raw = random_raw(kind, rows, columns, generator)
-    matrix = PackedMatrix(Store(Store.needs(rows, columns, kind)), rows, columns, kind)
+    matrix = PackedMatrix(Store(Store.needs(rows, columns, kind, isa)), rows, columns, kind, isa)
     matrix.fill(raw)
     return matrix, raw
 

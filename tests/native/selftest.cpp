@@ -43,7 +43,7 @@ struct Quantised {
   Array<int32_t> total;
   Rows rows;
   Quantised(int m, int k)
-      : q(size_t(m + 15) / 16 * 16 * k), factors(q.size / kBlock * 2), total(q.size / kBlock),
+      : q(size_t(m + 15) / 16 * 16 * k), factors(q.size / kBlock * 2), total(q.size / kBlock * 2),
         rows{q.data, factors.data, total.data, k} {}
 };
 
@@ -55,30 +55,43 @@ bool close(const float* a, const float* b, size_t n, float tolerance) {
   return true;
 }
 
+struct Stored {  // a kind of pack.cpp, and how it is packed
+  int kind, bits, run, elements, bytes;
+  std::vector<int> halves;  // where blocks keep fp16 factors
+};
+const Stored kStored[] = {{1, 4, 1, 32, 20, {0, 2}}, {6, 5, 1, 32, 24, {0, 2}}, {4, 8, 1, 32, 128, {}},
+                          {7, 5, 8, 256, 176, {0, 2}}, {8, 6, 8, 256, 210, {208}}};
+
+std::vector<uint8_t> random_rows(const Stored& form, int n, int k) {
+  std::vector<uint8_t> blocks(size_t(n) * k / form.elements * form.bytes);
+  for (uint8_t& byte : blocks) byte = uint8_t(random_bits());
+  for (size_t i = 0; i < blocks.size(); i += form.bytes) {
+    for (int at : form.halves) {
+      uint16_t half = float_to_half(uniform());
+      std::memcpy(&blocks[i + at], &half, 2);
+    }
+    for (int j = 0; form.halves.empty() && j < form.elements; j++) {
+      float value = uniform();
+      std::memcpy(&blocks[i + j * 4], &value, 4);
+    }
+  }
+  return blocks;
+}
+
 void test_gemm(const Kernels& fast, const Kernels& plain) {
-  for (int bits : {4, 8})
+  for (const Stored& form : kStored)
     for (int m : {1, 2, 3, 5, 7, 8, 11, 15, 16, 17, 26, 40})
-      for (int k : {32, 96, 256}) {
+      for (int k : {32, 96, 256, 512}) {
+        if (k % (kBlock * form.run)) continue;
+        const int bits = form.bits * 10 + form.run;
         int n = 1 + below(70);
-        Matrix w{nullptr, n, k, bits};
+        Matrix w{nullptr, n, k, form.bits, form.run};
         Array<uint8_t> packed(w.group_bytes() * w.groups());
         w.data = packed.data;
-        std::vector<float> weights(size_t(n) * k), x(size_t(m) * k), bias(w.groups() * kLanes);
-        for (float& v : weights) v = uniform();
+        std::vector<float> x(size_t(m) * k), bias(w.groups() * kLanes);
         for (float& v : x) v = uniform();
         for (float& v : bias) v = uniform();
-        if (bits == 8) {
-          pack(4, reinterpret_cast<uint8_t*>(weights.data()), 0, n, w);
-        } else {
-          std::vector<uint8_t> blocks(size_t(n) * k / 32 * 20);
-          for (size_t i = 0; i < blocks.size(); i++) blocks[i] = uint8_t(random_bits());
-          for (size_t i = 0; i < blocks.size(); i += 20) {
-            uint16_t scale = float_to_half(uniform()), minimum = float_to_half(uniform());
-            std::memcpy(&blocks[i], &scale, 2);
-            std::memcpy(&blocks[i + 2], &minimum, 2);
-          }
-          pack(1, blocks.data(), 0, n, w);
-        }
+        pack(form.kind, random_rows(form, n, k).data(), 0, n, w);
         Quantised a(m, k), b(m, k);
         for (int r = 0; r < m; r++) {
           fast.quantise(&x[size_t(r) * k], a.rows, r);

@@ -4,25 +4,41 @@ import pytest
 import torch
 from native_harness import packed
 
+from quire.kernels.cpu import Store
 from quire.kernels.cpu import plain_twin as twin
+from quire.kernels.cpu.program import AS_BYTES
 from quire.kernels.reference.dequant import dequantize
 
 # Largest difference of a packed weight from the stored one, as a part of the matrix's largest weight: exact; fp16
 # rounding of a product; a step of 8 bits.
-EXACT = {"Q4_0": 0.0, "Q4_1": 0.0, "Q5_0": 0.0, "Q8_0": 0.0, "Q4_K": 2**-10}
-COARSE = ["Q5_1", "Q2_K", "Q3_K", "Q5_K", "Q6_K", "F16", "BF16", "F32"]
+EXACT = {"Q4_0": 0.0, "Q4_1": 0.0, "Q5_0": 0.0, "Q5_1": 0.0, "Q8_0": 0.0, "Q4_K": 2**-10, "Q5_K": 0.0, "Q6_K": 0.0}
+COARSE = dict.fromkeys(["Q2_K", "Q3_K", "F16", "BF16", "F32"], 0.51 / 127)
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *COARSE])
-def test_packed_weights_are_the_stored_ones(isa, kind):
-    generator = torch.Generator().manual_seed(1)
-    matrix, raw = packed(kind, 37, 512, generator)
+def test_packed_weights_are_the_stored_ones(kind):
+    matrix, raw = packed(kind, 37, 512, torch.Generator().manual_seed(1))
     want = dequantize(raw, kind).float()
-    tolerance = EXACT.get(kind, 0.51 / 127)
-    assert (matrix.dense() - want).abs().max() <= tolerance * want.abs().max()
+    assert (matrix.dense() - want).abs().max() <= (EXACT | COARSE)[kind] * want.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K", "F16"])
+@pytest.mark.parametrize("kind", ["Q5_0", "Q5_1", "Q5_K", "Q6_K"])
+def test_kernel_sets_to_which_bytes_are_sooner_read_get_bytes(kind):
+    """Q5_0 as exact as ever, others to a step of 8 bits."""
+    matrix, raw = packed(kind, 37, 512, torch.Generator().manual_seed(1), AS_BYTES[0])
+    want = dequantize(raw, kind).float()
+    assert matrix.form.bits == 8
+    assert (matrix.dense() - want).abs().max() <= (0.0 if kind == "Q5_0" else 0.51 / 127) * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("Q4_1", 5.0), ("Q5_1", 6.0), ("Q5_K", 5.5), ("Q6_K", 6.5625), ("Q8_0", 8.5)]
+)
+def test_bits_of_a_weight(kind, bits):
+    assert Store.needs(1024, 4096, kind, "base") * 8 == 1024 * 4096 * bits
+
+
+@pytest.mark.parametrize("kind", [*EXACT, "F16"])
 @pytest.mark.parametrize("rows", [1, 16, 17, 75])
 def test_linear_equals_its_twin(isa, kind, rows):
     generator = torch.Generator().manual_seed(rows)
@@ -50,11 +66,13 @@ def test_zeros_and_extremes(isa):
     assert torch.isfinite(got).all()
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
-def test_a_row_does_not_depend_on_its_neighbours(isa, kind):
+@pytest.mark.parametrize(
+    ("kind", "columns"), [("Q4_1", 288), ("Q5_1", 288), ("Q8_0", 288), ("Q4_K", 512), ("Q5_K", 512), ("Q6_K", 512)]
+)
+def test_a_row_does_not_depend_on_its_neighbours(isa, kind, columns):
     generator = torch.Generator().manual_seed(3)
-    matrix, _ = packed(kind, 50, 288, generator)
-    x = torch.randn(45, 288, generator=generator)
+    matrix, _ = packed(kind, 50, columns, generator)
+    x = torch.randn(45, columns, generator=generator)
     whole = matrix.linear(x, isa)
     for size in (1, 2, 5, 8, 13, 24):
         parts = torch.cat([matrix.linear(x[i : i + size], isa) for i in range(0, 45, size)])

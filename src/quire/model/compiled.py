@@ -136,7 +136,7 @@ class CompiledModel:
         self.length = length or spec.max_position
         kinds = {info.kind for name, info in source.tensors().items() if name in targets and len(info.shape) == 2}
         self._kept = "weights stay quantised" if kinds & set(FORMATS) else "weights quantised to 8 bits"
-        weights = _Packer(spec, targets, source, progress).decoder(self.length)
+        weights = _Packer(spec, targets, source, isa, progress).decoder(self.length)
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
         self.inverse_frequencies = [weights.inverse_frequencies] * len(spec.layers)
         self.draw = self._program.drawer()
@@ -213,9 +213,11 @@ class _Packer:
         spec: DecoderSpec,
         targets: Mapping[str, Target],
         source: WeightSource,
+        isa: str | None,
         progress: Callable[[int, int], None] | None,
     ):
         self._spec = spec
+        self._isa = isa
         self._source = source
         self._tensors = source.tensors()
         self._names: dict[Place, str] = {(t.module, t.kind, t.part): name for name, t in targets.items()}
@@ -224,7 +226,7 @@ class _Packer:
         self._total = sum(self._tensors[name].nbytes for name in targets)
         self._done = 0
         matrices = [self._tensors[name] for name in targets if len(self._tensors[name].shape) == 2]
-        self._store = cpu.Store(sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind) for m in matrices))
+        self._store = cpu.Store(sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind, isa) for m in matrices))
 
     def decoder(self, length: int) -> DecoderWeights:
         spec = self._spec
@@ -278,7 +280,7 @@ class _Packer:
     def _matrix(self, module: str, part: int) -> cpu.PackedMatrix:
         name = self._names[module, "weight", part]
         info = self._tensors[name]
-        packed = cpu.PackedMatrix(self._store, info.shape[0], info.shape[1], info.kind)
+        packed = cpu.PackedMatrix(self._store, info.shape[0], info.shape[1], info.kind, self._isa)
         if not packed.fill(self._stored(name).rows()):
             raise ModelFileError(not_finite(name))
         return packed

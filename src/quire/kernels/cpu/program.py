@@ -22,10 +22,22 @@ from quire.kernels.reference.dequant import dequantize
 from quire.types.errors import QuireError
 from quire.types.kv import RESIDUAL
 
-# StoredTensor kind → (number in pack.cpp, bits kept). All others go through float32 to 8 bits with a scale per 32: at
-# least twice as fine as the 6 bits of the finest K-quant.
-DIRECT = {"Q4_0": (0, 4), "Q4_1": (1, 4), "Q8_0": (2, 8), "Q4_K": (3, 4), "Q5_0": (5, 8)}
-FLOAT = (4, 8)
+
+class Form(NamedTuple):
+    """How a matrix is packed: see csrc/common.h."""
+
+    number: int  # of the stored kind in pack.cpp
+    bits: int
+    run: int = 1  # blocks of 32 that share fp16 factors
+
+
+# By a StoredTensor's kind. Others go through float32 to 8 bits with a scale per 32: at least twice as fine as 6 bits.
+DIRECT = {
+    "Q4_0": Form(0, 4), "Q4_1": Form(1, 4), "Q4_K": Form(3, 4), "Q5_0": Form(5, 5), "Q5_1": Form(6, 5),
+    "Q8_0": Form(2, 8), "Q5_K": Form(7, 5, 8), "Q6_K": Form(8, 6, 8),
+}  # fmt: skip
+FLOAT = Form(4, 8)
+AS_BYTES = ("neon",)  # kernel sets that unpack 5 or 6 bits in more time than they read 8: docs/performance.md
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
@@ -41,8 +53,12 @@ _REFUSALS = {
 }
 
 
-def bits_of(kind: str) -> int:
-    return DIRECT.get(kind, FLOAT)[1]
+def form_of(kind: str, isa: str | None = None) -> Form:
+    """For a kernel set: by name, or the best."""
+    form = DIRECT.get(kind, FLOAT)
+    if form.bits in (5, 6) and (isa or lib.features()[0]) in AS_BYTES:
+        return form._replace(bits=8) if kind == "Q5_0" else FLOAT  # whose numbers are those of 8 bits
+    return form
 
 
 class Store:
@@ -64,33 +80,36 @@ class Store:
         return self._base + start
 
     @staticmethod
-    def needs(rows: int, columns: int, kind: str) -> int:
-        size = int(lib.native().quire_matrix_bytes(rows, columns, bits_of(kind)))
+    def needs(rows: int, columns: int, kind: str, isa: str | None = None) -> int:
+        form = form_of(kind, isa)
+        size = int(lib.native().quire_matrix_bytes(rows, columns, form.bits, form.run))
         return -(-size // ALIGN) * ALIGN
 
 
 class PackedMatrix:
-    """A matrix [rows, columns] in the layout of csrc/common.h, filled from stored blocks."""
+    """A matrix [rows, columns] in the layout of csrc/common.h, filled from stored blocks. `isa`: the kernel set it is
+    packed for; all can multiply by it."""
 
-    def __init__(self, store: Store, rows: int, columns: int, kind: str):
-        if columns % 32:
-            raise ValueError(f"packed matrices take multiples of 32 columns, not {columns}")
+    def __init__(self, store: Store, rows: int, columns: int, kind: str, isa: str | None = None):
+        self.form = form = form_of(kind, isa)
+        if columns % (32 * form.run):
+            raise ValueError(f"packed matrices take multiples of {32 * form.run} columns, not {columns}")
         self.store = store
         self.kind = kind
         self.rows, self.columns = rows, columns
-        self.struct = lib.Matrix(store.take(Store.needs(rows, columns, kind)), rows, columns, bits_of(kind))
+        place = store.take(Store.needs(rows, columns, kind, isa))
+        self.struct = lib.Matrix(place, rows, columns, form.bits, form.run)
 
     def fill(self, raw: torch.Tensor) -> bool:
         """From raw bytes by row, [rows, bytes per row] uint8. False: not all that is stored is finite."""
         assert raw.shape[0] == self.rows
         finite = True
-        number, _ = DIRECT.get(self.kind, FLOAT)
         step = max(1, SLICE // self.columns)
         for first in range(0, self.rows, step):
             piece = raw[first : first + step]
-            if self.kind not in DIRECT:
+            if self.form == FLOAT:
                 piece = dequantize(piece, self.kind).float()
-            piece = piece.contiguous()
+            piece, number = piece.contiguous(), self.form.number
             done = lib.native().quire_pack(number, piece.data_ptr(), first, piece.shape[0], ctypes.byref(self.struct))
             finite = finite and bool(done)
         return finite

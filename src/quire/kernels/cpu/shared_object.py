@@ -15,7 +15,7 @@ REMEDY = "build them with `pip install -e .` in a source tree, or reinstall quir
 
 
 class Matrix(Structure):
-    _fields_: ClassVar = [("data", c_void_p), ("n", c_int32), ("k", c_int32), ("bits", c_int32)]
+    _fields_: ClassVar = [("data", c_void_p), *((name, c_int32) for name in ("n", "k", "bits", "run"))]
 
 
 class Layer(Structure):
@@ -102,7 +102,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "quire_kernels": (c_void_p, [c_char_p]),
     "quire_reserve": (c_void_p, [c_size_t]),
     "quire_release": (None, [c_void_p, c_size_t]),
-    "quire_matrix_bytes": (c_size_t, [c_int, c_int, c_int]),
+    "quire_matrix_bytes": (c_size_t, [c_int, c_int, c_int, c_int]),
     "quire_pack": (c_int, [c_int, c_void_p, c_int, c_int, POINTER(Matrix)]),
     "quire_scale": (None, [POINTER(Matrix), c_void_p]),
     "quire_unpack": (None, [POINTER(Matrix), c_int, c_void_p]),

@@ -30,7 +30,8 @@ bool permitted() {
   return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
 }
 
-// Tiles 0, 1: products of 16 and of 8 rows; 4, 5: their activations [rows, 32]; 6: weights [8 quads, 16 x 4].
+// Tiles 0, 1: products of 16 and of 8 rows; 4, 5: their activations [rows, 32]; 6: weights [8 quads, 16 x 4]; 2, 3 and 7:
+// these of half a block.
 void begin() {
   Config config;
   auto tile = [&](int t, int rows, int bytes) {
@@ -42,6 +43,9 @@ void begin() {
   tile(4, 16, kBlock);
   tile(5, 8, kBlock);
   tile(6, 8, 64);
+  tile(2, 16, kBlock / 2);
+  tile(3, 8, kBlock / 2);
+  tile(7, 4, 64);
   asm volatile("" ::"r"(&config) : "memory");  // the intrinsic names only its first bytes as read
   _tile_loadconfig(&config);
 }
@@ -188,11 +192,73 @@ void tiles(const Piece* pieces, const Piece* end, Rows x, int m0, int m1, uint8_
 }
 
 template <int R>
-void tiles(const Piece* pieces, int count, Rows x, int m0, int m1, uint8_t* bytes) {
+inline void multiply_half(const int8_t* x, const uint8_t* w) {
+  _tile_loadd(7, w, 64);
+  if (R == 16) {
+    _tile_zero(0);
+    _tile_loadd(2, x, kBlock);
+    _tile_dpbsud(0, 2, 7);
+  } else {
+    _tile_zero(1);
+    _tile_loadd(3, x, kBlock);
+    _tile_dpbsud(1, 3, 7);
+  }
+}
+
+// A group that is unpacked, to unsigned bytes: one product a block, or, where each half has a scale, two; less what the 32
+// of each 6-bit quant has added. In the order of `tile`, so with its bits.
+template <int R, typename F>
+void unpacked_tiles(const Unpacked<F>& from, int g, Rows x, int m0, int m1, Out out) {
+  alignas(64) int32_t products[kProducts][R * kLanes];
+  constexpr int parts = F::halves ? 2 : 1;
+  const int steps = x.blocks() * parts;
+  asm volatile("" ::: "memory");  // tile loads do not tell the compiler that they read
+  for (int m = m0; m < m1; m += R) {
+    __m512 acc[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
+    for (int s = 0; s < steps + kLag; s++) {
+      if (s < steps) {
+        const int8_t* rows = x.quants(m, s / parts);
+        const uint8_t* weights = from.quants(s / parts);
+        if (F::halves) multiply_half<R>(rows + s % 2 * 16, weights + s % 2 * 256);
+        else multiply<4, R>(rows, weights);
+      }
+      if (s >= kLag) {
+        const int b = (s - kLag) / parts, part = (s - kLag) % parts;
+        const int32_t *product = products[(s - kLag) % kProducts], *total = x.totals(m, b);
+        const float* factors = x.scale(m, b);
+        const __m512 scale = part ? from.other(b, 0) : from.scale(b, 0), minimum = from.other(b, 0);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+          const int excess = F::halves ? 32 * (part ? total[r] - total[16 + r] : total[16 + r]) : 0;
+          const __m512i bits = _mm512_add_epi32(_mm512_load_si512(product + r * kLanes), _mm512_set1_epi32(0x4b400000 - excess));
+          const __m512 dot = _mm512_sub_ps((__m512)bits, _mm512_set1_ps(kRound));
+          acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(factors[r])), acc[r]);
+          if (F::minima) acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(factors[16 + r]), acc[r]);
+        }
+      }
+      if (s < steps) keep<R>(products[s % kProducts]);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+      if (m + r < m1) finish(out, m + r, g, acc[r]);
+  }
+}
+
+// Pieces of the same form together.
+template <int R>
+void tiles(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
   const Piece* end = pieces + count;
   for (const Piece *from = pieces, *to; from < end; from = to) {
-    for (to = from; to < end && to->w->bits == from->w->bits;) to++;
-    from->w->bits == 4 ? tiles<4, R>(from, to, x, m0, m1, bytes) : tiles<8, R>(from, to, x, m0, m1, bytes);
+    const Matrix& w = *from->w;
+    for (to = from; to < end && to->w->bits == w.bits && to->w->run == w.run;) to++;
+    if (w.run == 1 && w.bits == 4) tiles<4, R>(from, to, x, m0, m1, scratch.bytes);
+    else if (w.run == 1 && w.bits == 8) tiles<8, R>(from, to, x, m0, m1, scratch.bytes);
+    else each_group(from, int(to - from), kUnpack, scratch, [&](const auto& source, int g, Out out) {
+      using Source = std::decay_t<decltype(source)>;
+      if constexpr (Source::stored != Source::bits) unpacked_tiles<R>(source, g, x, m0, m1, out);
+    });
   }
 }
 
@@ -201,9 +267,9 @@ void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratc
   int left = narrow ? m1 - m0 : (m1 - m0) % kTile;
   if (!narrow && left > kTile / 2) left = 0;  // as good as a whole tile
   const int whole = m1 - left;
-  if (m0 < whole) tiles<16>(pieces, count, x, m0, whole, scratch.bytes);
+  if (m0 < whole) tiles<16>(pieces, count, x, m0, whole, scratch);
   if (narrow || left <= kFew) quire::gemm(pieces, count, x, whole, m1, scratch);
-  else tiles<8>(pieces, count, x, whole, m1, scratch.bytes);
+  else tiles<8>(pieces, count, x, whole, m1, scratch);
 }
 
 const Kernels kTable = QUIRE_KERNELS("amx", gemm);

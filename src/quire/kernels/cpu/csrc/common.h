@@ -1,18 +1,28 @@
 // What every file of the extension shares: packed matrices, quantised rows, paged KV, and the table of kernels
 // that each instruction set fills. Refuses to know: Python, models, threads.
 //
-// A packed matrix [n, k] interleaves 16 output rows ("a group"), so that one vector holds the same four inputs of
-// 16 outputs. For each group, for each block of 32 inputs:
+// A packed matrix [n, k] interleaves 16 output rows ("a group"), so that one vector of 64 bytes holds the same four inputs
+// ("a quad") of 16 outputs. The quants of a block of 32 inputs, 8 quads, take as many vectors as a quant has bits:
 //
-//   quants:  8 quads of inputs x 16 rows x 4 bytes   (8 bits: int8; 4 bits: quad q in the low nibbles of vector
-//            q % 4, quads 4..7 in its high nibbles, unsigned)
-//   scales:  16 fp16 scales, and with 4 bits 16 fp16 minima:  weight = scale * quant (+ minimum)
+//   8 bits  a quad in each, int8
+//   6 bits  quads 0..2 in the low bits of vectors 0..2, quad 3 in their high bits, two from each, the lowest first; quads
+//           4..7 likewise in vectors 3..5; two's complement
+//   5 bits  quads 0..4 in the low bits of vectors 0..4, quads 5..7 in their high bits (pack.cpp says which); unsigned
+//   4 bits  quads 0..3 in the low bits of vectors 0..3, quads 4..7 in their high bits; unsigned
 //
-// 4 bits: quants and scales of a block lie together (320 bytes). 8 bits: all quants of a group, then its scales.
+// Unsigned quants have minima: weight = scale * quant + minimum. Scales and minima are fp16, one for each block and output;
+// or, in a run of 8 blocks (a K-quant's super-block), fp16 factors of the run, [16 outputs] of scales and of minima, times
+// small integers of its blocks, as the file has them: with 5 bits its 12 bytes, [12][16 outputs], with 6 bits an int8 for each
+// half of a block, [16][16 outputs].
+//
+// A group is a series of runs (of one block, or 8): [fp16, if there are minima] [integers] [quants] of 8 blocks, [quants] [fp16,
+// if there are minima] of one. Where there are none, the scales' fp16 of all runs follow behind the last.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#define QUIRE_INLINE inline __attribute__((always_inline))  // in inner loops, which compilers find too large
 
 namespace quire {
 
@@ -24,17 +34,22 @@ constexpr int kMostScales = 16;  // of a head: 4-bit heads have at most 256 numb
 struct Matrix {
   const uint8_t* data;
   int32_t n, k, bits;
+  int32_t run;  // blocks that share fp16 factors: 1 or 8
 
   int blocks() const { return k / kBlock; }
   int groups() const { return (n + kLanes - 1) / kLanes; }
-  size_t group_bytes() const {
-    size_t b = blocks();
-    return bits == 4 ? b * 320 : b * 512 + (b * 32 + 63) / 64 * 64;
-  }
+  bool minima() const { return bits < 6; }
+  size_t quant_bytes() const { return size_t(bits) * 64; }  // of a block
+  size_t head_bytes() const { return run == 1 ? 0 : 256; }  // of a run, before its quants
+  size_t run_bytes() const { return head_bytes() + run * quant_bytes() + (run == 1 && minima() ? 64 : 0); }
+  size_t runs_bytes() const { return blocks() / run * run_bytes(); }
+  size_t group_bytes() const { return runs_bytes() + (minima() ? 0 : (blocks() / run * size_t(32) + 63) / 64 * 64); }
   const uint8_t* group(int g) const { return data + g * group_bytes(); }
-  const uint8_t* quants(int g, int b) const { return group(g) + (bits == 4 ? b * 320 : b * 512); }
-  const uint16_t* scales(int g, int b) const {
-    const uint8_t* at = group(g) + (bits == 4 ? b * 320 + 256 : size_t(blocks()) * 512 + b * 32);
+  const uint8_t* head(int g, int b) const { return group(g) + b / run * run_bytes(); }
+  const uint8_t* integers(int g, int b) const { return head(g, b) + (minima() ? 64 : 0); }
+  const uint8_t* quants(int g, int b) const { return head(g, b) + head_bytes() + b % run * quant_bytes(); }
+  const uint16_t* scales(int g, int b) const {  // and minima
+    const uint8_t* at = !minima() ? group(g) + runs_bytes() + b / run * 32 : head(g, b) + (run == 1 ? quant_bytes() : 0);
     return reinterpret_cast<const uint16_t*>(at);
   }
 };
@@ -44,7 +59,7 @@ struct Matrix {
 struct Rows {
   int8_t* q;       // [tile, block, 16 rows, 32]
   float* factors;  // [tile, block, 2, 16 rows]: the scale; and scale * sum of the quants, for minima
-  int32_t* total;  // [tile, block, 16 rows]: sum of the quants
+  int32_t* total;  // [tile, block, 2, 16 rows]: sum of the quants; and of the first half of them
   int32_t k;
 
   int blocks() const { return k / kBlock; }
@@ -52,7 +67,7 @@ struct Rows {
   int8_t* quants(int row, int block) const { return q + (place(row, block) + row % 16) * kBlock; }
   float* scale(int row, int block) const { return factors + place(row, block) * 2 + row % 16; }
   float* sum(int row, int block) const { return scale(row, block) + 16; }
-  int32_t* totals(int row, int block) const { return total + place(row, block) + row % 16; }
+  int32_t* totals(int row, int block) const { return total + place(row, block) * 2 + row % 16; }
 };
 
 // Where a multiplication puts its results.
@@ -155,7 +170,8 @@ struct Draw {
 struct Scratch {
   uint8_t* bytes;  // at least scratch_bytes(largest k), aligned to 64
 };
-constexpr size_t scratch_bytes(size_t k) { return k * kLanes; }  // a group as bytes
+// A group unpacked: quants as bytes [block, quad, 16 outputs, 4], then floats [block, 2, 16 outputs].
+constexpr size_t scratch_bytes(size_t k) { return k * kLanes + k / kBlock * 2 * kLanes * sizeof(float); }
 
 struct Kernels {
   const char* name;
@@ -192,6 +208,9 @@ const Kernels* kernels_i8mm();
 bool pack(int32_t kind, const uint8_t* rows, int32_t first, int32_t count, const Matrix& into);
 void scale_rows(const Matrix& m, const float* factors);  // each row by a factor
 void unpack_row(const Matrix& m, int32_t row, float* out);
+void unpack_quants(const Matrix& m, int g, int b, int lane, int8_t* out);  // 32 of one row
+// Of one row's block: the scale of its first and of its second half, and the minimum.
+void block_scales(const Matrix& m, int g, int b, int lane, float* scales, float* minimum);
 float half_to_float(uint16_t h);
 uint16_t float_to_half(float f);
 

@@ -81,64 +81,112 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "draw.h"
 
-// Dot products of one block of 32 inputs, 8 outputs, R rows. Unsigned 4-bit products of all 8 quads fit 16 bits.
-template <int R>
-inline void dot4(const uint8_t* p, const int8_t* x, __m256i* dots) {
-  const __m256i low = _mm256_set1_epi8(15);
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) dots[r] = _mm256_setzero_si256();
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * i));
-    __m256i a = _mm256_and_si256(both, low), b = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      const int32_t* quads = reinterpret_cast<const int32_t*>(x + r * kBlock);
-      dots[r] = _mm256_add_epi16(dots[r], _mm256_maddubs_epi16(a, _mm256_set1_epi32(quads[i])));
-      dots[r] = _mm256_add_epi16(dots[r], _mm256_maddubs_epi16(b, _mm256_set1_epi32(quads[i + 4])));
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) dots[r] = _mm256_madd_epi16(dots[r], _mm256_set1_epi16(1));
+constexpr float kUnit = 1.0f, kZero = 0.0f;
+QUIRE_INLINE void bytes_to_floats(bytes16 bytes, vf* to) {
+  to[0] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32((__m128i)bytes));
+  to[1] = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)bytes, 8)));
 }
 
-// Signed products: |w| times x with w's sign; two of them fit 16 bits because x is never -128.
-template <int R>
-inline void dot8(const uint8_t* p, const int8_t* x, __m256i* dots) {
-#pragma GCC unroll 4
-  for (int r = 0; r < R; r++) dots[r] = _mm256_setzero_si256();
+// Bits of bytes from Shift on, of which `mask` leaves what is wanted.
+template <int Shift>
+QUIRE_INLINE __m256i bits(__m256i v, int mask) {
+  return _mm256_and_si256(Shift ? _mm256_srli_epi16(v, Shift) : v, _mm256_set1_epi8(char(mask)));
+}
+
+// The 8 vectors of a block, 4 inputs of 8 outputs each: 8 bits as they are, else unsigned (6 bits: plus 32).
+template <int Bits>
+QUIRE_INLINE void load_block(const uint8_t* p, __m256i* w) {
+  __m256i v[Bits];
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; i++) {
-    __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * i)), size = _mm256_abs_epi8(w);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-      __m256i quad = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(x + r * kBlock)[i]);
-      __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(quad, w));
-      dots[r] = _mm256_add_epi32(dots[r], _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+  for (int i = 0; i < Bits; i++) v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 64 * i));
+  if constexpr (Bits == 8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = v[i];
+  } else if constexpr (Bits == 6) {
+    const __m256i flip = _mm256_set1_epi8(32);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const __m256i* three = v + 3 * half;
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++) w[4 * half + i] = _mm256_xor_si256(bits<0>(three[i], 63), flip);
+      __m256i high = _mm256_or_si256(bits<4>(three[1], 12), bits<2>(three[2], 48));
+      w[4 * half + 3] = _mm256_xor_si256(_mm256_or_si256(bits<6>(three[0], 3), high), flip);
     }
+  } else if constexpr (Bits == 5) {
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) w[i] = bits<0>(v[i], 31);
+    w[5] = _mm256_or_si256(bits<3>(v[0], 28), bits<6>(v[1], 3));
+    w[6] = _mm256_or_si256(bits<3>(v[2], 28), bits<6>(v[3], 3));
+    w[7] = _mm256_or_si256(bits<3>(v[4], 28), _mm256_or_si256(bits<4>(v[1], 2), bits<5>(v[3], 1)));
+  } else {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) w[i] = bits<0>(v[i], 15), w[i + 4] = bits<4>(v[i], 15);
   }
+}
+
+template <int Bits>
+inline void unpack_block(const uint8_t* from, uint8_t* to) {
+  for (int half = 0; half < 2; half++) {
+    __m256i w[8];
+    load_block<Bits>(from + 32 * half, w);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 64 * i + 32 * half), w[i]);
+  }
+}
+
+constexpr int kUnpack = 8;
+
+#include "forms.h"
+
+// Products of quads [I, I + Count) with one row. Unsigned: as many as fit 16 bits are added there. Signed: |w| times x with
+// w's sign; two of them fit because x is never -128.
+template <int Bits, int I, int Count>
+QUIRE_INLINE __m256i dot(const __m256i* w, const int8_t* x) {
+  constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;  // 16 (8, 4, 2) products of at most 15 (31, 63, 127) * 127
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i total = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int i = I; i < I + Count; i += fit) {
+    __m256i pairs = _mm256_setzero_si256();
+#pragma GCC unroll 8
+    for (int j = i; j < i + fit; j++) {
+      __m256i quad = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(x)[j]);
+      __m256i product = Bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(quad, w[j]))
+                                  : _mm256_maddubs_epi16(w[j], quad);
+      pairs = j == i ? product : _mm256_add_epi16(pairs, product);
+    }
+    pairs = _mm256_madd_epi16(pairs, ones);
+    total = i == I ? pairs : _mm256_add_epi32(total, pairs);
+  }
+  return total;
 }
 
 // R rows from m on, within one tile of 16; outputs 8 * half .. of group g.
-template <int Bits, int R>
-void tile(const Matrix& w, int g, int half, Rows x, int m, Out out) {
+template <int R, typename Source>
+void tile(Source from, int g, int half, Rows x, int m, Out out) {
   vf acc[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; r++) acc[r] = vf{};
-  for (int b = 0; b < w.blocks(); b++) {
-    __m256i dots[R];
-    if (Bits == 4) {
-      dot4<R>(w.quants(g, b) + 32 * half, x.quants(m, b), dots);
-    } else {
-      dot8<R>(w.quants(g, b) + 32 * half, x.quants(m, b), dots);
-    }
-    const uint16_t* scales = w.scales(g, b) + 8 * half;
-    vf d = load_half(scales), minimum = Bits == 4 ? load_half(scales + kLanes) : d;
+  for (int b = 0; b < x.blocks(); b++) {
+    from.enter(b);
+    __m256i w[8];
+    load_block<Source::stored>(from.quants(b) + 32 * half, w);
+    vf scale = from.scale(b, 8 * half), other = from.other(b, 8 * half);
     const float* factors = x.scale(m, b);
+    const int8_t* xq = x.quants(m, b);
+    const int32_t* total = x.totals(m, b);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      acc[r] = fma(_mm256_cvtepi32_ps(dots[r]), d * factors[r], acc[r]);
-      if (Bits == 4) acc[r] = fma(minimum, splat(factors[16 + r]), acc[r]);
+      if (Source::halves) {  // less what the 32 of each quant has added
+        __m256i first = dot<6, 0, 4>(w, xq + r * kBlock), second = dot<6, 4, 4>(w, xq + r * kBlock);
+        first = _mm256_sub_epi32(first, _mm256_set1_epi32(32 * total[16 + r]));
+        second = _mm256_sub_epi32(second, _mm256_set1_epi32(32 * (total[r] - total[16 + r])));
+        acc[r] = fma(_mm256_cvtepi32_ps(first), scale * factors[r], acc[r]);
+        acc[r] = fma(_mm256_cvtepi32_ps(second), other * factors[r], acc[r]);
+      } else {
+        acc[r] = fma(_mm256_cvtepi32_ps(dot<Source::bits, 0, 8>(w, xq + r * kBlock)), scale * factors[r], acc[r]);
+      }
+      if (Source::minima) acc[r] = fma(other, splat(factors[16 + r]), acc[r]);
     }
   }
 #pragma GCC unroll 4
@@ -150,25 +198,21 @@ void tile(const Matrix& w, int g, int half, Rows x, int m, Out out) {
   }
 }
 
-template <int Bits>
-void rows(const Matrix& w, int g, int half, Rows x, int m0, int m1, Out out) {
+template <typename Source>
+void rows(Source from, int g, int half, Rows x, int m0, int m1, Out out) {
   int m = m0;
-  for (; m + 4 <= m1; m += 4) tile<Bits, 4>(w, g, half, x, m, out);
+  for (; m + 4 <= m1; m += 4) tile<4>(from, g, half, x, m, out);
   switch (m1 - m) {
-    case 3: return tile<Bits, 3>(w, g, half, x, m, out);
-    case 2: return tile<Bits, 2>(w, g, half, x, m, out);
-    case 1: return tile<Bits, 1>(w, g, half, x, m, out);
+    case 3: return tile<3>(from, g, half, x, m, out);
+    case 2: return tile<2>(from, g, half, x, m, out);
+    case 1: return tile<1>(from, g, half, x, m, out);
   }
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
-  for (int g = g0; g < g1; g++)
-    for (int half = 0; half < 2; half++)
-      w.bits == 4 ? rows<4>(w, g, half, x, m0, m1, out) : rows<8>(w, g, half, x, m0, m1, out);
-}
-
-void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
-  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) {
+    for (int half = 0; half < 2; half++) rows(from, g, half, x, m0, m1, out);
+  });
 }
 
 void begin() {}

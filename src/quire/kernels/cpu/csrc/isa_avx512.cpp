@@ -81,92 +81,142 @@ inline void finish(Out out, int m, int g, __m512 acc) {
   _mm512_storeu_ps(to, acc);
 }
 
-// The one way an integer dot product enters a sum: scale, add, then the minimum.
-template <int Bits>
-inline __m512 accumulate(__m512 acc, __m512i dot, __m512 d, __m512 minimum, float scale, float sum) {
-  acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(scale)), acc);
-  return Bits == 4 ? _mm512_fmadd_ps(minimum, _mm512_set1_ps(sum), acc) : acc;
+constexpr float kUnit = 1.0f, kZero = 0.0f;
+QUIRE_INLINE void bytes_to_floats(bytes16 bytes, vf* to) {
+  to[0] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)bytes));
 }
 
-// The 8 vectors of a block, as unsigned bytes (8 bits: plus 128).
+// Bits of bytes from Shift on, of which `mask` leaves what is wanted, exclusively or'ed with `with`.
+template <int Shift>
+QUIRE_INLINE __m512i bits(__m512i v, int mask, __m512i with) {
+  const __m512i shifted = Shift ? _mm512_srli_epi16(v, Shift) : v;
+  return _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(char(mask)), with, 0x6a);  // a & b ^ c
+}
+
+// The 8 vectors of a block, as unsigned bytes (8 bits: plus 128, 6 bits: plus 32).
 template <int Bits>
-inline void load_block(const uint8_t* p, __m512i* w) {
-  if (Bits == 4) {
+QUIRE_INLINE void load_block(const uint8_t* p, __m512i* w) {
+  __m512i v[Bits];
+#pragma GCC unroll 8
+  for (int i = 0; i < Bits; i++) v[i] = _mm512_loadu_si512(p + 64 * i);
+  const __m512i none = _mm512_setzero_si512();
+  if constexpr (Bits == 8) {
+    const __m512i flip = _mm512_set1_epi8(-128);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) w[i] = _mm512_xor_si512(v[i], flip);
+  } else if constexpr (Bits == 6) {
+    const __m512i flip = _mm512_set1_epi8(32);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const __m512i* three = v + 3 * half;
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++) w[4 * half + i] = bits<0>(three[i], 63, flip);
+      w[4 * half + 3] = bits<2>(three[2], 48, bits<4>(three[1], 12, bits<6>(three[0], 3, flip)));
+    }
+  } else if constexpr (Bits == 5) {
+    const __m512i low = _mm512_set1_epi8(31);
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) w[i] = _mm512_and_si512(v[i], low);
+    w[5] = bits<3>(v[0], 28, bits<6>(v[1], 3, none));
+    w[6] = bits<3>(v[2], 28, bits<6>(v[3], 3, none));
+    w[7] = bits<3>(v[4], 28, bits<4>(v[1], 2, bits<5>(v[3], 1, none)));
+  } else {
     const __m512i low = _mm512_set1_epi8(15);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-      __m512i both = _mm512_loadu_si512(p + 64 * i);
-      w[i] = _mm512_and_si512(both, low);
-      w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+      w[i] = _mm512_and_si512(v[i], low);
+      w[i + 4] = _mm512_and_si512(_mm512_srli_epi16(v[i], 4), low);
     }
-  } else {
-    const __m512i flip = _mm512_set1_epi8(-128);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) w[i] = _mm512_xor_si512(_mm512_loadu_si512(p + 64 * i), flip);
   }
+}
+
+// Unpacked bytes are unsigned already.
+template <typename Source>
+QUIRE_INLINE void load_quads(const uint8_t* p, __m512i* w) {
+  if constexpr (Source::stored == Source::bits) return load_block<Source::bits>(p, w);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) w[i] = _mm512_load_si512(p + 64 * i);
+}
+
+template <int Bits>
+inline void unpack_block(const uint8_t* from, uint8_t* to) {
+  __m512i w[8];
+  load_block<Bits>(from, w);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) _mm512_store_si512(to + 64 * i, w[i]);
+}
+
+constexpr int kUnpack = 16;
+
+#include "forms.h"
+
+// The one way an integer dot product enters a sum.
+QUIRE_INLINE __m512 accumulate(__m512 acc, __m512i dot, __m512 scale, float factor) {
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(scale, _mm512_set1_ps(factor)), acc);
 }
 
 constexpr size_t kAhead = 2560;  // bytes: weights stream from memory, and are asked for this early
 
 // R rows from m on, within one tile of 16.
-template <int Bits, int R>
-void tile(const Matrix& w, int g, Rows x, int m, Out out, bool first) {
-  int blocks = w.blocks();
+template <int R, typename Source>
+void tile(Source from, int g, Rows x, int m, Out out, bool first) {
   const int8_t* xq = x.quants(m, 0);
   const float* factors = x.scale(m, 0);
   const int32_t* total = x.totals(m, 0);
-  const uint8_t* quants = w.quants(g, 0);
-  const uint8_t* scales = reinterpret_cast<const uint8_t*>(w.scales(g, 0));
-  const size_t quants_step = Bits == 4 ? 320 : 512, scales_step = Bits == 4 ? 320 : 32;
+  constexpr int excess = Source::bits == 8 ? 128 : 32;  // of each quant that is not unsigned
   __m512 acc[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) acc[r] = _mm512_setzero_ps();
-  for (int b = 0; b < blocks; b++, quants += quants_step, scales += scales_step, xq += 512, factors += 32, total += 16) {
+  for (int b = 0; b < x.blocks(); b++, xq += 512, factors += 32, total += 32) {
+    from.enter(b);
     __m512i v[8];
-    load_block<Bits>(quants, v);
+    const uint8_t* quants = from.quants(b);
+    load_quads<Source>(quants, v);
     if (first)  // later tiles of the same weights find them in the cache
-      for (int i = 0; i < (Bits == 4 ? 5 : 8); i++) __builtin_prefetch(quants + kAhead + 64 * i);
-    __m512 d = load_half(reinterpret_cast<const uint16_t*>(scales)), minimum = d;
-    if (Bits == 4) minimum = load_half(reinterpret_cast<const uint16_t*>(scales) + kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < Source::ahead; i++) __builtin_prefetch(quants + kAhead + 64 * i);
+    __m512 scale = from.scale(b, 0), other = from.other(b, 0);
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const int32_t* quads = reinterpret_cast<const int32_t*>(xq + r * kBlock);
-      __m512i dot = Bits == 4 ? _mm512_setzero_si512() : _mm512_set1_epi32(-128 * total[r]);
-      __m512i other = _mm512_setzero_si512();
+      __m512i one = _mm512_setzero_si512(), two = one;
+      if (!Source::minima) one = _mm512_set1_epi32(-excess * total[Source::halves ? 16 + r : r]);
+      if (Source::halves) two = _mm512_set1_epi32(-excess * (total[r] - total[16 + r]));
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
-        dot = _mm512_dpbusd_epi32(dot, v[i], _mm512_set1_epi32(quads[i]));
-        other = _mm512_dpbusd_epi32(other, v[i + 4], _mm512_set1_epi32(quads[i + 4]));
+        one = _mm512_dpbusd_epi32(one, v[i], _mm512_set1_epi32(quads[i]));
+        two = _mm512_dpbusd_epi32(two, v[i + 4], _mm512_set1_epi32(quads[i + 4]));
       }
-      dot = _mm512_add_epi32(dot, other);
-      acc[r] = accumulate<Bits>(acc[r], dot, d, minimum, factors[r], factors[16 + r]);
+      if (Source::halves) {
+        acc[r] = accumulate(acc[r], one, scale, factors[r]);
+        acc[r] = accumulate(acc[r], two, other, factors[r]);
+      } else {
+        acc[r] = accumulate(acc[r], _mm512_add_epi32(one, two), scale, factors[r]);
+      }
+      if (Source::minima) acc[r] = _mm512_fmadd_ps(other, _mm512_set1_ps(factors[16 + r]), acc[r]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) finish(out, m + r, g, acc[r]);
 }
 
-template <int Bits>
-void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
+template <typename Source>
+void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
   int m = m0;
-  for (; m + 8 <= m1; m += 8) tile<Bits, 8>(w, g, x, m, out, m == m0);
+  for (; m + 8 <= m1; m += 8) tile<8>(from, g, x, m, out, m == m0);
   switch (m1 - m) {
-    case 7: return tile<Bits, 7>(w, g, x, m, out, m == m0);
-    case 6: return tile<Bits, 6>(w, g, x, m, out, m == m0);
-    case 5: return tile<Bits, 5>(w, g, x, m, out, m == m0);
-    case 4: return tile<Bits, 4>(w, g, x, m, out, m == m0);
-    case 3: return tile<Bits, 3>(w, g, x, m, out, m == m0);
-    case 2: return tile<Bits, 2>(w, g, x, m, out, m == m0);
-    case 1: return tile<Bits, 1>(w, g, x, m, out, m == m0);
+    case 7: return tile<7>(from, g, x, m, out, m == m0);
+    case 6: return tile<6>(from, g, x, m, out, m == m0);
+    case 5: return tile<5>(from, g, x, m, out, m == m0);
+    case 4: return tile<4>(from, g, x, m, out, m == m0);
+    case 3: return tile<3>(from, g, x, m, out, m == m0);
+    case 2: return tile<2>(from, g, x, m, out, m == m0);
+    case 1: return tile<1>(from, g, x, m, out, m == m0);
   }
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
-  for (int g = g0; g < g1; g++) w.bits == 4 ? rows<4>(w, g, x, m0, m1, out) : rows<8>(w, g, x, m0, m1, out);
-}
-
-void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
-  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}

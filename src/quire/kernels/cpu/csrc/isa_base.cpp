@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "common.h"
 
@@ -51,35 +52,42 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "draw.h"
 
-int32_t block_dot(const Matrix& w, const uint8_t* quants, int lane, const int8_t* x) {
+int32_t dot16(const int8_t* w, const int8_t* x) {
   int32_t acc = 0;
-  for (int i = 0; i < kBlock; i++) {
-    const uint8_t* at = quants + lane * 4 + i % 4;
-    if (w.bits == 8) {
-      acc += int32_t(int8_t(at[i / 4 * 64])) * x[i];
-    } else {
-      acc += (i < 16 ? at[i / 4 * 64] & 15 : at[(i - 16) / 4 * 64] >> 4) * x[i];
-    }
-  }
+  for (int i = 0; i < 16; i++) acc += int32_t(w[i]) * x[i];
   return acc;
 }
 
 void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
-  int blocks = w.blocks();
+  struct Block {
+    int8_t quants[kBlock];
+    float scales[2], minimum;
+  };
+  std::vector<Block> row(w.blocks());
   for (int g = g0; g < g1; g++)
-    for (int m = m0; m < m1; m++)
-      for (int lane = 0; lane < kLanes; lane++) {
+    for (int lane = 0; lane < kLanes; lane++) {
+      for (int b = 0; b < w.blocks(); b++) {
+        unpack_quants(w, g, b, lane, row[b].quants);
+        block_scales(w, g, b, lane, row[b].scales, &row[b].minimum);
+      }
+      for (int m = m0; m < m1; m++) {
         float acc = 0;
-        for (int b = 0; b < blocks; b++) {
-          const uint16_t* scales = w.scales(g, b);
-          int32_t dot = block_dot(w, w.quants(g, b), lane, x.quants(m, b));
-          acc += float(dot) * (half_to_float(scales[lane]) * *x.scale(m, b));
-          if (w.bits == 4) acc += half_to_float(scales[kLanes + lane]) * *x.sum(m, b);
+        for (int b = 0; b < w.blocks(); b++) {
+          const int8_t *quants = row[b].quants, *xq = x.quants(m, b);
+          int32_t first = dot16(quants, xq), second = dot16(quants + 16, xq + 16);
+          if (w.bits == 6) {
+            acc += float(first) * (row[b].scales[0] * *x.scale(m, b));
+            acc += float(second) * (row[b].scales[1] * *x.scale(m, b));
+          } else {
+            acc += float(first + second) * (row[b].scales[0] * *x.scale(m, b));
+          }
+          if (w.minima()) acc += row[b].minimum * *x.sum(m, b);
         }
         if (out.bias) acc += out.bias[g * kLanes + lane];
         float* to = out.at(m, g) + lane;
         *to = out.add ? *to + acc : acc;
       }
+    }
 }
 
 void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {

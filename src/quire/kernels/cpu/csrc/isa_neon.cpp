@@ -73,35 +73,101 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
 
 #include "draw.h"
 
-// Adds quads I and I + 4 of a block: 4 bits from one vector, 8 bits from two.
-template <int Bits, int I>
-inline int32x4_t quads(int32x4_t dot, const uint8_t* p, int8x16_t x0, int8x16_t x1) {
-  int8x16_t a, b;
-  if (Bits == 4) {
-    uint8x16_t both = vld1q_u8(p + 64 * I);
-    a = vreinterpretq_s8_u8(vandq_u8(both, vdupq_n_u8(15)));
-    b = vreinterpretq_s8_u8(vshrq_n_u8(both, 4));
+constexpr float kUnit = 0.25f;  // 6-bit quants are multiplied as the high bits of a byte
+
+// 16 bytes as floats, kZero more than they are: the low bits of 2^23. Integers are converted by one unit, zips done by two.
+constexpr float kZero = 8388608.0f;
+QUIRE_INLINE void bytes_to_floats(uint8x16_t bytes, vf* to) {
+  const uint8x16_t none = vdupq_n_u8(0);
+  const uint16x8_t high = vdupq_n_u16(0x4b00);
+  uint16x8_t a = vreinterpretq_u16_u8(vzip1q_u8(bytes, none)), b = vreinterpretq_u16_u8(vzip2q_u8(bytes, none));
+  to[0] = vreinterpretq_f32_u16(vzip1q_u16(a, high));
+  to[1] = vreinterpretq_f32_u16(vzip2q_u16(a, high));
+  to[2] = vreinterpretq_f32_u16(vzip1q_u16(b, high));
+  to[3] = vreinterpretq_f32_u16(vzip2q_u16(b, high));
+}
+
+// The 8 vectors of a block, 4 inputs of 4 outputs each.
+template <int Bits>
+QUIRE_INLINE void load_block(const uint8_t* p, int8x16_t* w) {
+  uint8x16_t v[Bits], quads[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < Bits; i++) v[i] = vld1q_u8(p + 64 * i);
+  if constexpr (Bits == 8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) quads[i] = v[i];
+  } else if constexpr (Bits == 6) {
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const uint8x16_t* three = v + 3 * half;
+#pragma GCC unroll 3
+      for (int i = 0; i < 3; i++) quads[4 * half + i] = vshlq_n_u8(three[i], 2);
+      uint8x16_t high = vsriq_n_u8(vsriq_n_u8(three[2], three[1], 2), three[0], 4);
+      quads[4 * half + 3] = vandq_u8(high, vdupq_n_u8(0xfc));
+    }
+  } else if constexpr (Bits == 5) {
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; i++) quads[i] = vandq_u8(v[i], vdupq_n_u8(31));
+    quads[5] = vshrq_n_u8(vsriq_n_u8(v[0], v[1], 3), 3);
+    quads[6] = vshrq_n_u8(vsriq_n_u8(v[2], v[3], 3), 3);
+    uint8x16_t high = vsriq_n_u8(v[4], vshlq_n_u8(v[1], 2), 3);
+    quads[7] = vshrq_n_u8(vsriq_n_u8(high, vshlq_n_u8(v[3], 2), 4), 3);
   } else {
-    a = vreinterpretq_s8_u8(vld1q_u8(p + 64 * I));
-    b = vreinterpretq_s8_u8(vld1q_u8(p + 64 * (I + 4)));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+      quads[i] = vandq_u8(v[i], vdupq_n_u8(15));
+      quads[i + 4] = vshrq_n_u8(v[i], 4);
+    }
   }
-  return vdotq_laneq_s32(vdotq_laneq_s32(dot, a, x0, I), b, x1, I);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) w[i] = vreinterpretq_s8_u8(quads[i]);
 }
 
 template <int Bits>
-inline int32x4_t block_dot(const uint8_t* p, const int8_t* x) {
-  int8x16_t x0 = vld1q_s8(x), x1 = vld1q_s8(x + 16);
-  int32x4_t dot = quads<Bits, 0>(vdupq_n_s32(0), p, x0, x1);
-  dot = quads<Bits, 1>(dot, p, x0, x1);
-  dot = quads<Bits, 2>(dot, p, x0, x1);
-  return quads<Bits, 3>(dot, p, x0, x1);
+inline void unpack_block(const uint8_t* from, uint8_t* to) {
+#pragma GCC unroll 4
+  for (int v = 0; v < 4; v++) {
+    int8x16_t w[8];
+    load_block<Bits>(from + 16 * v, w);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) vst1q_s8(reinterpret_cast<int8_t*>(to) + 64 * i + 16 * v, w[i]);
+  }
 }
 
-// The one way an integer dot product enters a sum: scale, add, then the minimum.
-template <int Bits>
-inline float32x4_t accumulate(float32x4_t acc, int32x4_t dot, vf d, vf minimum, const float* factors) {
-  acc = vfmaq_f32(acc, vcvtq_f32_s32(dot), vmulq_n_f32(d, factors[0]));
-  return Bits == 4 ? vfmaq_f32(acc, minimum, vdupq_n_f32(factors[16])) : acc;
+constexpr int kUnpack = 4;
+
+#include "forms.h"
+
+// Dot products begin with the bits of 1.5 * 2^23, so that they are floats which that is taken off.
+inline int32x4_t none() { return vdupq_n_s32(0x4b400000); }
+
+// Adds the quads of one half of a block, of R rows side by side, so that no product waits for the one before.
+template <int R>
+QUIRE_INLINE void half_dots(const int8x16_t* w, const int8_t* x, int32x4_t* dots) {
+  int8x16_t rows[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) rows[r] = vld1q_s8(x + r * kBlock);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) dots[r] = vdotq_laneq_s32(dots[r], w[0], rows[r], 0);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) dots[r] = vdotq_laneq_s32(dots[r], w[1], rows[r], 1);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) dots[r] = vdotq_laneq_s32(dots[r], w[2], rows[r], 2);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) dots[r] = vdotq_laneq_s32(dots[r], w[3], rows[r], 3);
+}
+
+// The one way an integer dot product enters a sum.
+QUIRE_INLINE float32x4_t accumulate(float32x4_t acc, int32x4_t dot, vf scale, float factor) {
+  return vfmaq_f32(acc, vreinterpretq_f32_s32(dot) - kRound, vmulq_n_f32(scale, factor));
+}
+
+// A block: the product, or those of both halves; then the minimum.
+template <typename F>
+QUIRE_INLINE float32x4_t add_block(float32x4_t acc, int32x4_t first, int32x4_t second, vf scale, vf other, const float* factors) {
+  acc = accumulate(acc, first, scale, factors[0]);
+  if (F::halves) acc = accumulate(acc, second, other, factors[0]);
+  return F::minima ? vfmaq_f32(acc, other, vdupq_n_f32(factors[16])) : acc;
 }
 
 inline void finish(Out out, int m, int g, int v, float32x4_t acc) {
@@ -112,25 +178,33 @@ inline void finish(Out out, int m, int g, int v, float32x4_t acc) {
 }
 
 // R rows from m on, within one tile of 16; V vectors of 4 outputs from vector v on.
-template <int Bits, int R, int V>
-void tile(const Matrix& w, int g, int v, Rows x, int m, Out out) {
+template <int R, int V, typename Source>
+void tile(Source from, int g, int v, Rows x, int m, Out out) {
   float32x4_t acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int i = 0; i < V; i++) acc[r][i] = vdupq_n_f32(0);
-  for (int b = 0; b < w.blocks(); b++) {
-    const uint8_t* p = w.quants(g, b) + 16 * v;
-    const uint16_t* scales = w.scales(g, b) + 4 * v;
+  for (int b = 0; b < x.blocks(); b++) {
+    from.enter(b);
     const float* factors = x.scale(m, b);
     const int8_t* xq = x.quants(m, b);
 #pragma GCC unroll 4
     for (int i = 0; i < V; i++) {
-      vf d = load_half(scales + 4 * i), minimum = Bits == 4 ? load_half(scales + kLanes + 4 * i) : d;
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        int32x4_t dot = block_dot<Bits>(p + 16 * i, xq + r * kBlock);
-        acc[r][i] = accumulate<Bits>(acc[r][i], dot, d, minimum, factors + r);
+      int8x16_t w[8];
+      load_block<Source::stored>(from.quants(b) + 16 * (v + i), w);
+      vf scale = from.scale(b, 4 * (v + i)), other = from.other(b, 4 * (v + i));
+      constexpr int S = R < 4 ? 1 : 4;
+#pragma GCC unroll 2
+      for (int s = 0; s < R; s += S) {
+        int32x4_t dots[2][S];
+#pragma GCC unroll 4
+        for (int r = 0; r < S; r++) dots[0][r] = dots[1][r] = none();
+        half_dots<S>(w, xq + s * kBlock, dots[0]);
+        half_dots<S>(w + 4, xq + s * kBlock + 16, dots[Source::halves]);
+#pragma GCC unroll 4
+        for (int r = 0; r < S; r++)
+          acc[s + r][i] = add_block<Source>(acc[s + r][i], dots[0][r], dots[1][r], scale, other, factors + s + r);
       }
     }
   }
@@ -140,26 +214,22 @@ void tile(const Matrix& w, int g, int v, Rows x, int m, Out out) {
     for (int i = 0; i < V; i++) finish(out, m + r, g, v + i, acc[r][i]);
 }
 
-template <int Bits, int R>
-void narrow(const Matrix& w, int g, Rows x, int m, Out out) {
-  for (int v = 0; v < 4; v++) tile<Bits, R, 1>(w, g, v, x, m, out);
+template <int R, typename Source>
+void narrow(Source from, int g, Rows x, int m, Out out) {
+  for (int v = 0; v < 4; v++) tile<R, 1>(from, g, v, x, m, out);
 }
 
-template <int Bits>
-void rows(const Matrix& w, int g, Rows x, int m0, int m1, Out out) {
+template <typename Source>
+void rows(Source from, int g, Rows x, int m0, int m1, Out out) {
   int m = m0;
-  for (; m + 8 <= m1; m += 8) narrow<Bits, 8>(w, g, x, m, out);
-  for (; m + 4 <= m1; m += 4) narrow<Bits, 4>(w, g, x, m, out);
-  for (; m + 2 <= m1; m += 2) tile<Bits, 2, 4>(w, g, 0, x, m, out);
-  for (; m < m1; m++) tile<Bits, 1, 4>(w, g, 0, x, m, out);
+  for (; m + 8 <= m1; m += 8) narrow<8>(from, g, x, m, out);
+  for (; m + 4 <= m1; m += 4) narrow<4>(from, g, x, m, out);
+  for (; m + 2 <= m1; m += 2) tile<2, 4>(from, g, 0, x, m, out);
+  for (; m < m1; m++) tile<1, 4>(from, g, 0, x, m, out);
 }
 
-void gemm(const Matrix& w, int g0, int g1, Rows x, int m0, int m1, Out out) {
-  for (int g = g0; g < g1; g++) w.bits == 4 ? rows<4>(w, g, x, m0, m1, out) : rows<8>(w, g, x, m0, m1, out);
-}
-
-void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch) {
-  for (const Piece* p = pieces; p < pieces + count; p++) gemm(*p->w, p->g0, p->g1, x, m0, m1, p->out);
+void gemm(const Piece* pieces, int count, Rows x, int m0, int m1, Scratch scratch) {
+  each_group(pieces, count, m1 - m0, scratch, [&](const auto& from, int g, Out out) { rows(from, g, x, m0, m1, out); });
 }
 
 void begin() {}

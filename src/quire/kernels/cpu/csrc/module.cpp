@@ -63,8 +63,8 @@ EXPORT void* quire_reserve(size_t bytes) {
 
 EXPORT void quire_release(void* p, size_t bytes) { munmap(p, bytes); }
 
-EXPORT size_t quire_matrix_bytes(int n, int k, int bits) {
-  Matrix m{nullptr, n, k, bits};
+EXPORT size_t quire_matrix_bytes(int n, int k, int bits, int run) {
+  Matrix m{nullptr, n, k, bits, run};
   return m.group_bytes() * m.groups();
 }
 
@@ -119,7 +119,7 @@ EXPORT void quire_linear(const Kernels* kernels, const Matrix* w, const float* x
   size_t padded = (size_t(rows) + 15) / 16 * 16, blocks = padded * w->blocks();
   std::vector<int8_t> q(padded * w->k);
   std::vector<float> factors(blocks * 2);
-  std::vector<int32_t> total(blocks);
+  std::vector<int32_t> total(blocks * 2);
   std::vector<uint8_t> bytes(scratch_bytes(w->k) + 64);
   uint8_t* aligned = bytes.data() + (64 - reinterpret_cast<uintptr_t>(bytes.data()) % 64) % 64;
   Rows quantised{q.data(), factors.data(), total.data(), w->k};

@@ -27,7 +27,7 @@ Rows Program::RowBuffers::reserve(int rows, int k) {
   size_t blocks = size_t(rows) * (k / kBlock);
   q.need(size_t(rows) * k);
   factors.need(blocks * 2);
-  total.need(blocks);
+  total.need(blocks * 2);
   return {q.data(), factors.data(), total.data(), k};
 }
 

@@ -8,16 +8,17 @@ inline void quantise_block(const float* x, Rows out, int row, int b) {
   float top = highest(most);
   float inverse = top > 0 ? 127.0f / top : 0.0f;
   int8_t* q = out.quants(row, b);
-  vu total = {};  // unsigned: what is not a number may wrap
+  vu total[2] = {};  // of each half; unsigned: what is not a number may wrap
   for (int i = 0; i < kBlock; i += W) {
     vu rounded = (vu)fma(load(x + i), splat(inverse), splat(kRound)) - 0x4b400000u;
-    total += rounded;
+    total[2 * i / kBlock] += rounded;
     store_bytes(q + i, (vi)rounded);
   }
-  int32_t sums = int32_t(sum(total));
+  int32_t sums = int32_t(sum(total[0] + total[1]));
   *out.scale(row, b) = top / 127.0f;
   *out.sum(row, b) = top / 127.0f * float(sums);
-  *out.totals(row, b) = sums;
+  out.totals(row, b)[0] = sums;
+  out.totals(row, b)[16] = int32_t(sum(total[0]));
 }
 
 void quantise(const float* x, Rows out, int row) {
