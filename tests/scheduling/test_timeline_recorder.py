@@ -103,7 +103,7 @@ def test_why_prefixes_hit_or_missed() -> None:
     assert outcome("evicted", prompt) == (PrefixOutcome.EVICTED, 0)
     (large,), (log,) = engine.scheduler.timelines("large"), engine.scheduler.timelines("evicted")
     assert log.gone_for == "large" and large.arrival < log.gone_at <= large.ended <= log.arrival
-    entry = Entry("evicted", "", "", "", len(prompt), 1, 0.0, 0.0, RequestMeter(Metrics("m"), 0.0))
+    entry = Entry("evicted", "", "", "", len(prompt), 1, 0.0, 0.0, RequestMeter(Metrics("m"), 0.0), "m")
     for reader in (True, False):  # who took it is for those to know who may see all requests
         prefix = explain(entry, [log], engine.now, others=reader).prefix
         assert prefix is not None and prefix.evicted_before_s == log.arrival - log.gone_at > 0
