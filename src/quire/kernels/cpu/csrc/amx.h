@@ -232,8 +232,8 @@ void unpacked_tiles(const Unpacked<F>& from, int g, Rows x, int m0, int m1, Out 
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
           const int excess = F::halves ? 32 * (part ? total[r] - total[16 + r] : total[16 + r]) : 0;
-          const __m512i bits = _mm512_add_epi32(_mm512_load_si512(product + r * kLanes), _mm512_set1_epi32(0x4b400000 - excess));
-          const __m512 dot = _mm512_sub_ps((__m512)bits, _mm512_set1_ps(kRound));
+          const __m512i round = _mm512_set1_epi32(0x4b400000 - excess), whole = _mm512_load_si512(product + r * kLanes);
+          const __m512 dot = _mm512_sub_ps((__m512)_mm512_add_epi32(whole, round), _mm512_set1_ps(kRound));
           acc[r] = _mm512_fmadd_ps(dot, _mm512_mul_ps(scale, _mm512_set1_ps(factors[r])), acc[r]);
           if (F::minima) acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(factors[16 + r]), acc[r]);
         }

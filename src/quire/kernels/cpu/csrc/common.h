@@ -12,11 +12,11 @@
 //
 // Unsigned quants have minima: weight = scale * quant + minimum. Scales and minima are fp16, one for each block and output;
 // or, in a run of 8 blocks (a K-quant's super-block), fp16 factors of the run, [16 outputs] of scales and of minima, times
-// small integers of its blocks, as the file has them: with 5 bits its 12 bytes, [12][16 outputs], with 6 bits an int8 for each
-// half of a block, [16][16 outputs].
+// small integers of its blocks, as the file has them: with 5 bits its 12 bytes, [12][16 outputs], with 6 bits an int8 for
+// each half of a block, [16][16 outputs].
 //
-// A group is a series of runs (of one block, or 8): [fp16, if there are minima] [integers] [quants] of 8 blocks, [quants] [fp16,
-// if there are minima] of one. Where there are none, the scales' fp16 of all runs follow behind the last.
+// A group is a series of runs. Of 8 blocks: [fp16, if there are minima] [integers] [quants]; of one: [quants] [fp16, if there
+// are minima]. Where there are none, the scales' fp16 of all runs follow behind the last.
 #pragma once
 
 #include <cstddef>

@@ -142,7 +142,7 @@ constexpr int kUnpack = 8;
 // w's sign; two of them fit because x is never -128.
 template <int Bits, int I, int Count>
 QUIRE_INLINE __m256i dot(const __m256i* w, const int8_t* x) {
-  constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;  // 16 (8, 4, 2) products of at most 15 (31, 63, 127) * 127
+  constexpr int fit = Bits == 4 ? 8 : Bits == 5 ? 4 : Bits == 6 ? 2 : 1;
   const __m256i ones = _mm256_set1_epi16(1);
   __m256i total = _mm256_setzero_si256();
 #pragma GCC unroll 8

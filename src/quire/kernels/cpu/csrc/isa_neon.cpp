@@ -1,5 +1,6 @@
-// NEON with dot products (ARMv8.2), and with 8-bit matrix products (i8mm) where the host has them: a group of 16 outputs is four vectors of 4. One or two rows take all four at once
-// and stream the weights; more rows take one vector at a time, so that up to 8 rows stay in registers.
+// NEON with dot products (ARMv8.2), and with 8-bit matrix products (i8mm) where the host has them: a group of 16 outputs
+// is four vectors of 4. One or two rows take all four at once and stream the weights; more rows take one vector at a time,
+// so that up to 8 rows stay in registers.
 #include <algorithm>
 #include <cmath>
 #include <utility>
