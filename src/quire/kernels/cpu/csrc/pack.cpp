@@ -186,6 +186,10 @@ void each_bits(int bits, Visit visit) {
 }
 
 void put_quants(int bits, const uint8_t* from, uint8_t* quants, int lane) {
+  if (bits == 4) {  // as below, but models load in half the time
+    for (int i = 0; i < 16; i++) quants[i / 4 * 64 + lane * 4 + i % 4] = from[i] | from[i + 16] << 4;
+    return;
+  }
   each_bits(bits, [&](const Bits& at) {
     for (int i = 0; i < 4; i++)
       quants[at.vector * 64 + lane * 4 + i] |= (from[at.quad * 4 + i] >> at.from & ((1 << at.count) - 1)) << at.to;
