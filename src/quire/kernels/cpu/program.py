@@ -37,7 +37,9 @@ DIRECT = {
     "Q8_0": Form(2, 8), "Q5_K": Form(7, 5, 8), "Q6_K": Form(8, 6, 8),
 }  # fmt: skip
 FLOAT = Form(4, 8)
-AS_BYTES = ("neon",)  # kernel sets that unpack 5 or 6 bits in more time than they read 8: docs/performance.md
+# Kernel sets that unpack 5 or 6 bits in more time than they read 8, or may (docs/performance.md); those that give the
+# same bits stand together.
+AS_BYTES = ("neon", "i8mm", "avx512", "amx")
 SLICE = 1 << 22  # elements dequantised at a time
 ALIGN = 64
 
