@@ -69,7 +69,8 @@ activations keep their bits.
 {formats}
 
 GGUF files may hold {kinds}, and plain floats.
-Which of them the compiled CPU decoder keeps at their own size: [performance.md](performance.md#k-quants-at-their-own-size).
+Which of them the compiled CPU decoder keeps at their own size:
+[performance.md](performance.md#k-quants-at-their-own-size).
 
 Plain checkpoints are quantised on load with `--quantize`: int8 (the default on a CPU where the compiled decoder runs
 the family), int4, or fp8 on a GPU; `none` leaves them as they are. On a GPU int4 is rounded to groups of 128.
