@@ -138,13 +138,19 @@ async def test_what_a_drained_replica_does_not_finish_goes_on_elsewhere(monkeypa
             (await asyncio.wait_for(reader.task, 30)).check()
 
 
+async def one_drains(client, scaler):  # type: ignore[no-untyped-def]
+    """Of two replicas with a request each, one is to go; who reads the answers."""
+    readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(2)]
+    await until(lambda: len(client._replica_by_id) == 2)
+    client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())
+    scaler.target = 1
+    await until(lambda: "draining" in states(client))
+    return readers
+
+
 async def test_one_that_drains_is_taken_back_when_it_is_needed_again() -> None:
     async with scaled(2, gated=True) as (client, host, scaler):
-        readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(2)]
-        await until(lambda: len(client._replica_by_id) == 2)
-        client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())  # type: ignore[method-assign, assignment]
-        scaler.target = 1
-        await until(lambda: "draining" in states(client))
+        readers = await one_drains(client, scaler)
         scaler.target = 2
         await until(lambda: states(client)[:2] == ["ready", "ready"])
         assert host.started == [0, 1] and not host.ended
@@ -156,11 +162,7 @@ async def test_one_that_drains_is_taken_back_when_it_is_needed_again() -> None:
 
 async def test_one_that_is_taken_back_as_its_last_request_ends_stays() -> None:
     async with scaled(2, gated=True) as (client, host, scaler):
-        readers = [Reader(client, ask(f"r{i}", [i, 2], seed=i)) for i in range(2)]
-        await until(lambda: len(client._replica_by_id) == 2)
-        client.stats_of = lambda replica: asyncio.sleep(0, EngineStats())  # type: ignore[method-assign, assignment]
-        scaler.target = 1
-        await until(lambda: "draining" in states(client))
+        readers = await one_drains(client, scaler)
         back = next(one for one in client._replicas if one.state == "draining")
         await asyncio.sleep(0.05)  # the drain waits
         back.idle.set()

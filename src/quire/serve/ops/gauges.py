@@ -48,26 +48,21 @@ class _Gauges(Collector):
         yield delays
 
     def _of_models(self) -> Iterator[Metric]:
-        labels, states = ("model_name",), self.serving.models.states()
-        for name, help, values in (
-            ("model_loaded", "Whether a model is loaded.", {s.name: s.state == "loaded" for s in states}),
-            ("model_bytes", "Bytes that a model takes, weights and KV.", {s.name: s.bytes for s in states}),
-            ("model_requests", "Requests that hold a model.", {s.name: s.requests for s in states}),
+        states = self.serving.models.states()
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        for family, name, help, values in (
+            (gauge, "loaded", "Whether a model is loaded.", [state.state == "loaded" for state in states]),
+            (gauge, "bytes", "Bytes that a model takes, weights and KV.", [state.bytes for state in states]),
+            (gauge, "requests", "Requests that hold a model.", [state.requests for state in states]),
+            (counter, "loads", "Times a model was loaded.", [state.loads for state in states]),
+            (counter, "load_failures", "Times a model could not be loaded.", [state.load_failures for state in states]),
+            (counter, "unloads", "Times a model was unloaded.", [state.unloads for state in states]),
+            (counter, "load_seconds", "Seconds that loads of a model took.", [state.load_s_total for state in states]),
         ):
-            gauge = GaugeMetricFamily(f"quire_{name}", help, labels=labels)
-            for model, value in values.items():
-                gauge.add_metric((model,), value)
-            yield gauge
-        for name, help, counts in (
-            ("model_loads", "Times a model was loaded.", {s.name: s.loads for s in states}),
-            ("model_load_failures", "Times a model could not be loaded.", {s.name: s.load_failures for s in states}),
-            ("model_unloads", "Times a model was unloaded.", {s.name: s.unloads for s in states}),
-            ("model_load_seconds", "Seconds that loads of a model took.", {s.name: s.load_s_total for s in states}),
-        ):
-            counter = CounterMetricFamily(f"quire_{name}", help, labels=labels)
-            for model, count in counts.items():
-                counter.add_metric((model,), count)
-            yield counter
+            metric = family(f"quire_model_{name}", help, labels=("model_name",))
+            for state, value in zip(states, values, strict=True):
+                metric.add_metric((state.name,), value)
+            yield metric
 
     def _of_replicas(self) -> Iterator[Metric]:
         labels = ("replica",)
