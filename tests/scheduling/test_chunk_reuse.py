@@ -7,6 +7,7 @@ from msgspec.structs import replace
 from test_scheduler_property import FULL, SHORT_OR_LONG, VOCAB, WINDOW, World, layout, live
 
 from quire.scheduling import Scheduler
+from quire.scheduling.features import chunk_sources
 from quire.types.blend import Blend
 from quire.types.config import SchedulerOptions
 from quire.types.errors import InputError
@@ -288,3 +289,16 @@ def test_random_life_with_chunks(depth, drafts, tiers, operations):
     live(world, "fcfs", True, operations, drafts)
     stats = world.scheduler.stats
     assert stats.blended_tokens > operations / 10 and stats.recomputed_tokens > operations / 25
+
+
+def test_what_is_remembered_of_chunks_is_bounded_by_the_tokens_before_them(monkeypatch):
+    monkeypatch.setattr(chunk_sources, "MAX_KNOWN_TOKENS", 100)
+    scheduler, _ = world()
+    sources = chunk_sources.Sources(scheduler.memory)
+    chunks = [[d] * 8 for d in range(6)]
+    for chunk in chunks:
+        sources.add("", [1] * 30, chunk, later=False)
+        sources.add("", [1] * 30, chunk, later=False)  # the same again counts once
+    assert [bool(sources.of("", chunk)) for chunk in chunks] == [False] * 3 + [True] * 3
+    sources.add("", [1] * 500, chunks[0], later=False)
+    assert [bool(sources.of("", chunk)) for chunk in chunks] == [True] + [False] * 5

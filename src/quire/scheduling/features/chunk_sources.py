@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from quire.memory.manager import KVManager, PageTable
 
 MAX_KNOWN_CHUNKS = 8192
+MAX_KNOWN_TOKENS = 1 << 20  # that stand before them, all together: some 40 MB
 MAX_SOURCES = 4  # of each
 
 
@@ -30,6 +31,7 @@ class Sources:
     def __init__(self, memory: KVManager):
         self._memory = memory
         self._known: OrderedDict[tuple[int, bytes], list[Source]] = OrderedDict()  # by length and name of the chunk
+        self._tokens = 0  # before all of them
 
     def of(self, salt: str, chunk: list[int]) -> list[Source]:
         key = self._key(salt, chunk)
@@ -42,10 +44,12 @@ class Sources:
         size, key = self._memory.layout.alignment, self._key(salt, chunk)
         first = len(before) // size
         added = Source(before, self._names(salt, before + chunk)[first:], first * size, later)
-        others = [source for source in self._known.pop(key, []) if source.before != before]
-        self._known[key] = [added, *others][:MAX_SOURCES]
-        if len(self._known) > MAX_KNOWN_CHUNKS:
-            self._known.popitem(last=False)
+        known = self._known.pop(key, [])
+        kept = self._known[key] = [added, *(source for source in known if source.before != before)][:MAX_SOURCES]
+        self._tokens += _tokens_before(kept) - _tokens_before(known)
+        while len(self._known) > MAX_KNOWN_CHUNKS or (self._tokens > MAX_KNOWN_TOKENS and len(self._known) > 1):
+            _, oldest = self._known.popitem(last=False)
+            self._tokens -= _tokens_before(oldest)
         return added
 
     def _key(self, salt: str, chunk: list[int]) -> tuple[int, bytes]:
@@ -57,3 +61,7 @@ class Sources:
         table = PageTable(1)
         self._memory.hash_pages(table, tokens, salt)
         return table.hashes[0]
+
+
+def _tokens_before(sources: list[Source]) -> int:
+    return sum(len(source.before) for source in sources)
