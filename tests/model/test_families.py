@@ -1,4 +1,5 @@
-"""Every family against transformers: the same weights, logits equal to 1e-4 however the prompt is cut up."""
+"""Every family against transformers: the same weights, logits equal to 1e-4 however the prompt is cut up. Gated
+DeltaNet's to 5e-4: transformers' own float32 is up to 2e-4 from its float64 there (AVX-512 without AMX)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from quire.assets import resolve
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.model import Model, load_model
+from quire.model.recurrent_spec import GatedDelta
 
 HYBRIDS = ["qwen3-next", "qwen3.5", "granite-hybrid", "nemotron-h", "lfm2"]
 CPU = {"device": "cpu", "dtype": torch.float32}
@@ -34,13 +36,14 @@ def pair(request, tmp_path_factory):
 @pytest.mark.parametrize("pair", CONFIGS, indirect=True)
 def test_logits_match_transformers(pair):
     theirs, ours = pair
+    tolerance = 5e-4 if any(isinstance(layer.mixer, GatedDelta) for layer in ours.spec.layers) else 1e-4
     first, second = prompts(41, 29)
     expected = [their_logits(theirs, first), their_logits(theirs, second)]
     assert expected[0].std() > 0.3, "the model says something"
-    close(run_model(ours, [first])[0], expected[0])
+    close(run_model(ours, [first])[0], expected[0], tolerance)
     for chunk in (None, 7, 1):
         for got, want in zip(run_model(ours, [first, second], chunk=chunk), expected, strict=True):
-            close(got, want)
+            close(got, want, tolerance)
 
 
 @pytest.mark.parametrize("pair", HYBRIDS, indirect=True)

@@ -21,8 +21,8 @@ from quire.types.errors import ConfigError
 
 QUICK = [
     "llama-biased-tied", "one-kv-head", "qwen3", "olmo2-biased-tied", "gemma2", "cohere2", "phi3", "gpt2", "gpt-oss",
-    "falcon-40b", "glm4-moe", "deepseek-v3", "qwen3-next", "granite-hybrid", "nemotron-h", "lfm2-moe", "llama4",
-    "gemma4-moe",
+    "falcon-40b", "glm4-moe", "deepseek-v3", "qwen3-next", "granite-hybrid",
+    "granite-hybrid-dense", "nemotron-h", "lfm2-moe", "llama4", "gemma4-moe",
 ]  # fmt: skip
 EXPERTS = {
     "qwen2-moe", "granite-moe", "glm4-moe", "deepseek-v2", "deepseek-v3", "qwen3-next", "qwen3.5-moe", "granite-hybrid",
@@ -124,7 +124,7 @@ def test_quantised_checkpoints_are_divided(tmp_path):
     same_logits(resolve(str(tmp_path)).open())
 
 
-@pytest.mark.parametrize("name", ["llama3", "olmo2", "gemma4-moe", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["llama3", "olmo2", "gemma4-moe", "granite-hybrid", "granite-hybrid-dense"])
 def test_bytes_by_the_formula(name, tmp_path):
     tiny(name).save_pretrained(tmp_path)
     source = resolve(str(tmp_path)).open()

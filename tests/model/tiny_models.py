@@ -281,7 +281,7 @@ CONFIGS = {
         mamba_chunk_size=16,
     ),
     "granite-hybrid-dense": lambda: hf.GraniteMoeHybridConfig(
-        **SIZES | MAMBA,
+        **SIZES | MAMBA | {"mamba_n_groups": 1},
         num_local_experts=0,
         shared_intermediate_size=72,
         position_embedding_type="rope",

@@ -10,7 +10,7 @@ from quire.model.recurrent_spec import Mamba2
 from quire.types.errors import ModelFileError
 
 
-def mamba2(fields: Fields, *, head_dim: Any, **facts: Any) -> Mamba2:
+def mamba2(fields: Fields, *, head_dim: Any, groups: int, **facts: Any) -> Mamba2:
     limit = fields.raw("time_step_limit") or (0.0, float("inf"))
     numbers = [_number(each) for each in limit] if isinstance(limit, (list, tuple)) else []
     known = [number for number in numbers if number is not None]
@@ -19,9 +19,11 @@ def mamba2(fields: Fields, *, head_dim: Any, **facts: Any) -> Mamba2:
     made = Mamba2(
         head_dim=Fields({"mamba head dimension": head_dim}).integer("mamba head dimension"),
         time_step_limit=(known[0], known[1]),
+        groups=groups,
+        norm_groups=groups,
         **facts,
     )
-    if made.heads % made.groups or made.inner % made.norm_groups:
+    if made.heads % made.groups:
         raise ModelFileError(f"model config: {made.heads} Mamba heads cannot share {made.groups} groups evenly")
     return made
 

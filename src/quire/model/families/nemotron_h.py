@@ -147,18 +147,16 @@ def _layers(types: list[str]) -> list[tuple[str, str]]:
 
 
 def _mamba(fields: DecoderConfig) -> Mamba2:
-    groups = fields.integer("n_groups", fields.raw("mamba_n_groups") or 8)
     shortest = fields.number("time_step_min", 0.001)  # which transformers takes for the limit
     return mamba2(
         Fields({"time_step_limit": (shortest, float("inf"))}),
         heads=fields.integer("mamba_num_heads", 128),
         head_dim=fields.integer("mamba_head_dim", 64),
-        groups=groups,
+        groups=fields.integer("n_groups", fields.raw("mamba_n_groups") or 8),
         state_size=fields.integer("ssm_state_size", 128),
         taps=fields.integer("conv_kernel", fields.raw("mamba_d_conv") or 4, least=2, most=64),
         conv_bias=fields.flag("use_conv_bias", True),
         bias=fields.flag("use_bias") or fields.flag("mamba_proj_bias"),
-        norm_groups=groups,
     )
 
 
