@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from quire.bench.schema_judge import SchemaJudge
 from quire.serve.core.constraints import context_free, json_schema
@@ -394,3 +395,85 @@ def test_schemas_in_a_lark_grammar_are_rewritten(judge):
     named = {"type": "object", "properties": {"a": {"type": "integer"}}}
     grammar = compiled(judge, GrammarSpec("lark", "start: %json " + json.dumps(named)))
     assert taken(judge, grammar, ['{"a": 1}', '{"b": "x"}', r'{"\u0061": "x"}']) == ['{"a": 1}', '{"b": "x"}']
+
+
+CHARACTERS = ['"', "\\", "\n", "\t", "\b", "a", "/", "]", "é"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        '^[^"]$',
+        r"^[^\\]$",
+        r'^[^"\\]$',
+        r'^[^"\n]$',
+        r'^[^a-z"]$',
+        r"^[\x00-!#-~]$",
+        r"^[\x00-\x1f]$",
+        r'^[^]"]$',
+        r"^[^a]$",
+    ],
+)
+def test_classes_take_no_quote_that_they_leave_out(judge, pattern):
+    """However it is spelt; the compiler alone takes an escaped one where a class has other control characters."""
+    matcher = re.compile(pattern)
+    grammar = judge.compile({"type": "string", "pattern": pattern})
+    named = judge.compile(
+        {
+            "type": "object",
+            "patternProperties": {pattern: {"const": {"pattern": '[^"]'}}},
+            "additionalProperties": False,
+        }
+    )
+    for character in CHARACTERS:
+        text = json.dumps(character, ensure_ascii=False)
+        fits = matcher.fullmatch(character) is not None
+        assert judge.takes_text(grammar, text) == fits, character
+        assert judge.takes_text(named, f'{{{text}: {{"pattern": "[^\\"]"}}}}') == fits, character
+
+
+def test_what_is_left_out_is_left_out_with_its_escapes(judge):
+    grammar = judge.compile({"not": {"enum": ['a"b', "c\\d", "x"]}})
+    assert not any(judge.takes_text(grammar, json.dumps(value)) for value in ('a"b', "c\\d", "x"))
+    assert all(judge.takes_text(grammar, json.dumps(value)) for value in ('a"', "c\\", "y", 'a"bc'))
+
+
+@pytest.mark.parametrize(
+    "schema, fitting",
+    [
+        ({"enum": ["a", "b"], "not": {"pattern": "^b"}}, "a"),
+        ({"enum": [3, 4, "x"], "not": {"multipleOf": 3}}, 4),
+        ({"oneOf": [{"enum": ["a", "ba"]}, {"pattern": "^b"}]}, "a"),
+        ({"type": "object", "propertyNames": {"enum": ["a", "b"], "not": {"pattern": "^b"}}}, {"a": 1}),
+    ],
+)
+def test_constants_that_a_not_leaves_out(judge, schema, fitting):
+    """What cannot be said of all values can be told of each constant."""
+    grammar = judge.compile(schema)
+    validator = Draft202012Validator(schema)
+    for value in (3, 4, "a", "b", "ba", "x", {"a": 1}, {"b": 1}, {"a": 1, "b": 1}, {}):
+        taken = judge.takes_text(grammar, json.dumps(value))
+        assert not taken or validator.is_valid(value), value
+        assert taken or value != fitting, value
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "2020-01-01", "not": {"format": "date"}},
+        {"const": [1, 2], "not": {"uniqueItems": True}},
+        {"const": {"b": 1}, "not": {"patternProperties": {"b": {"type": "integer"}}}},
+        {"oneOf": [{"type": "object", "unevaluatedProperties": {"type": "integer"}}, {"const": {}}]},
+        {"type": "object", "propertyNames": {"not": {"pattern": "^b"}}},
+    ],
+)
+def test_what_cannot_be_told_of_a_constant_is_refused(judge, schema):
+    with pytest.raises(InputError, match="cannot be told"):
+        judge.compile(schema)
+
+
+@pytest.mark.parametrize("out", [0, 3, 9])
+def test_numbers_left_out_beyond_a_bound_do_not_move_it(judge, out):
+    grammar = judge.compile({"type": "integer", "exclusiveMinimum": 2, "maximum": 5, "not": {"const": out}})
+    fitting = [str(n) for n in (3, 4, 5) if n != out]
+    assert taken(judge, grammar, map(str, range(-1, 12))) == fitting

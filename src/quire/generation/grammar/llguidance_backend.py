@@ -28,7 +28,14 @@ from msgspec.structs import replace
 from quire.generation.grammar.cost_limits import cost_excess
 from quire.generation.grammar.gbnf import GbnfError, lark_of
 from quire.generation.grammar.plain_reasons import plain_reason
-from quire.generation.grammar.schema_sources import ESCAPES, JSON_STYLE, SchemaRefusal, as_is, in_plain_keywords
+from quire.generation.grammar.schema_sources import (
+    ESCAPES,
+    JSON_STYLE,
+    SchemaRefusal,
+    as_is,
+    in_plain_keywords,
+    with_spellable_classes,
+)
 from quire.generation.grammar.trial import openings, strings
 from quire.types.errors import InputError, NotInstalledError, OverloadedError
 from quire.types.grammar import GrammarSpec, Vocabulary
@@ -239,6 +246,8 @@ def _grammar(spec: GrammarSpec) -> str:
     """The specification in llguidance's notation."""
     from llguidance import LLMatcher
 
+    if spec.kind in ("json_schema", "lark"):
+        spec = with_spellable_classes(spec)
     if spec.kind in ("json_object", "json_schema"):
         source = spec.source if spec.kind == "json_schema" else '{"type": "object"}'
         return LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE, overrides=JSON_EXACTLY)

@@ -13,9 +13,10 @@ from typing import Any
 from quire.generation.grammar.json_schema.plain_schemas import plain_copy
 from quire.generation.grammar.json_schema.rewriting import rewritten
 from quire.generation.grammar.json_schema.schema_document import SchemaRefusal
+from quire.generation.grammar.json_schema.spellable_classes import without_unspellable
 from quire.types.grammar import GrammarSpec
 
-__all__ = ["SchemaRefusal", "as_is", "in_plain_keywords"]
+__all__ = ["SchemaRefusal", "as_is", "in_plain_keywords", "with_spellable_classes"]
 
 EMBEDDED, DECODER = re.compile(r"%json\s*(?=\{)"), json.JSONDecoder()
 STYLE = "x-guidance"  # how JSON is written: the compiler's own key
@@ -38,6 +39,11 @@ def in_plain_keywords(spec: GrammarSpec) -> GrammarSpec | None:
         return rewritten(schema) if copy is None else copy
 
     return _with_schemas(spec, write)
+
+
+def with_spellable_classes(spec: GrammarSpec) -> GrammarSpec:
+    """With patterns as the compiler takes them by their meaning; of a source that is one of the above."""
+    return _with_schemas(spec, without_unspellable) or spec
 
 
 def parsed_at(text: str, at: int) -> tuple[Any, int] | None:

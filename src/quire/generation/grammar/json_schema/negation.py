@@ -10,11 +10,11 @@ from itertools import combinations
 from typing import Any, Protocol
 
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
-from quire.generation.grammar.json_schema.schema_document import Document, Node
+from quire.generation.grammar.json_schema.schema_document import Document, Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import TYPES, types_named
 
-# Keywords that no document has; an object has a property OTHER_THAN these.
-NOT_IN, REFUSE, OTHER_THAN = "\0not in", "\0refuse", "\0other than"
+# Keywords that no document has; an object has a property OTHER_THAN these; NOT_FITTING is told of constants only.
+NOT_IN, NOT_FITTING, REFUSE, OTHER_THAN = "\0not in", "\0not fitting", "\0refuse", "\0other than"
 FLIPPED = {
     "minimum": ("number", "exclusiveMaximum"), "maximum": ("number", "exclusiveMinimum"),
     "exclusiveMinimum": ("number", "maximum"), "exclusiveMaximum": ("number", "minimum"),
@@ -40,6 +40,12 @@ class Makes(Protocol):
     def made(self, *key: Any, **keywords: Any) -> Node: ...
 
     def negated(self, schema: Any) -> Any: ...
+
+
+def check_sayable(nodes: list[Node]) -> None:
+    for node in nodes:
+        if REFUSE in node:
+            raise SchemaRefusal(node[REFUSE])
 
 
 def denied(node: Node, document: Document, makes: Makes) -> list[list[Task]]:
@@ -72,7 +78,8 @@ def denied(node: Node, document: Document, makes: Makes) -> list[list[Task]]:
         if key == "multipleOf" and node.get(key) == 1:
             option(type=["fraction"])
         elif node.get(key) not in (None, False, {}, True) or (key == "uniqueItems" and node.get(key)):
-            option(type=of, **{REFUSE: f"what does not fit a {key} cannot be told"})
+            known = {NOT_FITTING: {key: node[key]}} if key in ("pattern", "multipleOf") else {}
+            option(type=of, **{REFUSE: f"what does not fit a {key} cannot be told"}, **known)
     if node.get("format") in KNOWN_FORMATS:
         option(type="string", **{REFUSE: "what does not fit a format cannot be told"})
     if node.get("propertyNames") is False:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.generation.grammar.json_schema.alternatives import Alternative, Alternatives
 from quire.generation.grammar.json_schema.arrays import arrays
-from quire.generation.grammar.json_schema.negation import NOT_IN, REFUSE
+from quire.generation.grammar.json_schema.negation import NOT_IN, check_sayable
 from quire.generation.grammar.json_schema.objects import objects
 from quire.generation.grammar.json_schema.scalars import fits, numbers, strings
 from quire.generation.grammar.json_schema.schema_document import Document, Node, SchemaRefusal
@@ -112,7 +112,7 @@ class Rewriter:
         for type in ALL_BUT_NUMBERS:
             if type not in alternative.types:
                 continue
-            _check_sayable(nodes)
+            check_sayable(nodes)
             if type == "null":
                 made: list[Node] = [] if None in out else [{"type": "null"}]
             elif type == "boolean":
@@ -127,7 +127,7 @@ class Rewriter:
             else:
                 found += made
         if number := alternative.types & {"integer", "fraction"}:
-            _check_sayable(nodes)
+            check_sayable(nodes)
             made = numbers(nodes, integer="integer" in number, fraction="fraction" in number)
             if made in ([{"type": "number"}], [{"type": "integer"}]):
                 free |= number if made[0]["type"] == "number" else {"integer"}
@@ -153,8 +153,9 @@ class Rewriter:
         for value in lists[0]:
             listed = all(any(same(value, other) for other in one) for one in lists[1:])
             left_out = any(same(value, one) for one in [*out, *left])
-            whole = isinstance(value, list | dict) or fits(value, nodes)
-            if json_type(value) in alternative.types and listed and whole and not left_out:
+            if json_type(value) not in alternative.types or not listed or left_out:
+                continue
+            if isinstance(value, list | dict) or fits(value, nodes):
                 left.append(value)
         return left
 
@@ -166,6 +167,8 @@ class Rewriter:
         found: list[Node] = [{"enum": plain} if len(plain) > 1 else {"const": plain[0]}] if plain else []
         for kind, type, make in ((list, "array", arrays), (dict, "object", objects)):
             some = [value for value in values if isinstance(value, kind)]
+            if some:
+                check_sayable([node for node, _ in schemas])
             others = make(schemas, self, closed) if some else []
             if some and others != [{"type": type}]:
                 found += [{"allOf": [{"const": value}, {"anyOf": others}]} for value in some if others]
@@ -212,7 +215,9 @@ class Rewriter:
             return [name for one in lists for name in one or () if isinstance(name, str)], None
         if len(alternatives) > 1:
             raise SchemaRefusal("propertyNames with alternatives cannot be kept to")
-        found = strings([node for node, _ in alternatives[0].schemas])
+        nodes = [node for node, _ in alternatives[0].schemas]
+        check_sayable(nodes)
+        found = strings(nodes)
         if not found:
             return [], None
         (made,) = found
@@ -224,12 +229,6 @@ class Rewriter:
         if made.keys() <= {"type", "minLength", "maxLength"}:
             return None, f"^(?s:.{{{low},{high}}})$"
         raise SchemaRefusal("propertyNames with several conditions cannot be kept to")
-
-
-def _check_sayable(nodes: list[Node]) -> None:
-    for node in nodes:
-        if REFUSE in node:
-            raise SchemaRefusal(node[REFUSE])
 
 
 def _check_exact(value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
 from quire.generation.grammar.json_schema.lookaheads import without_lookaheads
-from quire.generation.grammar.json_schema.negation import NOT_IN
+from quire.generation.grammar.json_schema.negation import NOT_FITTING, NOT_IN, check_sayable
 from quire.generation.grammar.json_schema.schema_document import Node, SchemaRefusal
 from quire.generation.grammar.json_schema.values import (
     MAX_EXACT,
@@ -69,6 +69,7 @@ def numbers(schemas: list[Node], *, integer: bool, fraction: bool) -> list[Node]
     if fraction and multiple is not None and multiple.denominator == 1:
         fraction = False  # and an integer is then written as one
     out = sorted({v for schema in schemas for v in schema.get(NOT_IN, ()) if json_type(v) in ("integer", "fraction")})
+    out = [v for v in out if (low is None or v >= low[0]) and (high is None or v <= high[0])]
     if len(out) > MAX_EXCLUDED:
         raise SchemaRefusal("too many numbers are left out")
     cuts = [low, *((exact_number(value, "not"), True) for value in out), high]
@@ -167,6 +168,9 @@ def count(schema: Node, key: str) -> int:
 
 def fits(value: Any, schemas: list[Node]) -> bool:
     """Whether a value that is no array or object keeps to what schemas say of its kind."""
+    check_sayable([schema for schema in schemas if NOT_FITTING not in schema])
+    if any(fits(value, [schema[NOT_FITTING]]) for schema in schemas if NOT_FITTING in schema):
+        return False
     if isinstance(value, str):
         texts = [schema for schema in schemas if not schema.get("pattern") or matches(schema["pattern"], value)]
         low = max((count(schema, "minLength") for schema in schemas if "minLength" in schema), default=0)
