@@ -60,12 +60,12 @@ def _address(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def survives(target: Target, attack: Any) -> None:
+def survives(target: Target, attack: Any, most: int = 20 * MIB) -> None:
     before = attacks.resident(target.pid)
     with attacks.Probe(target.ports["API"], target.pid) as probe:
         attack()
     assert probe.failed == 0 and probe.asked > 0
-    assert max(probe.most, attacks.resident(target.pid)) - before < 20 * MIB
+    assert max(probe.most, attacks.resident(target.pid)) - before < most
     assert not attacks.lives(target.caller("bob"), MODEL)
 
 
@@ -78,6 +78,10 @@ def test_bytes_without_a_key(target: Target, name: str, port: str) -> None:
 @pytest.mark.parametrize("name", attacks.RPC)
 def test_rpc_without_a_key(target: Target, name: str) -> None:
     survives(target, lambda: attacks.RPC[name](target.ports["gRPC"], 24 * MIB))
+
+
+def test_messages_that_nobody_reads_stay_with_their_senders(target: Target) -> None:
+    survives(target, lambda: attacks.large_messages(target.ports["gRPC"], 80 * MIB), most=8 * MIB)
 
 
 @pytest.mark.parametrize("name", attacks.API)

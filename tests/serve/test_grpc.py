@@ -123,6 +123,9 @@ def test_chunks_of_token_ids(stub: Any, frontend: FakeFrontend, generated: tuple
     found = frontend.requests[-1].blend
     assert found is not None and found.chunks == [(1, 3), (3, 5)]
     assert (found.recompute, found.max_error) == (1.0, 0.25), "as much as the error takes"
+    list(stub.Generate(messages.GenerateRequest(tokens=messages.Tokens(ids=range(60, 66)), blend=messages.Blend())))
+    found = frontend.requests[-1].blend
+    assert found is not None and found.chunks == []  # nothing was retrieved
 
 
 def test_cancel_stops_the_work(stub: Any, frontend: FakeFrontend, generated: tuple[ModuleType, ModuleType]) -> None:

@@ -51,6 +51,8 @@ def blend_of(body: Any) -> BlendParams | None:
         return None
     given = {field.name: value for field, value in body.blend.ListFields()}
     given["chunks"] = [(span.start, span.end) for span in body.blend.chunks]
+    if not given["chunks"] and body.WhichOneof("input") != "tokens":
+        del given["chunks"]  # of a text, a separator is wanted; of token ids, it says that there are none
     return BlendParams(**given)
 
 

@@ -33,6 +33,7 @@ from quire.types.request import MAX_HOLD, Request
 HEALTH_INTERVAL = 0.5  # seconds between looks at the engine
 MAX_INPUTS = 1024  # of one Embed call
 MAX_STREAMS = 100  # calls at once of one connection
+WINDOW_BYTES = 1 << 18  # of a message that may be on its way unread
 MAX_METADATA = 1 << 14  # bytes of a call's, as grpc counts them: 32 more for each field
 IDLE = 300.0  # seconds that a connection without a call stays open
 # HTTP status of an error → gRPC's name for it
@@ -63,6 +64,8 @@ class RpcServer:
                 ("grpc.max_metadata_size", metadata),
                 ("grpc.absolute_max_metadata_size", metadata),
                 ("grpc.max_concurrent_streams", MAX_STREAMS),
+                ("grpc.http2.bdp_probe", 0),  # which lets windows grow to megabytes, of messages that nobody reads too
+                ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
                 ("grpc.max_connection_idle_ms", int(IDLE * 1000)),
             ],
             maximum_concurrent_rpcs=serving.options.max_connections,
