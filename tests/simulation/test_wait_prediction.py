@@ -1,8 +1,13 @@
 """Predicted waits for a first token: checked against what came true, and what is refused for them."""
 
+from itertools import count
+from math import isfinite
+from random import Random
+
 import pytest
 from msgspec.structs import replace
 
+from quire.scheduling.features.lateness import LatenessModel
 from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise
 from quire.simulation.replica import Replica
@@ -81,3 +86,57 @@ def test_a_first_impression_refuses_nobody():
         one.recorder.expect(name, Arrival(0.0, 64, 2))
         one.core.submit(Request(id=name, prompt=[1] * 64, params=params, arrival=one._clock.now, longest_wait=30.0))
     assert len(one.core.scheduler.sequences.requests) == 3
+
+
+@pytest.mark.parametrize("rate,seed,most", [(20.0, 3, 4.0), (60.0, 2, 12.0)])
+def test_whoever_will_be_late_is_told_so(rate, seed, most):
+    """Above capacity, one kind of work: who is too late goes behind all who come later, and so waits much longer than
+    for those that are ahead."""
+    rng, at, trace = Random(seed), 0.0, []
+    for _ in range(500):
+        at += rng.expovariate(rate)
+        prompt = int(min(8000, rng.lognormvariate(7.6, 0.7)))
+        trace.append(Arrival(at, prompt, rng.randint(5, 40), ttft=1.0, tpot=0.1))
+    one = served(trace, max_waiting=10_000)
+    assert sum(ttft > 1 for ttft in one.result().rows["ttft"]) > 50
+    found = error(one, 500)
+    assert found["p50"] < 1.6 and found["p90"] < most
+
+
+def test_lateness_is_learned_from_what_came_true():
+    """At first late is what would be so without anybody else coming; then what was, known once the target passed."""
+    model, ids = LatenessModel(), count()
+
+    def expects(now, *, seconds, prefill, ahead, served=None):
+        sequence = next(ids)
+        late = model.expects(sequence, now, 1.0, seconds=seconds, prefill=prefill, ahead=ahead)
+        if served is not None:
+            model.served(sequence, served)
+        return late
+
+    large = {"seconds": 0.5, "prefill": 0.1, "ahead": 3}
+    assert not expects(0.0, **large, served=0.9)
+    assert expects(0.0, **large | {"seconds": 2.0}, served=1.5)
+    for now in range(1, 40):
+        small_late = expects(now, seconds=0.1, prefill=0.01, ahead=0, served=now + 0.2)
+        large_late = expects(now, **large)
+    assert large_late and not small_late
+    for now in range(41, 120):
+        large_late = expects(now, **large, served=now + 0.9)
+    assert not large_late
+    assert len(model._open) <= 1
+
+
+def test_a_target_that_nobody_could_meet_spoils_nothing():
+    model = LatenessModel()
+    model.expects(1, 0.0, 1e-320, seconds=0.1, prefill=0.1, ahead=0)
+    model.served(1, 1.0)
+    assert all(isfinite(weight) for weight in model._weights)
+
+
+def test_deadlines_of_those_that_are_served_are_forgotten():
+    model = LatenessModel()
+    for sequence in range(1000):
+        model.expects(sequence, 0.0, 86_400.0, seconds=0.1, prefill=0.1, ahead=0)
+        model.served(sequence, 0.1)
+    assert len(model._deadlines) < 100

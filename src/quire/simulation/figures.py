@@ -74,6 +74,8 @@ def summarise(result: Result, requests: int, targets: Targets) -> dict[str, Any]
         "busy_s": result.busy,
         "replica_s": result.replica_seconds,
         "replicas_peak": result.replicas_peak,
+        "prefill_peak": result.prefill_peak,
+        "role_switches": result.role_switches,
         "tenants": _tenants(result, rows, good),
     }
 
@@ -137,6 +139,7 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("predicted waits off by", times("wait_error").replace("  ", " x  ") + " x"),
         ("preemptions", f"{summary['preemptions']:.0f}"),
         ("replicas", f"{summary['replicas_peak']:.0f} at most, {summary['replica_s'] / 3600:.2f} replica-hours"),
+        ("prefill replicas", f"{summary['prefill_peak']:.0f} at most, {summary['role_switches']:.0f} changes of role"),
         *(
             (
                 f"tenant {name or '(none)'}",

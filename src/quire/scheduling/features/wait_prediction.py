@@ -7,18 +7,22 @@ computed one behind the other:
     slot and pages come free ──► prompts ahead ──► its own prompt ──► first token
 
 What this leaves out (who comes later and goes first, who is displaced) is learned as a correction: the median of real
-waits over those simulated, for each of a few regimes. Refuses to know: who refuses whom for it.
+waits over those simulated, for each of a few regimes. Where whoever is too late goes last, it is learned who will be
+(`lateness.py`): such a request waits at least until all others have begun, if nobody came any more, and at most about
+`max_wait`, if they keep coming; the geometric mean of both is predicted. Refuses to know: who refuses whom for it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import exp, log
+from math import exp, log, sqrt
 
 from quire.memory.manager import KVManager
 from quire.scheduling.feature import SchedulingFeature
+from quire.scheduling.features.lateness import LatenessModel
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.prefill_budget import PrefillLimiter
@@ -63,11 +67,15 @@ class Running:
         return len(self.ends) > len(self.prompts)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prediction:
     made: float  # when
     seconds: float  # without the correction
     regime: Regime
+    target: float  # beyond which it goes last; 0: none
+    late: bool  # expected to be
+    ratio: float = 0.0  # of the real wait to the seconds; 0: not known
+    over: bool = False
 
 
 @dataclass
@@ -105,21 +113,24 @@ class WaitPrediction(SchedulingFeature):
         lengths: bool,
         late_last: bool,
         slo_ttft: float | None,
+        max_wait: float,
     ):
-        """`lengths`: those of answers are predicted; `late_last`: whoever is too late goes last; `slo_ttft`: of
-        requests without a target of their own."""
+        """`lengths`: those of answers are predicted; `late_last`: whoever is too late goes last, until it has waited
+        `max_wait` seconds; `slo_ttft`: of requests without a target of their own."""
         self._table = table
         self._memory = memory
         self._limiter = limiter
         self._timeline = timeline
         self._clock = clock
         self._lengths = lengths
-        self._late_last = late_last
+        self._lateness = LatenessModel() if late_last else None
+        self._max_wait = max_wait
         self._slo_ttft = slo_ttft or 0.0
         self._ended = 0  # answers
         self._mean_outputs = 256.0  # of them; at first a guess
         self._corrections: dict[Regime, WaitCorrection] = {}
         self._predictions: dict[Sequence, Prediction] = {}  # of those without a first token
+        self._late: deque[Prediction] = deque()  # those expected to be, as they came, from the first without one on
         self._running: tuple[int, Running] | None = None  # as of so many steps
         self._queue: tuple[int, SimulatedDevice] | None = None  # ... behind the first of a long queue
 
@@ -131,18 +142,30 @@ class WaitPrediction(SchedulingFeature):
             return 0.0
         busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
         seconds, waited = self._simulate_wait(seq, busy, last=False)
-        target = seq.request.slo_ttft or self._slo_ttft
-        late = self._late_last and bool(target) and seconds > target
+        target = (seq.request.slo_ttft or self._slo_ttft) if self._lateness is not None else 0.0
+        late = self._expects_late(seq, target, seconds)
         if late:
             seconds, waited = self._simulate_wait(seq, busy, last=True)
-        regime = (seq.rank[0], waited, late)
-        self._predictions[seq] = Prediction(self._clock.now, seconds, regime)
+            seconds = sqrt(seconds * max(seconds, self._max_wait))
+        regime = (seq.rank[0], waited, late, round(log(target, 2)) if target else None)
+        made = self._predictions[seq] = Prediction(self._clock.now, seconds, regime, target, late)
+        if late:
+            self._late.append(made)
         correction = self._corrections.get(regime)
         predicted = seconds * (exp(correction.logarithm) if correction else 1.0)
+        if target and not late:
+            predicted = min(predicted, max(seconds, target))
         seq.log.predicted_wait = predicted
         alone = not (self._table.running or len(self._table.waiting) > 1)
         checked = sum(correction.seen for correction in self._corrections.values())
         return 0.0 if alone or checked < MIN_CHECKED else max(0.0, predicted - self._prefill(seq))
+
+    def _expects_late(self, seq: Sequence, target: float, seconds: float) -> bool:
+        """Whether it will go last, because it can no longer be in time."""
+        if self._lateness is None or not target:
+            return False
+        ahead, prefill = self._table.waiting.before(seq), self._prefill(seq)
+        return self._lateness.expects(seq.id, self._clock.now, target, seconds=seconds, prefill=prefill, ahead=ahead)
 
     def _simulate_wait(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
         """Seconds, and whether a slot or pages had to come free; `last`: all that wait go before it."""
@@ -198,10 +221,27 @@ class WaitPrediction(SchedulingFeature):
             return
         real = max(self._clock.now - made.made, 1e-6)
         self._timeline.stats.wait_ratios.observe(real / seq.log.predicted_wait)
-        self._corrections.setdefault(made.regime, WaitCorrection()).learn(real / made.seconds)
+        if self._lateness is not None:
+            self._lateness.served(seq.id, self._clock.now)
+        late = 0 < made.target < real
+        self._over(made, real / made.seconds if late is made.late else 0.0)
+
+    def _over(self, made: Prediction, ratio: float) -> None:
+        """The correction is learned, from those who are in time or late as expected; from the late in the order in
+        which they came: the first that are served say little about how long the others wait."""
+        made.ratio, made.over = ratio, True
+        learned = [] if made.late else [made]
+        while self._late and self._late[0].over:
+            learned.append(self._late.popleft())
+        for one in learned:
+            if one.ratio:
+                self._corrections.setdefault(one.regime, WaitCorrection()).learn(one.ratio)
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
-        self._predictions.pop(seq, None)
+        if (made := self._predictions.pop(seq, None)) is not None:
+            self._over(made, 0.0)
+            if self._lateness is not None:
+                self._lateness.dropped(seq.id)
         if not self._lengths and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._ended += 1
             self._mean_outputs += max(OUTPUT_WEIGHT, 1 / self._ended) * (seq.outputs - self._mean_outputs)
