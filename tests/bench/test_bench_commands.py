@@ -36,10 +36,10 @@ def test_spec(bench):
 
 @pytest.mark.slow
 def test_interference(bench):
-    words = ("--streams", "2", "--prompt", "200", "--in", "8", "--out", "12", "--kv-memory", "64M")
-    with pytest.raises(ConfigError, match="give a longer one"):
-        bench("interference", *words)
-    found, text = bench("interference", *words, "--prefill-chunk", "32")
+    words = ("--streams", "2", "--prompt", "200", "--in", "8", "--kv-memory", "64M", "--prefill-chunk", "32")
+    with pytest.raises(ConfigError, match="give them more"):
+        bench("interference", *words, "--out", "8")
+    found, text = bench("interference", *words, "--out", "24")
     assert (found["streams"], found["prompt"]) == (2, 200)
     assert 0 < found["alone"]["p50"] <= found["alone"]["p100"] and found["beside"]["p50"] > 0
     assert found["long_ttft"] > 0 and "long prompt" in text

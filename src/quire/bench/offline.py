@@ -27,10 +27,11 @@ class Trace(msgspec.Struct):
     tokens: list[int] = []
     times: list[float] = []  # arrival of each output token
     end: float = 0.0
+    arrival: float = 0.0
 
     @property
     def ttft(self) -> float:
-        return self.times[0]
+        return self.times[0] - self.arrival
 
     @property
     def tpot(self) -> float | None:
@@ -51,10 +52,16 @@ class Run(msgspec.Struct):
 
 
 def run_workload(
-    link: Link, work: Sequence[tuple[list[int], int]], *, greedy: bool = True, lora: Sequence[str] = ()
+    link: Link,
+    work: Sequence[tuple[list[int], int]],
+    *,
+    greedy: bool = True,
+    lora: Sequence[str] = (),
+    last_after: int = 0,
 ) -> Run:
     """Submit all requests, in the order in which `LLM.generate` does, and wait for all; output lengths are as the
-    workload says (EOS ignored). `lora`: the adapter of each."""
+    workload says (EOS ignored). `lora`: the adapter of each. `last_after`: the last one arrives when the others have so
+    many tokens each."""
     link.send(Reset())
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     began = time.perf_counter()
@@ -63,17 +70,18 @@ def run_workload(
         params = SamplingParams(temperature=0.0 if greedy else 1.0, seed=i, max_tokens=length, ignore_eos=True)
         adapter = lora[i] if lora else ""
         requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time(), lora=adapter))
+    late = requests.pop() if last_after else None
     for request in longest_first(requests):
         link.send(Submit(request))
     with model_clock(link) as model:
-        _follow(link, traces, began)
+        _follow(link, traces, began, late, last_after)
         seconds = time.perf_counter() - began
     host = None if model is None else 1 - model[0] / seconds
     return Run(seconds=seconds, traces=traces, stats=stats_of(link), peak_memory=_peak_memory(), host_share=host)
 
 
-def _follow(link: Link, traces: list[Trace], began: float) -> None:
-    """Note every token until all requests have ended."""
+def _follow(link: Link, traces: list[Trace], began: float, late: Request | None, after: int) -> None:
+    """Note every token until all requests have ended. `late` arrives when all others have `after` tokens."""
     left = len(traces)
     with RequestProgress(left) as progress:
         while left:
@@ -92,6 +100,10 @@ def _follow(link: Link, traces: list[Trace], began: float) -> None:
                         trace.end = now
                         left -= 1
                         progress.ended()
+            if late is not None and all(len(trace.times) >= after for trace in traces[:-1]):
+                traces[-1].arrival = time.perf_counter() - began
+                link.send(Submit(late))
+                late = None
 
 
 @contextmanager

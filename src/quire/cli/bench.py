@@ -186,7 +186,7 @@ def interference(
     out: Annotated[int, typer.Option(min=1, help="output tokens of each stream")] = 1024,
     json_: JsonOption = None,
 ) -> None:
-    """Submit streams with and without one long prompt beside them; report their gaps between tokens."""
+    """Answer streams with and without one long prompt that arrives among them; report their gaps between tokens."""
     from quire.bench.interference import interference as measure
     from quire.engine.link import open_link
 
