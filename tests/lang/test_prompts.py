@@ -232,6 +232,11 @@ def test_chunks_are_reused_behind_others(either):
     assert asked.messages[0]["content"] == f"Read this.\n{texts[0]}{texts[2]}Where is the map?"
 
 
+def test_a_chunk_is_a_text():
+    with pytest.raises(InputError, match="a chunk is a text, got 5"):
+        chunk(5)
+
+
 def test_a_session_keeps_a_prompts_pages(model):
     begun = (model + user("Remember this sentence word for word. " * 6)).session("agent", 60)
     asked = begun + gen("said", max_tokens=2)

@@ -28,7 +28,9 @@ def ask(client, order, **blend):
 
 def test_documents_are_reused_in_another_order(client, live_server):
     first, _, again = ask(client, [0, 1, 2]), ask(client, [2, 0, 1]), ask(client, [2, 1, 0])
-    assert first.usage.prompt_tokens_details.blended_tokens == 0
+    copied = first.usage.prompt_tokens_details.blended_tokens  # the third, which was computed apart for this request
+    prefix = httpx.get(f"{live_server}/v1/requests/{first.id}/explain").json()["data"][0]["prefix"]
+    assert 0 < prefix["recomputed_tokens"] <= copied == prefix["blended_tokens"] < 0.4 * first.usage.prompt_tokens
     reused = again.usage.prompt_tokens_details.blended_tokens
     assert reused > 0.4 * again.usage.prompt_tokens
     prefix = httpx.get(f"{live_server}/v1/requests/{again.id}/explain").json()["data"][0]["prefix"]
@@ -86,11 +88,21 @@ def test_completions_take_chunks_too(client):
         ({"separator": "|", "max_error": -1}, {}, "0 or more"),
         ({"separator": "|", "chunks": [[0, 1]]}, {}, "not both"),
         ({"chunks": [[0, 1]]}, {}, "positions of token ids"),
-        ({"chunks": [[0, 10**30]]}, {"prompt": [1, 2, 3]}, "inside the prompt"),
-        ({"chunks": [[2, 3], [0, 1]]}, {"prompt": [1, 2, 3]}, "follow each other"),
+        ({"chunks": [[0, 10**30]]}, {"prompt": [1, 2, 3]}, "ends behind the prompt, which has 3 tokens"),
+        ({"chunks": [[2, 3], [0, 1]]}, {"prompt": [1, 2, 3]}, "begins before chunks.0. ends, at 3"),
+        ({"chunks": [[0, 1], [2, 2]]}, {"prompt": [1, 2, 3]}, "chunks.1. of blend, .2, 2., has no tokens"),
     ],
 )
 def test_refusals_say_what_is_wrong(client, blend, more, message):
     body = {"blend": blend, **more}
-    with pytest.raises(openai.BadRequestError, match=message):
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
         client.completions.create(model="smollm2-135m", prompt="a|b|c", max_tokens=1, extra_body=body)
+    assert refused.value.param == "blend"
+
+
+@pytest.mark.parametrize("prompt", ["The lantern is", [1, 2, 3]])
+def test_nothing_retrieved_is_a_prompt_like_any_other(client, prompt):
+    asked = {"model": "smollm2-135m", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    answer = client.completions.create(**asked, extra_body={"blend": {"chunks": []}})
+    assert answer.usage.prompt_tokens_details.blended_tokens == 0
+    assert answer.choices[0].text == client.completions.create(**asked).choices[0].text

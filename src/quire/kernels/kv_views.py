@@ -86,7 +86,7 @@ class KVViews:
         size = spec.tokens_per_page
         for part in (_numbers(self.pool, self.layout, spec), _scales(self.pool, self.layout, spec)):
             if part is not None:
-                raw = part.view(torch.uint8) if part.element_size() == 1 else part
+                raw = _indexable(part)
                 raw[targets // size, :, :, targets % size] = raw[sources // size, :, :, sources % size]
 
 
@@ -163,16 +163,15 @@ def decode(numbers: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 def take_pages(numbers: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor) -> torch.Tensor:
     """One side of some pages decoded, [pages, tokens_per_page, kv_heads, head_dim]."""
-    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers  # indexing knows no 8-bit floats
-    return decode(plain[pages].view(numbers.dtype), None if scales is None else scales[pages])
+    return decode(_indexable(numbers)[pages].view(numbers.dtype), None if scales is None else scales[pages])
 
 
 def take_tokens(
     numbers: torch.Tensor, scales: torch.Tensor | None, page: torch.Tensor, offset: torch.Tensor
 ) -> torch.Tensor:
     """One side of some tokens decoded, [tokens, kv_heads, head_dim]."""
-    plain = numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers
-    return decode(plain[page, offset].view(numbers.dtype), None if scales is None else scales[page, offset])
+    raw = _indexable(numbers)[page, offset].view(numbers.dtype)
+    return decode(raw, None if scales is None else scales[page, offset])
 
 
 def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Tensor) -> None:
@@ -181,9 +180,7 @@ def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Te
     where = (kv_slots // size, kv_slots % size)
     for (numbers, scales), x in zip(kv.sides[: 1 if kv.shared else 2], (k, v), strict=False):
         stored, beside = encode(x, numbers.dtype, scaled=scales is not None)
-        if numbers.element_size() == 1:
-            numbers, stored = numbers.view(torch.uint8), stored.view(torch.uint8)
-        numbers.index_put_(where, stored)
+        _indexable(numbers).index_put_(where, _indexable(stored))
         if scales is not None and beside is not None:
             scales.index_put_(where, beside)
 
@@ -194,16 +191,29 @@ def read_tokens(
     """K and V of some tokens, whatever kind of page they lie in: each float32 [slots, layers, kv_heads, head_dim], a
     copy, layers in the group's order, all or some. `slots`, int64: page * tokens_per_page + offset. Keys are rotated to
     the position they were computed at; rotating them further and writing them back moves a token."""
-    size = views.layout.groups[group].tokens_per_page
-    page, offset = slots // size, slots % size
-    found: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for index in views.layout.groups[group].layers[layers]:
-        for (numbers, scales), side in zip(views.layers[index].sides, found, strict=True):
-            side.append(take_tokens(numbers, scales, page, offset).float())
-    return torch.stack(found[0], dim=1), torch.stack(found[1], dim=1)
+    spec, page, offset = _places(views, group, slots)
+    numbers, scales = _numbers(views.pool, views.layout, spec), _scales(views.pool, views.layout, spec)
+    raw = _indexable(numbers)[page, layers, :, offset].view(numbers.dtype)  # [slots, layers, K and V, kv_heads, dim]
+    both = decode(raw, None if scales is None else scales[page, layers, :, offset]).float()
+    return both[:, :, 0], both[:, :, -1, :, spec.values_from or 0 :]
 
 
 def write_tokens(views: KVViews, group: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Put K and V, shaped as `read_tokens` gives them, into the pages; rounded as these round."""
-    for place, index in enumerate(views.layout.groups[group].layers):
-        put_tokens(views.layers[index], k[:, place], v[:, place], slots)
+    spec, page, offset = _places(views, group, slots)
+    numbers, scales = _numbers(views.pool, views.layout, spec), _scales(views.pool, views.layout, spec)
+    both = torch.stack((k, v), dim=2) if spec.values_from is None else k.unsqueeze(2)
+    stored, beside = encode(both, numbers.dtype, scaled=scales is not None)
+    _indexable(numbers)[page, :, :, offset] = _indexable(stored)
+    if scales is not None and beside is not None:
+        scales[page, :, :, offset] = beside
+
+
+def _places(views: KVViews, group: int, slots: torch.Tensor) -> tuple[KVGroup, torch.Tensor, torch.Tensor]:
+    spec = views.layout.groups[group]
+    return spec, slots // spec.tokens_per_page, slots % spec.tokens_per_page
+
+
+def _indexable(numbers: torch.Tensor) -> torch.Tensor:
+    """Indexing knows no 8-bit floats."""
+    return numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers

@@ -134,6 +134,8 @@ def join(prompts: Iterable[Readable], name: str, each: str = "{}\n") -> Join:
 def chunk(text: str) -> Chunk:
     """A document whose KV is computed once and reused wherever it stands, in other orders and behind other texts. It
     is tokenised by itself; servers that know nothing of it read it as any text."""
+    if not isinstance(text, str):
+        raise InputError(f"a chunk is a text, got {text!r}", param="text")
     return Chunk(text)
 
 

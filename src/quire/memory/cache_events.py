@@ -6,9 +6,12 @@ who asks, how pages are named.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Protocol
 
 from quire.types.hashing import Root
+
+MAX_CHANGES = 1 << 16  # told at a time
 
 
 class PageListener(Protocol):
@@ -47,11 +50,17 @@ class CacheEventRecorder:
         self._changes.clear()
         self._cleared = True
 
+    def repeat(self) -> None:
+        """Whoever takes changes knows nothing any more: all that is held is told again."""
+        self._changes = {name: True for name, place in self._place.items() if place and place % self._every == 0}
+        self._cleared = True
+
     def take(self) -> tuple[list[bytes], list[bytes], bool] | None:
-        """(stored, removed, whether all was dropped before), if anything changed."""
+        """(stored, removed, whether all was dropped before), if anything changed; of many changes, the first."""
         if not self._changes and not self._cleared:
             return None
-        changes, cleared = self._changes, self._cleared
-        self._changes, self._cleared = {}, False
+        changes, cleared, self._cleared = self._changes, self._cleared, False
+        self._changes = dict(islice(changes.items(), MAX_CHANGES, None))
+        changes = dict(islice(changes.items(), MAX_CHANGES))
         stored = [name for name, held in changes.items() if held]
         return stored, [name for name, held in changes.items() if not held], cleared

@@ -61,13 +61,13 @@ class PartialPages:
 
     def settle(self) -> None:
         """A new plan begins: what was entered before may be copied in it."""
-        for parent, entries in self._planned.items():
-            if (known := self._after.get(parent)) is not None:
-                known += entries
-                known.sort()  # two sorted runs: merged, not sorted anew
-            elif entries:
-                self._after[parent] = entries
-        self._planned.clear()
+        planned, after = self._planned, self._after
+        for parent in planned.keys() & after.keys():
+            known = after[parent]
+            known += planned.pop(parent)
+            known.sort()  # two sorted runs: merged, not sorted anew
+        after.update(planned)
+        planned.clear()
 
     def match(self, parent: Parent, tokens: bytes) -> tuple[int, int]:
         """(how many of the tokens, page) of the page behind `parent` that begins with most of them."""
@@ -101,10 +101,12 @@ class PartialPages:
         parent, tokens = entry
         known = self._after.get(parent, [])
         at = bisect_left(known, (tokens, page)) if len(known) > 1 else 0
+        within = self._after
         if known[at : at + 1] != [(tokens, page)]:
-            self._planned[parent].remove((tokens, page))
-        elif len(known) == 1:
-            del self._after[parent]
+            within, known = self._planned, self._planned[parent]
+            at = known.index((tokens, page))
+        if len(known) == 1:
+            del within[parent]
         else:
             del known[at]
 
@@ -122,6 +124,7 @@ class PartialPages:
             for tokens, page in known
         }
         assert held == self._of, "pages by their tokens disagree"
+        assert all(self._after.values()) and all(self._planned.values()), "a list without pages was left"
         for known in (*self._after.values(), *self._planned.values()):
             assert known == sorted(known), "pages by their tokens are out of order"
         assert self._tails <= self._of.keys()

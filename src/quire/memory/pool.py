@@ -13,7 +13,7 @@ engines without paging do (the measured baseline).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from quire.memory.prefix import Key, PrefixIndex
 from quire.types.kv import NULL_PAGE
@@ -60,10 +60,9 @@ class PagePool:
         self.peak = max(self.peak, self.used)
         return pages
 
-    def idle(self, pages: Iterable[int]) -> int:
-        """How many of them are unreferenced."""
-        refs = self._refs
-        return [refs[page] for page in pages if page != NULL_PAGE].count(0)
+    def idle(self, pages: Sequence[int]) -> int:
+        """How many of them are unreferenced. Null pages are passed over."""
+        return list(map(self._refs.__getitem__, pages)).count(0) - pages.count(NULL_PAGE)
 
     def share(self, pages: Iterable[int]) -> None:
         """One more reference each; revives idle pages. Null pages are passed over."""

@@ -12,7 +12,6 @@ from itertools import islice
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.memory.prefix import Eviction
 from quire.memory.tiers import Directory
-from quire.types.hashing import PageHasher, new_key
 from quire.types.kv import NULL_PAGE
 from quire.types.timeline import PrefixOutcome
 from quire.types.view import BLANK, CACHED, OWNED, SHARED, PrefixNode, TierPages
@@ -24,14 +23,12 @@ MAX_KNOWN_SALTS = 4096  # first pages remembered with their salt
 
 
 class PrefixExplainer:
-    """Remembers whose salt each first page was last asked under, which the salted names cannot tell."""
+    """Remembers whose salt the tokens of each first page were last asked under, which the salted names cannot tell."""
 
     def __init__(self, memory: KVManager):
         self._memory = memory
         self._size = memory.layout.groups[0].tokens_per_page
-        self._hasher = PageHasher(new_key(), self._size)
-        self._root = self._hasher.root("")
-        self._salts: OrderedDict[bytes, str] = OrderedDict()
+        self._salts: OrderedDict[tuple[int, ...], str] = OrderedDict()
 
     def outcome(
         self, table: PageTable, hit: Hit, tokens: Sequence[int], salt: str, scored: bool, reach: int
@@ -68,9 +65,9 @@ class PrefixExplainer:
         """The salt under which these first tokens were last asked, from now on `salt`."""
         if len(tokens) < self._size:
             return None
-        (name,) = self._hasher.chain(self._root, tokens[: self._size])
-        before = self._salts.pop(name, None)
-        self._salts[name] = salt
+        first = tuple(tokens[: self._size])
+        before = self._salts.pop(first, None)
+        self._salts[first] = salt
         if len(self._salts) > MAX_KNOWN_SALTS:
             self._salts.popitem(last=False)
         return before

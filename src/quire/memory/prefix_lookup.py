@@ -52,7 +52,8 @@ class PrefixLookup:
         total = soon = limit - 1
         for group, size in enumerate(self._sizes):
             first = hit.tokens // size
-            more = self._index.run(group, table.hashes[group][first : (limit - 1) // size])
+            names = table.hashes[group][first : (limit - 1) // size]
+            more = self._index.run(group, names) if len(self._sizes) > 1 else []  # which one group's hit ends at
             at = first + len(more)
             parent, wanted = (group, table.name_before(group, at)), pack(tokens[at * size : limit - 1][:size])
             length, page = partial.match(parent, wanted)

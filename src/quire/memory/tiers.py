@@ -195,9 +195,10 @@ class Directory:
         self._queue[tier.name, str(way.id)] = way
         return way.id
 
-    def give(self, handover: Handover, pages: dict[Key, int]) -> None:
-        """Begin to send device pages to the peer that wants them."""
+    def give(self, handover: Handover, pages: dict[Key, int], *, layerwise: bool = False) -> None:
+        """Begin to send device pages to the peer that wants them. `layerwise`: the step that is planned fills them."""
         way = self._transfer(DEVICE, PEER, handover)
+        way.layerwise = layerwise
         way.keys, way.pages = list(pages), list(pages.values())
         self._queue[PEER, str(way.id)] = way
 

@@ -66,5 +66,9 @@ def _shifted(shift: RopeShift, views: KVViews, inverse_frequencies: list[torch.T
         layers = views.layout.groups[shift.group].layers
         for frequencies in {id(each): each for each in map(inverse_frequencies.__getitem__, layers)}.values():
             alike = [place for place, layer in enumerate(layers) if inverse_frequencies[layer] is frequencies]
-            k[:, alike] = rope(k[:, alike], *rope_tables(where, frequencies, 1.0, k.dtype))
+            tables = rope_tables(where, frequencies, 1.0, k.dtype)
+            if len(alike) == len(layers):
+                k = rope(k, *tables)
+            else:
+                k[:, alike] = rope(k[:, alike], *tables)
     return shift.group, torch.tensor(shift.targets, device=device), k, v

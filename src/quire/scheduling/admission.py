@@ -207,8 +207,11 @@ class Admission(SchedulingFeature):
         shared = hit.tokens + hit.soon
         page = seq.table.name_before(0, hit.tokens // self._memory.layout.groups[0].tokens_per_page)
         if page not in known:
-            start, salt = seq.tokens[:shared], seq.request.salt
-            sharers = sum(one.request.salt == salt and one.tokens[:shared] == start for one in candidates)
+            start, behind, salt = seq.tokens[:shared], seq.tokens[hit.tokens : shared], seq.request.salt
+            sharers = sum(
+                one.tokens[hit.tokens : shared] == behind and one.request.salt == salt and one.tokens[:shared] == start
+                for one in candidates
+            )
             known[page] = sharers * hit.soon >= STEP_TOKENS
         return known[page]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from quire.memory.manager import KVManager
 from quire.memory.tiers import Directory
 from quire.scheduling.feature import SchedulingFeature
-from quire.scheduling.features.chunk_reuse import ChunkReuse
+from quire.scheduling.features.blend_reuse import BlendReuse
 from quire.scheduling.features.draft_budgets import Drafting
 from quire.scheduling.features.kv_eviction import KVEviction
 from quire.scheduling.features.kv_handover import KVHandover
@@ -43,6 +43,7 @@ class FeatureSet:
         predictor: LengthPredictor | None = None,
         limiter: PrefillLimiter,
         late_last: bool = False,
+        max_wait: float = 0.0,
     ):
         directory = Directory(
             capacity.tiers,
@@ -64,20 +65,21 @@ class FeatureSet:
             lengths=predictor is not None,
             late_last=late_last,
             slo_ttft=slo[0],
+            max_wait=max_wait,
         )
         self.preemption = PreemptionGuard(memory, self.timeline)
         self.tiers = TierPrefetch(
             memory, directory, self.timeline, table.waiting, lambda: self.preemption.spare, preempt
         )
-        self.handover = KVHandover(memory, directory, clock, in_flight)
+        self.handover = KVHandover(memory, directory, clock, in_flight, layerwise=capacity.layerwise)
         self.sessions = Sessions(memory, directory, session_quota, clock)
         self.eviction = KVEviction(memory, capacity, self.timeline)
-        self.chunk_reuse = ChunkReuse(memory, capacity, directory, table, self.timeline)
+        self.blend_reuse = BlendReuse(memory, capacity, directory, table, self.timeline)
         self.drafting = Drafting(capacity, clock) if capacity.drafts else None
         self.lengths = LengthPrediction(predictor, self.timeline) if predictor is not None else None
 
     def __iter__(self) -> Iterator[SchedulingFeature]:
         optional = [feature for feature in (self.drafting, self.lengths) if feature is not None]
         listening = [self.timeline, self.service_levels, self.waits, self.preemption, *optional]
-        shared = [*listening, self.eviction, self.chunk_reuse, self.tiers, self.handover, self.sessions]
+        shared = [*listening, self.eviction, self.blend_reuse, self.tiers, self.handover, self.sessions]
         return iter(shared)

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 
 from quire.memory.manager import KVManager
 from quire.scheduling.beam_search import check_fits
-from quire.scheduling.features.chunk_reuse import check_blend
+from quire.scheduling.features.blend_reuse import check_blend
 from quire.scheduling.features.kv_eviction import KVBudget
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.plan import Capacity

@@ -45,6 +45,7 @@ class PlanBuilder:
                 salt=request.salt,
                 prediction=request.prediction,
                 adapter=request.lora_slot,
+                unread=seq.computed if seq.plain and not params.reads_history else 0,
             )
         )
 

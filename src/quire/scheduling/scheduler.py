@@ -92,6 +92,7 @@ class Scheduler:
             predictor=(predictor or PREDICTORS[options.length_predictor]()) if self.policy.uses_lengths else None,
             limiter=self._prefill_limiter,
             late_last=self.policy.late_last,
+            max_wait=options.max_wait,
         )
         self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._admission = Admission(
@@ -200,6 +201,7 @@ class Scheduler:
     def _launch(self, builder: PlanBuilder) -> StepPlan | None:
         """The plan goes its way, if there is anything in it."""
         plan, tiers = builder.plan, self.features.tiers
+        self.features.handover.send_layerwise(builder)
         tiers.directory.hand_over(plan)
         waits = builder.idle and (tiers.moving or self._commit.awaiting)
         if not (plan.computes or plan.transfers or plan.drops or waits):

@@ -35,7 +35,7 @@ class Sequence:
         self.expected = Expected(limit - len(request.prompt), limit - len(request.prompt))
         self.prompt_len = len(request.prompt)
         self.limit = limit  # most tokens it may ever have, prompt included
-        self.tokens = [*request.prompt, *request.outputs]
+        self.tokens = [*request.prompt, *request.outputs] if request.outputs else list(request.prompt)
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed

@@ -153,16 +153,18 @@ class SequenceTable:
         """Let a running sequence compute tokens from where it is, and draw if that completes it."""
         for told in self._row_planned:
             told(seq, count)
-        start = seq.computed
+        start, memory = seq.computed, self._memory
         builder.row(seq, count, drafts)
-        if self._memory.states is not None:
-            row, states = builder.plan.rows[-1], self._memory.states
+        if memory.states is not None:
+            row, states = builder.plan.rows[-1], memory.states
             row.state, row.states = states.row(seq.table.state, start, count, drafts=drafts > 0, taker=seq.request.id)
-        publish = self._memory.publish
-        if count > 1 and seq.computed == seq.known and seq.plain:
-            publish = self._memory.publish_tail  # others may go on from within the page that the prompt ends in
-        publish(seq.table, min(seq.computed, len(seq.tokens)), seq.tokens, seq.request.salt)
-        if seq.computed == seq.known and seq.draws:
+        computed, tokens = seq.computed, seq.tokens
+        complete = computed == seq.known
+        if count > 1 and complete and seq.plain:  # others may go on from within the page that the prompt ends in
+            memory.publish_tail(seq.table, min(computed, len(tokens)), tokens, seq.request.salt)
+        elif computed >= seq.table.next_publish:
+            memory.publish(seq.table, min(computed, len(tokens)), tokens, seq.request.salt)
+        if complete and seq.draws:
             if self.children and seq in self.children:
                 self._fork_children(builder, seq)
             builder.sample(seq)

@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.text.text_model import TextModel
 from quire.text.tokenizer import Tokenizer
-from quire.types.blend import MAX_CHUNKS, Blend, BlendParams
+from quire.types.blend import MAX_CHUNKS, Blend, BlendLike, BlendParams
 from quire.types.errors import InputError
 
 
@@ -16,6 +16,8 @@ def encode_chunks(tokenizer: Tokenizer, text: str, how: BlendParams, *, add_spec
     """Token ids of a text without its separators, and where the chunks between them are."""
     if how.chunks:
         raise InputError("chunks are positions of token ids; in a text they stand between separators", param="blend")
+    if not how.separator:
+        return tokenizer.encode(text, add_special=add_special), how.of([])
     head, *chunks = text.split(how.separator, MAX_CHUNKS + 2)
     if not chunks:
         raise InputError(f"the separator {how.separator!r} is nowhere in the prompt", param="blend")
@@ -33,7 +35,7 @@ def encode_chunks(tokenizer: Tokenizer, text: str, how: BlendParams, *, add_spec
 def chat_prompt(
     text: TextModel,
     messages: Sequence[Mapping[str, Any]],
-    how: BlendParams | None = None,
+    how: BlendLike | None = None,
     /,
     *,
     prefix: str = "",
@@ -42,4 +44,5 @@ def chat_prompt(
     """A conversation as token ids, and where its chunks are, if it has any."""
     if how is None:
         return text.encode_chat(messages, prefix=prefix, **template), None
-    return encode_chunks(text.tokenizer, text.render_chat(messages, **template) + prefix, how, add_special=False)
+    rendered = text.render_chat(messages, **template) + prefix
+    return encode_chunks(text.tokenizer, rendered, BlendParams.read(how), add_special=False)

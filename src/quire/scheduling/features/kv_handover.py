@@ -1,10 +1,11 @@
 """KV hand-over: pages that peers want are sent as soon as they are computed here.
 
-    a peer wants pages ──► those in the prefix cache go with the next plan, others after the step that computes them
+    a peer wants pages ──► those in the prefix cache go with the next plan, others with the step that fills them
                        └─► what will not be computed (its request is over, or was never to come) the peer is told
 
-A page goes while the rest of its prompt is still computed: by chunks of prefill, since a page has all layers of its
-tokens. Refuses to know: who decides that pages are handed over, how bytes move.
+A page goes while the rest of its prompt is still computed: layer by layer as the step that fills it writes them, where
+the executor can, else when that step has landed. Refuses to know: who decides that pages are handed over, how bytes
+move.
 """
 
 from __future__ import annotations
@@ -38,8 +39,17 @@ class PendingTransfer:
 
 
 class KVHandover(SchedulingFeature):
-    def __init__(self, memory: KVManager, directory: Directory, clock: Clock, in_flight: Iterable[PlanBuilder]):
-        """`in_flight`: steps that have not landed."""
+    def __init__(
+        self,
+        memory: KVManager,
+        directory: Directory,
+        clock: Clock,
+        in_flight: Iterable[PlanBuilder],
+        *,
+        layerwise: bool = False,
+    ):
+        """`in_flight`: steps that have not landed; `layerwise`: the executor sends pages as layers are written."""
+        self._layerwise = layerwise
         self._memory = memory
         self._directory = directory
         self._clock = clock
@@ -79,27 +89,45 @@ class KVHandover(SchedulingFeature):
         if not self.busy:
             return
         self._dirty, now = False, self._clock.now
-        writing = self._being_written(builder)
+        writing = {page for step in (*self._in_flight, builder) for page in self._written_by(step)}
         for name, one in list(self._pending.items()):
-            held = ((key, page) for key in one.keys for page in self._memory.index.run(key[0], [key[1]]))
-            found = {key: page for key, page in held if page not in writing}
-            if found:
-                self._directory.give(one.handover, found)
-                self._in_flight_sends.append((builder.plan.step, one.handover, list(found)))
-                one.until = now + one.timeout
-            for key in found:
-                del one.keys[key]
+            found = {key: page for key, page in self._held(one) if page not in writing}
+            self._give(builder, one, found)
             if one.keys and (not one.waits or name in self._finished_handovers or now > one.until):
                 self._directory.mark_unavailable(one.handover, list(one.keys))
                 one.keys.clear()
             if not one.keys:
                 del self._pending[name]
 
-    def _being_written(self, builder: PlanBuilder) -> set[int]:
-        """Pages are in the prefix cache from when their step is planned; until it lands, nobody else may read them."""
+    def send_layerwise(self, builder: PlanBuilder) -> None:
+        """All rows of a plan are known: what they fill goes while they are computed."""
+        if not (self._layerwise and self._pending and builder.plan.rows):
+            return
+        filling = self._written_by(builder)
+        for name, one in list(self._pending.items()):
+            found = {key: page for key, page in self._held(one) if page in filling}
+            self._give(builder, one, found, layerwise=True)
+            if not one.keys:
+                del self._pending[name]
+
+    def _held(self, one: PendingTransfer) -> list[tuple[Key, int]]:
+        return [(key, page) for key in one.keys for page in self._memory.index.run(key[0], [key[1]])]
+
+    def _give(
+        self, builder: PlanBuilder, one: PendingTransfer, found: dict[Key, int], *, layerwise: bool = False
+    ) -> None:
+        if found:
+            self._directory.give(one.handover, found, layerwise=layerwise)
+            self._in_flight_sends.append((builder.plan.step, one.handover, list(found)))
+            one.until = self._clock.now + one.timeout
+        for key in found:
+            del one.keys[key]
+
+    def _written_by(self, step: PlanBuilder) -> set[int]:
+        """Full pages of prompts are in the prefix cache from when their step is planned; until it lands, nobody else
+        may read them."""
         return {
             page
-            for step in (*self._in_flight, builder)
             for row, (seq, _) in zip(step.plan.rows, step.rows, strict=True)
             for size, pages in zip(self._sizes, seq.table.pages, strict=True)
             for page in pages[row.start // size : -(-(row.start + row.count + row.drafts) // size)]

@@ -68,7 +68,8 @@ class Fair(Policy):
                     self._charge(seq)
             return touched
         for seq, tokens in event.sequences:
-            tenant = self._tenants.setdefault(seq.tenant, Tenant())
+            if (tenant := self._tenants.get(seq.tenant)) is None:
+                tenant = self._tenants[seq.tenant] = Tenant()
             if event.kind is EventKind.ARRIVED:
                 self._arrived(tenant, seq)
             elif event.kind is EventKind.ADMITTED:

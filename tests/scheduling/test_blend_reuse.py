@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from test_scheduler_property import FULL, SHORT_OR_LONG, VOCAB, WINDOW, World, layout, live
 
 from quire.scheduling import Scheduler
-from quire.scheduling.features import chunk_sources
+from quire.scheduling.features import blend_sources
 from quire.types.blend import Blend
 from quire.types.config import SchedulerOptions
 from quire.types.errors import InputError
@@ -70,7 +70,9 @@ def test_a_chunk_is_computed_once_and_turned_to_wherever_it_stands():
     assert apart == [(0, 41)], "the last behind the head and the first, as far as whole pages go; the others in place"
     assert [len(rope_shift.sources) for plan in plans for rope_shift in plan.rope_shifts] == [16]
     assert [e.request for e in events] == ["first"] * 3, "nobody hears of the chunks themselves"
-    assert scheduler.stats.blended_tokens == 0 and events[-1].counts.cached == 0, "all was computed for this request"
+    assert events[-1].counts.cached == 0, "all was computed for this request"
+    assert scheduler.stats.blended_tokens == events[-1].counts.blended == 16, "and one of them was copied"
+    assert 0 < scheduler.stats.recomputed_tokens <= 16
 
     scheduler, executor = warmed()
     scheduler.submit(ask("later", [2, 0, 1]))
@@ -249,9 +251,29 @@ def test_what_cannot_be_blended_is_refused():
         scheduler.submit(ask("a", [0, 1], prompt_logprobs=0))
     with pytest.raises(InputError, match="kv_budget"):
         scheduler.submit(ask("a", [0, 1], kv_budget=32))
-    for chunks in ([(3, 2)], [(0, 5), (4, 9)], [(40, 400)], [(-1, 4)]):
-        with pytest.raises(InputError, match="follow each other"):
+    for chunks, message in (
+        ([(3, 2)], r"chunks\[0\] of blend, \[3, 2\), has no tokens"),
+        ([(0, 5), (4, 9)], r"chunks\[1\] of blend, \[4, 9\), begins before chunks\[0\] ends, at 5"),
+        ([(0, 5), (40, 400)], r"chunks\[1\] of blend, \[40, 400\), ends behind the prompt, which has"),
+        ([(-1, 4)], r"chunks\[0\] of blend, \[-1, 4\), begins before the prompt"),
+        ([(1, 2, 3)], r"chunks\[0\] of blend must be two positions"),
+        ([5], r"chunks\[0\] of blend must be two positions"),
+    ):
+        with pytest.raises(InputError, match=message) as refused:
             scheduler.submit(replace(ask("a", [0, 1]), blend=Blend(chunks)))
+        assert refused.value.param == "blend"
+
+
+def test_what_was_computed_again_is_a_part_of_what_was_copied_however_often_it_began():
+    scheduler, executor = warmed()
+    scheduler.submit(ask("a", [2, 0, 1], max_tokens=4))
+    plan = scheduler.plan(1.0)
+    scheduler.commit(plan, executor.submit(plan).result())
+    [seq] = scheduler.sequences.running
+    first = seq.log.blended
+    scheduler.sequences.preempt(seq)
+    _, events = run(scheduler, executor)
+    assert 0 < seq.log.recomputed <= seq.log.blended == events[-1].counts.blended == first
 
 
 class BlendedWorld(World):
@@ -292,9 +314,9 @@ def test_random_life_with_chunks(depth, drafts, tiers, operations):
 
 
 def test_what_is_remembered_of_chunks_is_bounded_by_the_tokens_before_them(monkeypatch):
-    monkeypatch.setattr(chunk_sources, "MAX_KNOWN_TOKENS", 100)
+    monkeypatch.setattr(blend_sources, "MAX_KNOWN_TOKENS", 100)
     scheduler, _ = world()
-    sources = chunk_sources.Sources(scheduler.memory)
+    sources = blend_sources.Sources(scheduler.memory)
     chunks = [[d] * 8 for d in range(6)]
     for chunk in chunks:
         sources.add("", [1] * 30, chunk, later=False)

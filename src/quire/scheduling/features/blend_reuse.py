@@ -30,14 +30,14 @@ import numpy as np
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.memory.tiers import Directory
 from quire.scheduling.feature import SchedulingFeature
-from quire.scheduling.features.chunk_selection import ChunkedPrompt
-from quire.scheduling.features.chunk_sources import Source, Sources
+from quire.scheduling.features.blend_selection import BlendedPrompt
+from quire.scheduling.features.blend_sources import Source, Sources
 from quire.scheduling.features.timeline_recorder import TimelineRecorder
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_table import SequenceTable
-from quire.types.blend import MAX_CHUNKS, Blend
+from quire.types.blend import Blend, check_chunks
 from quire.types.errors import InputError
 from quire.types.plan import Capacity, RopeShift, StepResult
 from quire.types.request import FinishReason, Request, Status
@@ -59,13 +59,11 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
     if request.beam or request.pooling or request.params.prompt_logprobs is not None or request.params.kv_budget:
         problem = "blend goes with neither beam search nor embeddings nor prompt_logprobs nor kv_budget"
         raise InputError(problem, param="blend")
-    bounds = [0, *(position for chunk in blend.chunks for position in chunk), len(request.prompt)]
-    if len(blend.chunks) > MAX_CHUNKS or bounds != sorted(bounds):
-        raise InputError(f"chunks must be at most {MAX_CHUNKS} and follow each other inside the prompt", param="blend")
+    check_chunks(blend.chunks, len(request.prompt))
 
 
 @dataclass
-class Part:
+class BlendChunk:
     """A chunk that may be reused: where it stands, and where its KV comes from."""
 
     start: int
@@ -83,7 +81,7 @@ class Part:
         return self.start - len(self.source.before)
 
 
-class ChunkReuse(SchedulingFeature):
+class BlendReuse(SchedulingFeature):
     def __init__(
         self,
         memory: KVManager,
@@ -98,9 +96,9 @@ class ChunkReuse(SchedulingFeature):
         self._timeline = timeline
         self._memory = memory
         self._most = capacity.max_batch_tokens
-        self._parts: dict[Sequence, list[Part]] = {}
+        self._parts: dict[Sequence, list[BlendChunk]] = {}
         self._apart: dict[Sequence, None] = {}  # chunks being computed
-        self._prompts: dict[Sequence, ChunkedPrompt] = {}
+        self._prompts: dict[Sequence, BlendedPrompt] = {}
         self._held: dict[Sequence, tuple[int, PageTable]] = {}  # pages that a step (its number) reads for a sequence
 
     def tables(self) -> list[PageTable]:
@@ -129,20 +127,20 @@ class ChunkReuse(SchedulingFeature):
             for page in seq.table.pages[0][row.start // size : (row.start + row.count - 1) // size + 1]
         }
 
-    def _look(self, seq: Sequence, blend: Blend) -> list[Part]:
+    def _look(self, seq: Sequence, blend: Blend) -> list[BlendChunk]:
         memory, request = self._memory, seq.request
         memory.hash_pages(seq.table, seq.tokens, request.salt)
         exact = memory.lookup(seq.table, seq.reusable).tokens
         if seq.cached < 0:  # what is computed for it now was not found
             seq.cached = exact
             self._timeline.stats.cached_tokens += exact
-        parts: list[Part] = []
+        parts: list[BlendChunk] = []
         for start, end in blend.chunks:
             if end > max(start, exact) and (part := self._part(request, blend, start, end, ordinary=not parts)):
                 parts.append(part)
         return parts
 
-    def _part(self, request: Request, blend: Blend, start: int, end: int, *, ordinary: bool) -> Part | None:
+    def _part(self, request: Request, blend: Blend, start: int, end: int, *, ordinary: bool) -> BlendChunk | None:
         """Where a chunk's KV is to come from: the device, else a tier, else it is computed behind the head, or the head
         and the first chunk. None: as it stands here it becomes an ordinary prefix, if all before it is one."""
         prompt, salt, (first, behind) = request.prompt, request.salt, blend.chunks[0]
@@ -154,7 +152,7 @@ class ChunkReuse(SchedulingFeature):
         source = near[0] if near else self._sources.add(salt, before, chunk, later=later)
         if ordinary and source.before == prompt[:start]:
             return None
-        part = Part(start, end, source)
+        part = BlendChunk(start, end, source)
         if not here:
             # With one token more, which must be computed, all pages may come from a tier.
             tokens = source.before + chunk
@@ -194,18 +192,18 @@ class ChunkReuse(SchedulingFeature):
             builder.plan.rope_shifts.append(RopeShift(0, sources, targets, part.by))
             held.pages[0] += pages[(first - by) // size :]
             covered.append((first, last))
-            if part.apart is None:
-                seq.log.blended += last - first
         if not covered:
             return False
         self._memory.hold(held.pages[0])
         self._held[seq] = builder.plan.step, held
         seq.table.named_until = covered[0][0]
-        prompt = self._prompts[seq] = ChunkedPrompt.of(seq, blend, covered, exact)
+        prompt = self._prompts[seq] = BlendedPrompt.of(seq, blend, covered, exact)
         seq.computed = seq.known  # its rows are planned here, not with those of others
-        self._timeline.stats.blended_tokens += seq.log.blended
+        moved = sum(last - first for first, last in covered)
+        seq.log.blended = max(seq.log.blended, moved)
+        self._timeline.stats.blended_tokens += moved
         if blend.recompute == 1 and prompt.runs is not None:
-            self._count(seq, sum(last - first for first, last in covered), 0.0)
+            self._count(seq, moved, 0.0)
         self._go_on(builder, prompt, Budget(max(1, count)))
         return True
 
@@ -215,7 +213,7 @@ class ChunkReuse(SchedulingFeature):
             if seq.status is Status.RUNNING:  # else its pages are about to go
                 builder.budget = self._go_on(builder, prompt, builder.budget)
 
-    def _go_on(self, builder: PlanBuilder, prompt: ChunkedPrompt, budget: Budget) -> Budget:
+    def _go_on(self, builder: PlanBuilder, prompt: BlendedPrompt, budget: Budget) -> Budget:
         """Probe what is left of it and let the question look, or compute what was chosen, by position: what comes later
         depends on it. Returns what is left of the budget."""
         seq = prompt.seq
@@ -240,7 +238,7 @@ class ChunkReuse(SchedulingFeature):
             del self._prompts[seq]
         return budget
 
-    def _look_on(self, builder: PlanBuilder, prompt: ChunkedPrompt, budget: Budget) -> Budget:
+    def _look_on(self, builder: PlanBuilder, prompt: BlendedPrompt, budget: Budget) -> Budget:
         """Compute what no chunk covers over chunks as they are, and have the question's rows report their attention."""
         seq = prompt.seq
         while prompt.looks and (room := budget.fit(prompt.looks[0][0])):
@@ -277,7 +275,7 @@ class ChunkReuse(SchedulingFeature):
             if seq.status is Status.RUNNING and not seq.inflight and seq.computed == seq.known:
                 self._table.retire(seq)
 
-    def _chosen(self, prompt: ChunkedPrompt) -> None:
+    def _chosen(self, prompt: BlendedPrompt) -> None:
         """All that was asked for is known: choose."""
         blend = prompt.seq.request.blend
         if prompt.looked and blend is not None:
@@ -285,7 +283,7 @@ class ChunkReuse(SchedulingFeature):
 
     def _count(self, seq: Sequence, again: int, error: float | None) -> None:
         seq.log.blend_error = error
-        seq.log.recomputed += again
+        seq.log.recomputed = max(seq.log.recomputed, again)  # it may have started anew
         self._timeline.stats.recomputed_tokens += again
 
     def released(self, seq: Sequence) -> None:

@@ -20,7 +20,7 @@ MAX_LOOKING = 256  # tokens behind the last chunk whose attention counts
 
 
 @dataclass
-class ChunkedPrompt:
+class BlendedPrompt:
     """A request between its start and its first token."""
 
     seq: Sequence
@@ -36,7 +36,7 @@ class ChunkedPrompt:
     runs: list[Span] | None = None  # to compute; None: not known yet
 
     @classmethod
-    def of(cls, seq: Sequence, blend: Blend, covered: list[Span], exact: int) -> ChunkedPrompt:
+    def of(cls, seq: Sequence, blend: Blend, covered: list[Span], exact: int) -> BlendedPrompt:
         shifted, end = sum(last - first for first, last in covered), covered[-1][1]
         looks = _runs(exact, seq.known, np.zeros(0, np.int64), covered)
         if sum(last - first for first, last in looks if first > covered[0][0]) > shifted // 2:
