@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from random import Random
 from statistics import median
 from typing import Any
@@ -26,13 +27,15 @@ import msgspec
 from msgspec.structs import replace
 
 from quire.cluster.cluster_client import ClusterClient
-from quire.cluster.handovers import PrefillCosts
+from quire.cluster.roles import PrefillCosts
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
 from quire.types.handover import HandoverStats
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
+
+CONNECTORS = ("shared-memory", "tcp", *(("nixl",) if find_spec("nixl") is not None else ()))
 
 
 class Host:
@@ -113,7 +116,7 @@ async def until(condition: Any) -> None:
 async def handover(threads: int, long: int, turns: int) -> None:
     """Of one prompt: computed elsewhere, on a prefix hit, and its pages alone."""
     PrefillCosts.should_prefill_remotely = lambda *_: True  # type: ignore[method-assign,assignment]
-    for connector in ("shared-memory", "tcp"):
+    for connector in CONNECTORS:
         async with cluster(2, threads, prefill=1, connector=connector) as client:
             costs, exposed, hits, first, alone = client.handovers.costs, [], [], [], []
             for turn in range(turns):
@@ -185,7 +188,7 @@ async def decode(cores: int, long: int, streams: int, tokens: int) -> None:
 
 async def migration(threads: int, streams: int, tokens: int) -> None:
     """All requests of one replica move to another while they are read."""
-    for connector in ("shared-memory", "tcp", ""):
+    for connector in (*CONNECTORS, ""):
         async with cluster(2, threads, connector=connector) as client:
             client._replicas[1].routable = False
             running = [Stream(client, f"s{i}", ids(100, i), tokens, seed=i) for i in range(streams)]

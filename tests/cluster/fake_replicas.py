@@ -118,9 +118,10 @@ class FakeReplica:
 
     def __init__(
         self, client: ClusterClient, *, gated: bool = False, keys: CurveKeys | None = None,
-        adapters: tuple[str, ...] = (), number: int = -1,
+        adapters: tuple[str, ...] = (), number: int = -1, hub: str = "",
         **options: Any,
     ):  # fmt: skip
+        """`hub`: where it reaches the client, if not at its own address."""
         self.identity = secrets.token_hex(4)
         self.executor = GatedExecutor(gated)
         lora = {"max_loras": 4, "lora": tuple(f"{name}=/{name}" for name in adapters)}
@@ -128,7 +129,7 @@ class FakeReplica:
         self.ended = threading.Event()
         common = client.membership
         self._member = replace(common, identity=self.identity, keys=keys or common.keys, number=number)
-        self._address = client.hub.address
+        self._address = hub or client.hub.address
         self._adapters = [AdapterInfo(name, f"/{name}") for name in adapters]
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

@@ -9,18 +9,18 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 from fake_replicas import FakeReplica, ask
 from test_failover import Host, Reader, process_of, until
 
-from quire.cluster import handovers, migration
+from quire.cluster import migration, roles
 from quire.cluster.cluster_client import ClusterClient
-from quire.cluster.handovers import FIXED_TOKENS, MAX_LOCAL_PREFILL_TOKENS, PrefillCosts
 from quire.cluster.open_cluster import replica_options
-from quire.cluster.replica_handle import Replica
-from quire.cluster.routers import make_router
+from quire.cluster.roles import FIXED_TOKENS, MAX_LOCAL_PREFILL_TOKENS, PrefillCosts
+from quire.cluster.routers import ReplicaLoad, make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, InputError
@@ -28,6 +28,7 @@ from quire.types.grammar import GrammarSpec
 from quire.types.serving import ServeOptions
 
 PROMPT = list(range(1, 34))  # eight pages and one token
+NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'quire[nixl]'")
 
 
 @asynccontextmanager
@@ -56,7 +57,7 @@ async def cluster(
 def free_handovers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts here are short: a hand-over is taken to cost nothing."""
     monkeypatch.setattr(PrefillCosts, "handover_tokens", 0.0)
-    monkeypatch.setattr(handovers, "MAX_LOCAL_PREFILL_TOKENS", 0)
+    monkeypatch.setattr(roles, "MAX_LOCAL_PREFILL_TOKENS", 0)
 
 
 async def gather(*readers: Reader) -> None:
@@ -76,7 +77,7 @@ def remote_prefills(replica: FakeReplica) -> int:
 
 
 @pytest.mark.usefixtures("free_handovers")
-@pytest.mark.parametrize("connector", ["in-process", "tcp", "shared-memory"])
+@pytest.mark.parametrize("connector", ["in-process", "tcp", "shared-memory", pytest.param("nixl", marks=NIXL)])
 async def test_prompts_are_computed_by_one_replica_and_answered_by_another(connector: str) -> None:
     async with cluster(2, prefill=1, connector=connector) as (client, made):
         assert [one.role for one in await client.replicas()] == ["prefill", "decode"]
@@ -91,6 +92,19 @@ async def test_prompts_are_computed_by_one_replica_and_answered_by_another(conne
         assert handed_over(made["replica-1"]) == 8 + 8 + 6
         assert made["replica-0"].core.stats().finished["length"] == 3, "no answer is drawn by the prefill replica"
         assert client.handovers.costs.token_s > 0 and client.handovers.costs.handover_latency_s > 0
+
+
+@pytest.mark.usefixtures("free_handovers")
+async def test_a_prompt_that_is_computed_elsewhere_is_no_queue_where_it_is_answered() -> None:
+    async with cluster(2, prefill=1, gated=(0, 1)) as (client, made):
+        readers = [Reader(client, ask("first", [3] * 6)), Reader(client, ask("second", PROMPT))]
+        await until(lambda: len(client.handovers._prefills) == 1)
+        prefill, decode = (replica.load for replica in client._replicas)
+        assert (prefill.tokens, decode.tokens, decode.requests) == (len(PROMPT), 6, 2)
+        for replica in made.values():
+            replica.free()
+        await gather(*readers)
+        assert prefill.tokens == decode.tokens == prefill.requests == decode.requests == 0
 
 
 @pytest.mark.usefixtures("free_handovers")
@@ -314,19 +328,19 @@ async def test_short_prompts_stay_however_many_are_answered() -> None:
 
 
 def test_where_a_prompt_is_computed_is_a_matter_of_cost() -> None:
-    costs, decoder, prefill = PrefillCosts(), Replica(0), Replica(1)
+    costs, decoder, prefill = PrefillCosts(), ReplicaLoad(), ReplicaLoad()
     assert not costs.should_prefill_remotely(4096, decoder, prefill, 0), (
         "nobody is delayed, and it takes no longer in place"
     )
-    decoder.load.sent(0)
+    decoder.sent(0)
     assert costs.should_prefill_remotely(4096, decoder, prefill, 0)
     assert not costs.should_prefill_remotely(FIXED_TOKENS, decoder, prefill, 0), "too short to be worth a hand-over"
-    crowded = Replica(2)
+    crowded = ReplicaLoad()
     for _ in range(64):
-        crowded.load.sent(0)
+        crowded.sent(0)
     assert not costs.should_prefill_remotely(MAX_LOCAL_PREFILL_TOKENS, crowded, prefill, 0), "whoever is answered there"
     assert costs.should_prefill_remotely(MAX_LOCAL_PREFILL_TOKENS + 1, crowded, prefill, 0)
-    prefill.load.sent(9000)
+    prefill.sent(9000)
     assert not costs.should_prefill_remotely(4096, decoder, prefill, 0), "it would wait too long there"
     assert costs.should_prefill_remotely(4096, decoder, prefill, 4090 * 2), "... unless most of it is cached there"
     costs.record_prefill(1000, 1.0)
@@ -341,6 +355,7 @@ def test_options_of_disaggregation() -> None:
     assert ServeOptions(replicas=3, prefill_replicas=1).connector in ("shared-memory", "tcp")
     assert ServeOptions(replicas=3, ray_address="auto").connector == "tcp"
     assert ServeOptions(replicas=3, kv_connector="none").connector == ""
+    assert ServeOptions(replicas=3, ray_address="auto", kv_connector="nixl").connector == "nixl"
     for wrong, why in (
         ({"prefill_replicas": 1}, "has no effect without replicas"),
         ({"replicas": 2, "prefill_replicas": 2}, "fewer than replicas"),

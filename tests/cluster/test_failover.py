@@ -15,7 +15,8 @@ from fake_replicas import FakeReplica, ask, expected
 
 from quire.cluster import pending_requests
 from quire.cluster.active_request import ActiveRequest
-from quire.cluster.cluster_client import MAX_FAILOVERS, ClusterClient
+from quire.cluster.cluster_client import ClusterClient
+from quire.cluster.replica_losses import MAX_FAILOVERS
 from quire.cluster.routers import make_router
 from quire.engine import engine_process
 from quire.engine.client import RestartPolicy
@@ -291,7 +292,7 @@ async def test_who_has_no_key_is_refused_and_what_was_given_up_is_ended() -> Non
         FakeReplica(client, keys=forged)
         await until(lambda: client.hub.refused > 0)
         assert len(client._by_identity) == 1
-        client._on_replica_lost(made[0].identity, None)  # as after a break of the network: it is still there
+        client._on_replicas_lost([(made[0].identity, None)])  # as after a break of the network: it is still there
         client._received([(made[0].identity, Heartbeat())])
         await until(made[0].ended.is_set)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import zmq
 from tiny_engine import Engine
 from tiny_models import prompts, tiny
 
+from quire.runtime import layerwise_send
+from quire.runtime.connectors.page_connector import PageConnector
+from quire.runtime.layerwise_send import LayerwiseSend
 from quire.types.errors import OverloadedError
 from quire.types.handover import Handover
 from quire.types.hashing import PageHasher
@@ -19,7 +23,8 @@ from quire.types.membership import CurveKeys, PeerLink
 from quire.types.request import FinishReason, Request
 from quire.types.sampling_params import SamplingParams
 
-CONNECTORS = ["in-process", "tcp", "shared-memory"]
+NIXL = pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed: pip install 'quire[nixl]'")
+CONNECTORS = ["in-process", "tcp", "shared-memory", pytest.param("nixl", marks=NIXL)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True, frequency_penalty=0.3)
 ALONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -127,6 +132,108 @@ def test_a_prompt_computed_elsewhere_is_answered_as_by_one_engine(model, kind, d
         assert pair.received() == (44 if "llama" in model.name else 8), "all full pages that a window reaches, once"
         stats = pair.target.stats().handovers
         assert (stats.started, stats.completed, stats.dropped) == (1, 1, 0)
+
+
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Pages go by layers, however few there are; the numbers of the parts that were sent."""
+    monkeypatch.setattr(layerwise_send, "MIN_LAYERWISE_BYTES", 0)
+    sent: list[int] = []
+    submit = PageConnector.submit
+
+    def spy(self, job) -> None:
+        sent.extend([job.part] * (job.kind == "put"))
+        submit(self, job)
+
+    monkeypatch.setattr(PageConnector, "submit", spy)
+    return sent
+
+
+@pytest.mark.parametrize("kind", CONNECTORS)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_pages_that_come_layer_by_layer_give_the_same_answers(model, kind, depth, parts, pairs) -> None:
+    pair = Pair(model, kind, depth=depth)
+    pairs.append(pair)
+    for name, params in (("greedy", GREEDY), ("seeded", SEEDED)):
+        parts.clear()
+        handover = pair.handover()
+        pair.ask(pair.target, name, handover, params)
+        while not pair.source.connector.has_requests:
+            pair.step()
+        pair.prefill(handover, f"prefill-{name}")
+        assert pair.until(f"prefill-{name}", name) == alone(model, params)[0]
+        assert pair.received() == (44 if "llama" in model.name else 8)
+        assert max(parts) > 0 and (-1 in parts) == ("gemma" in model.name), "whole are those of a single layer"
+        assert pair.target.stats().handovers.dropped == 0
+        for core in pair.cores:
+            core.scheduler.reset()
+
+
+def test_layers_come_while_later_ones_are_computed(llama, parts, pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step that fills pages does not go on before its peer has their first layers."""
+    pair = Pair(llama)
+    pairs.append(pair)
+    handover, written, early = pair.handover(), LayerwiseSend.layer_written, []
+
+    def wait_for_peer(self, layer: float) -> None:
+        if self.layers and layer == max(self.layers):
+            deadline = time.monotonic() + PATIENCE_S
+            while not pair.target.connector.stats.bytes_received and time.monotonic() < deadline:
+                time.sleep(0.001)
+            early.append(pair.target.connector.stats.bytes_received)
+        written(self, layer)
+
+    monkeypatch.setattr(LayerwiseSend, "layer_written", wait_for_peer)
+    pair.ask(pair.target, "answer", handover)
+    while not pair.source.connector.has_requests:
+        pair.step()
+    pair.prefill(handover)
+    assert pair.until("prefill", "answer") == alone(llama)[0] and early[0] > 0
+    assert pair.target.connector.stats.pages_received == 11
+
+
+def test_a_step_that_fails_between_layers_leaves_no_page(llama, parts, pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer has some layers of its pages: it computes them itself."""
+    pair = Pair(llama)
+    pairs.append(pair)
+    handover, written = pair.handover(), LayerwiseSend.layer_written
+
+    def fail_at_the_last(self, layer: float) -> None:
+        if self.layers and layer == max(self.layers):
+            raise RuntimeError("the device is gone")
+        written(self, layer)
+
+    monkeypatch.setattr(LayerwiseSend, "layer_written", fail_at_the_last)
+    pair.ask(pair.target, "answer", handover)
+    while not pair.source.connector.has_requests:
+        pair.step()
+    pair.prefill(handover)
+    while not pair.finish:
+        pair.finish |= {event.request: event.finish for event in pair.source.step() if event.finish}
+    assert pair.finish == {"prefill": FinishReason.ERROR} and 0 in parts
+    monkeypatch.setattr(LayerwiseSend, "layer_written", written)
+    assert pair.until("answer") == alone(llama)[0] and pair.received() == 0
+
+
+def test_a_part_that_cannot_be_sent_holds_nobody_up(llama, parts, pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(llama)
+    pairs.append(pair)
+    submit = PageConnector.submit
+
+    def fail(self, job) -> None:
+        if job.part == 1:
+            raise RuntimeError("no thread, no memory")
+        submit(self, job)
+
+    monkeypatch.setattr(PageConnector, "submit", fail)
+    handover = pair.handover(timeout=0.2)
+    pair.ask(pair.target, "answer", handover)
+    while not pair.source.connector.has_requests:
+        pair.step()
+    pair.prefill(handover)
+    assert pair.until("prefill", "answer") == alone(llama)[0]
+    pair.settle()
+    assert next(tier.failed for tier in pair.source.stats().tiers if tier.name == "peer") > 0
 
 
 def test_pages_come_while_the_rest_is_computed(llama, pairs) -> None:

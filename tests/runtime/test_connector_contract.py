@@ -11,16 +11,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
 
-from quire.runtime.connectors import page_connector, shared_memory
+from quire.runtime.connectors import nixl_connector, page_connector, shared_memory
 from quire.runtime.connectors.in_process import InProcessConnector
+from quire.runtime.connectors.nixl_connector import NixlConnector
 from quire.runtime.connectors.page_connector import PageConnector
 from quire.runtime.connectors.shared_memory import SharedMemoryConnector
 from quire.runtime.connectors.tcp import TcpConnector
 from quire.runtime.tiers.signed_page import PageSigner
+from quire.types.errors import ConfigError
 from quire.types.handover import Handover
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.membership import CurveKeys
@@ -30,6 +33,7 @@ LAYOUT = KVLayout((KVGroup(layers=(0, 1), tokens_per_page=4, kv_heads=2, head_di
 SIZE = LAYOUT.page_bytes
 KEYS = [(0, bytes([i]) * 16) for i in range(12)]
 PATIENCE_S = 20.0
+REMOTE = {"tcp": TcpConnector, "shared-memory": SharedMemoryConnector, "nixl": NixlConnector}
 
 
 class Clock:
@@ -70,8 +74,7 @@ class Link:
         if self.kind == "in-process":
             made = InProcessConnector(self.peers, f"engine-{len(self.made)}", *common)
         else:
-            kind = TcpConnector if self.kind == "tcp" else SharedMemoryConnector
-            made = kind("127.0.0.1", self.keys, *common)
+            made = REMOTE[self.kind]("127.0.0.1", self.keys, *common)
         self.made.append(made)
         return made
 
@@ -80,8 +83,10 @@ class Link:
         connector.close()
 
 
-@pytest.fixture(params=["in-process", "tcp", "shared-memory"])
+@pytest.fixture(params=["in-process", *REMOTE])
 def link(request: pytest.FixtureRequest) -> Iterator[Link]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed: pip install 'quire[nixl]'")
     link = Link(request.param)
     yield link
     for made in list(link.made):
@@ -105,6 +110,14 @@ class Fetch:
         keys = [KEYS[i] for i in places]
         job = TierJob(2, "put", keys, [page(i + content) for i in places], handover or self.handover)
         self.source.submit(job)
+        return until(self.source.poll)[0].done
+
+    def give_part(self, part: int, *places: int, named: int | None = None) -> list[bool]:
+        """Of these pages the layers of one part; `named`: as which other it is sent."""
+        of = LAYOUT.layer_parts(0)[part]
+        contents = [page(i)[of.start : of.end] for i in places]
+        number = part if named is None else named
+        self.source.submit(TierJob(2, "put", [KEYS[i] for i in places], contents, self.handover, number))
         return until(self.source.poll)[0].done
 
     def gone(self, *places: int) -> None:
@@ -159,6 +172,55 @@ def test_a_page_comes_once(link: Link) -> None:
     assert fetch.done() == [True] * 3 and (fetch.into[0] == page(0)).all()
     until(lambda: fetch.give(1) == [False])  # the source learns that nobody waits any more
     assert (fetch.into[1] == page(1)).all()
+
+
+def test_parts_of_pages_make_them_whole(link: Link) -> None:
+    """In any order, beside whole pages; a page counts when all its layers are in."""
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 4)
+    fetch.wanted()
+    assert fetch.give_part(0, 0, 1, 2) == [True] * 3
+    fetch.give_part(1, 1)
+    until(lambda: target.stats.pages_received == 1)
+    fetch.give(2, 3)  # one that had come in part comes whole
+    until(lambda: target.stats.pages_received == 3)
+    assert not target.poll(), "one has half its layers"
+    fetch.give_part(1, 0)
+    assert fetch.done() == [True] * 4
+    assert all((found == page(i)).all() for i, found in enumerate(fetch.into))
+    assert target.stats.dropped == 0 and source.stats.bytes_sent == target.stats.bytes_received
+
+
+def test_a_page_that_came_in_part_is_not_there(link: Link) -> None:
+    clock = Clock()
+    fetch = Fetch(link.connector(), link.connector(clock=clock), 3)
+    fetch.wanted()
+    fetch.give_part(0, 0, 1, 2)
+    fetch.give_part(1, 1)
+    fetch.gone(2)
+    until(lambda: fetch.target.stats.pages_received == 1)
+    clock.now = 11.0
+    assert fetch.done() == [False, True, False]
+
+
+def test_a_part_comes_once_and_in_its_own_place(link: Link) -> None:
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    fetch.give_part(0, 0)
+    fetch.give_part(0, 0)
+    until(lambda: target.stats.dropped == 1)
+    sign = source._signer.sign
+    source._signer.sign = lambda key, content: sign((key[0], key[1][:16] + b"\0"), content)  # type: ignore[method-assign]
+    fetch.give_part(1, 0)  # signed as the first part
+    until(lambda: target.stats.dropped == 2)
+    source._signer.sign = sign  # type: ignore[method-assign]
+    for number in (2, 100):
+        fetch.give_part(1, 0, named=number)
+    until(lambda: target.stats.dropped == 4)
+    fetch.give_part(1, 0)
+    fetch.give(1)
+    assert fetch.done() == [True, True] and all((found == page(i)).all() for i, found in enumerate(fetch.into))
 
 
 @pytest.mark.parametrize("signer", [PageSigner, CorruptingSigner])
@@ -243,6 +305,46 @@ def test_what_peers_may_ask_for_is_bounded(link: Link, monkeypatch: pytest.Monke
     assert until(target.poll)[0].done == [False, False]
 
 
+def test_peers_that_left_without_a_word_keep_nobody_out(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tells that nobody waits any more may be lost, with all that a network loses."""
+    monkeypatch.setattr(page_connector, "MAX_PENDING_HANDOVERS", 2)
+    clock = Clock()
+    source, target = link.connector(clock=clock), link.connector()
+    lost = []
+    for _ in range(2):
+        lost.append(Fetch(source, target))
+        lost[-1].wanted()
+    clock.now += 21.0  # twice the time after which a target gives up
+    fetch = Fetch(source, target, 1)
+    fetch.wanted()
+    fetch.give(0)
+    assert fetch.done() == [True] and source.stats.dropped == 0
+    assert lost[0].give(0) == [False], "nobody waits for it"
+
+
+def test_what_a_slow_peer_has_not_read_is_bounded(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
+    monkeypatch.setattr(page_connector, "MAX_UNREAD_BYTES", 3 * SIZE)
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target)
+    fetch.wanted()
+    with monkeypatch.context() as slow:
+        slow.setattr(source, "_on_received", lambda route: None)  # it reads, which is not heard of
+        assert fetch.give(0, 1, 2, 3, 4, 5) == [True] * 3 + [False] * 3
+        assert fetch.done() == [True] * 3 + [False] * 3, "it is told, and computes the rest"
+        assert source.stats.failed == 1
+    (route,) = source._unread
+    for _ in range(3):
+        source._on_received(route)
+    for _ in range(3):  # one that reads gets all, however much that comes to
+        again = Fetch(source, target)
+        again.wanted()
+        for place in range(6):
+            until(lambda: len(next(iter(source._unread.values()), ())) < 3)
+            assert again.give(place) == [True]
+        assert again.done() == [True] * 6
+
+
 def test_many_pages_go_in_messages_of_bounded_size(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_connector, "BATCH_BYTES", 2 * SIZE)
     fetch = Fetch(link.connector(), link.connector(), 12)
@@ -324,6 +426,7 @@ def test_pages_that_cannot_be_written_are_said_not_to_come(
     assert fetch.give(4, 5) == [True, True], "there is room again"
     assert fetch.done() == [True, True, False, False, True, True]
     assert source.stats.failed == 1 and source.stats.pages_sent == 4
+    until(lambda: not source._unread)  # what was not sent will never be read
     monkeypatch.setattr(os, "memfd_create", full)
     again = Fetch(source, target, 2)
     again.wanted()
@@ -354,7 +457,7 @@ def test_no_memory_file_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_files() == 3, "the oldest goes"
     monkeypatch.undo()
     for frames in sent:
-        source._send(source._routes[unread.handover.id], frames)
+        source._send(source._routes[unread.handover.id].route, frames)
     until(lambda: target.stats.dropped == 2)
     unread.give(5)
     assert unread.done() == [False, False, True, True, True, True], "those whose file went are not waited for"
@@ -379,3 +482,68 @@ def test_memory_files_end_with_a_killed_writer() -> None:
     with pytest.raises(FileNotFoundError):
         reader._unpack([place, b"1"])
     reader.close()
+
+
+def test_nixl_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nixl", "nixl._api"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=r"pip install 'quire\[nixl\]'"):
+        Link("nixl").connector()
+
+
+@pytest.fixture
+def nixl_pair() -> Iterator[tuple[NixlConnector, NixlConnector]]:
+    pytest.importorskip("nixl", reason="nixl is not installed: pip install 'quire[nixl]'")
+    link = Link("nixl")
+    source, target = link.connector(), link.connector()
+    assert isinstance(source, NixlConnector) and isinstance(target, NixlConnector)
+    yield source, target
+    for made in list(link.made):
+        link.end(made)
+
+
+def test_registered_memory_is_bounded_and_used_again(nixl_pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = nixl_pair
+    for _ in range(3):
+        fetch = Fetch(source, target, 2)
+        fetch.wanted()
+        fetch.give(0)
+        fetch.give(1)
+        assert fetch.done() == [True, True]
+        until(lambda: not source._unread)
+    assert len(source._free) <= 2, "what was read is written to again"
+    monkeypatch.setattr(nixl_connector, "MAX_UNREAD_BYTES", 2 * source._buffer_size)
+    unread = Fetch(source, target, 4)
+    unread.wanted()
+    sent: list[list[bytes]] = []
+    send = source._send
+    monkeypatch.setattr(source, "_send", lambda route, frames: sent.append(frames))
+    source._free.clear()
+    assert [unread.give(place) for place in range(4)] == [[True], [True], [False], [False]]
+    for frames in sent:
+        send(source._routes[unread.handover.id], frames)
+    assert unread.done() == [True, True, False, False], "what there was no room for is not waited for"
+    assert source.stats.failed == 2
+
+
+@pytest.mark.parametrize("forged", [{"address": 4096}, {"metadata": b"noise"}, {"count": 1 << 40}, {"token": 5}])
+def test_a_place_that_nothing_can_be_read_from_is_said_not_to_come(nixl_pair, forged) -> None:
+    source, target = nixl_pair
+    fetch = Fetch(source, target, 2)
+    fetch.wanted()
+    send = source._send
+
+    def forge(route, frames: list[bytes]) -> None:
+        place = msgspec.msgpack.decode(frames[1], type=nixl_connector._Place)
+        for name, value in forged.items():
+            setattr(place, name, value)
+        send(route, [frames[0], msgspec.msgpack.encode(place)])
+
+    source._send = forge  # type: ignore[method-assign]
+    fetch.give(0, 1)
+    assert fetch.done() == [False, False] and target.stats.dropped == 1
+    source._send = send  # type: ignore[method-assign]
+    again = Fetch(source, target, 2)
+    until(source.take_requests)
+    again.give(0, 1)
+    assert again.done() == [True, True], "the link goes on"

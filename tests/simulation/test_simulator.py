@@ -76,6 +76,12 @@ def test_equal_blocks_are_prefix_hits_and_others_are_not():
     assert result.cached_tokens == 64 + 32 + 0
 
 
+def test_ids_of_blocks_may_be_large():
+    """Those of made-up conversations, and of a trace that comes again, are beyond 32 bits."""
+    one = served(synthetic("conversations", 40, 2.0, 0), with_machine(pages=4000, max_model_len=65536))
+    assert one.result().cached_tokens > 0 and not one.result().lost
+
+
 def test_what_overflows_memory_is_preempted_and_ends():
     small = with_machine(pages=24)
     one = served([Arrival(0.0, 60, 60) for _ in range(6)], small)

@@ -30,9 +30,13 @@ class SubRequest:
     started: bool = False  # something was drawn
 
     @property
+    def remote_prefill(self) -> bool:
+        return self.request.handover is not None
+
+    @property
     def prefill(self) -> int:
-        """Tokens that must be computed before it draws."""
-        return len(self.request.prompt) + len(self.request.outputs) - self.cached
+        """Tokens that the replica must compute before it draws: none of a prompt that another computes for it."""
+        return 0 if self.remote_prefill else len(self.request.prompt) + len(self.request.outputs) - self.cached
 
 
 @dataclass(eq=False, slots=True)
@@ -46,6 +50,8 @@ class ActiveRequest:
     scored: bool = False  # log-probabilities of the prompt were given
     sub_requests: dict[str, SubRequest] = field(default_factory=dict)  # by the ids that replicas know them by
     failovers: int = 0  # replicas that were lost under it
+    deaths: int = 0  # ... of them, those whose process is known to have ended
+    link_losses: int = 0  # connections to replicas that were lost under it
     _resumed: int = 0
 
     @classmethod

@@ -17,48 +17,45 @@ from msgspec.structs import replace
 
 from quire.cluster.active_request import ActiveRequest, SubRequest
 from quire.cluster.autoscaler import Autoscaler
-from quire.cluster.handovers import BOTH, DECODE, PREFILL, Handovers
+from quire.cluster.handovers import Handovers
 from quire.cluster.migration import Migrations
 from quire.cluster.pending_requests import NO_REPLICA, PendingRequests
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_hub import Received, ReplicaHub
+from quire.cluster.replica_losses import MAX_FAILOVERS, ReplicaLosses
 from quire.cluster.replica_operations import START_TIMEOUT_S, ReplicaOperations
 from quire.cluster.replica_scaling import ReplicaHost, ReplicaScaler
 from quire.cluster.request_router import RequestRouter
+from quire.cluster.role_switching import RoleSwitcher
+from quire.cluster.roles import BOTH, DECODE, PREFILL
 from quire.cluster.routers import RouterPolicy
-from quire.engine.client import CLOSED, RESTART_WINDOW_S, RestartPolicy
+from quire.engine.client import CLOSED, RestartPolicy
 from quire.engine.event_queue import EventQueue
 from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, from_wire
 from quire.types.events import TokenEvent
 from quire.types.membership import ReplicaMembership
 from quire.types.messages import (
     Abort,
-    AdapterInfo,
     CacheEvents,
     EngineInfo,
     Events,
     Failed,
     FinishAt,
-    LoadAdapter,
-    Query,
     Ready,
     Refused,
     Reply,
     Shutdown,
     Submit,
     ToClient,
-    UnloadAdapter,
 )
 from quire.types.request import Request
 
 log = logging.getLogger(__name__)
 
-MAX_FAILOVERS = 3  # replicas that may be lost under one request, which may be why, before it ends with an error
 RETRY_S = 0.25  # before a request that goes on elsewhere is offered again, where a queue was full
 WATCH_INTERVAL_S = 1.0
 CLOSE_TIMEOUT_S = 5.0
-
-REPLICA_LOST = "the replica was lost"
+SILENT_S = 2.0  # without a frame, of which there are two a second at least while an engine steps
 
 
 class ClusterClient(ReplicaOperations):
@@ -78,6 +75,7 @@ class ClusterClient(ReplicaOperations):
         connector: str = "",
         handover_timeout: float = 10.0,
         rebalance: bool = False,
+        switch_roles: bool = False,
     ):
         """`replica_wait`: seconds that a request waits for a replica while there is none. `prefill`: how many of the
         replicas only compute prompts; `connector`: by which KV pages are handed over."""
@@ -105,10 +103,11 @@ class ClusterClient(ReplicaOperations):
         self.handovers = Handovers(self.hub, self._replicas, self._router, handover_timeout)
         self.migration = Migrations(self.handovers, self._replicas, self._resume_on, handover_timeout)
         self._rebalance = rebalance
+        self.role_switcher = RoleSwitcher(self._replicas, self._change_role) if switch_roles else None
         self._active: dict[str, ActiveRequest] = {}
         self._standby: dict[str, Ready] = {}  # processes that are ready and that nothing is known to be vacant for
         self._pending = PendingRequests(self.loop, replica_wait)
-        self._losses: list[float] = []
+        self._losses = ReplicaLosses(restarts.max_restarts)
         self._lost: asyncio.Future[QuireError] = self.loop.create_future()
         self._failed: asyncio.Future[QuireError] = self.loop.create_future()  # a replica that could not start
         self._closing = False
@@ -148,10 +147,10 @@ class ClusterClient(ReplicaOperations):
         return sum(replica.restarts for replica in self._replicas)
 
     def trouble(self) -> str | None:
-        now, silent = time.monotonic(), None
+        silent = None
         for replica in self._replicas:
-            if replica.load.accepts_requests:
-                if now - replica.last_heartbeat <= self.policy.heartbeat:
+            if replica.load.accepts_requests or replica.silent:
+                if replica.silence <= self.policy.heartbeat:
                     return None
                 silent = f"no replica gave a sign of life for {self.policy.heartbeat:g} s"
         if silent is None and self._starts_from_zero and not self._closing:
@@ -172,7 +171,8 @@ class ClusterClient(ReplicaOperations):
         return EventQueue(self, request)
 
     def attach(self, events: EventQueue, request: Request) -> None:
-        if self._closing or not (self._starts_from_zero or any(load.accepts_requests for load in self._loads)):
+        there = any(replica.load.accepts_requests or replica.silent for replica in self._replicas)
+        if self._closing or not (self._starts_from_zero or there):
             raise EngineDeadError(CLOSED if self._closing else NO_REPLICA)
         if request.id in self._active:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
@@ -220,6 +220,13 @@ class ClusterClient(ReplicaOperations):
         without any, let it wait."""
         if self._active.get(active.request.id) is not active:
             return  # its reader left
+        if active.failovers > MAX_FAILOVERS:
+            problem = f"{active.failovers} replicas were lost while they worked on this request; it is given up"
+            if active.deaths > MAX_FAILOVERS:
+                active.events.fail(EngineDeadError(problem))
+            else:  # until it is known that they died, or that the network did
+                self._pending.add(active, request, problem)
+            return
         if not any(load.accepts_requests for load in self._loads):
             self._pending.add(active, request)
             if self._scaler is not None:
@@ -247,20 +254,15 @@ class ClusterClient(ReplicaOperations):
         """Have sub-requests go on elsewhere; `lost`: because their replica was."""
         touched = {sub_request.active: None for sub_request in sub_requests}
         for active in touched:
-            active.failovers += lost
             self.failovers += lost
             for event in active.ended():
                 active.events.put(event)
-            if active.failovers > MAX_FAILOVERS:
-                problem = f"{active.failovers} replicas were lost while they worked on this request; it is given up"
-                active.events.fail(EngineDeadError(problem))
         for sub_request in sub_requests:
             self._replica_by_id.pop(sub_request.request.id, None)
             self.handovers.on_finished(sub_request.request.id)
             for request in sub_request.active.resumed(sub_request):
-                if sub_request.active.failovers <= MAX_FAILOVERS:
-                    self._remember(sub_request.active.request.id, request.id)
-                    self._dispatch(sub_request.active, request, on)
+                self._remember(sub_request.active.request.id, request.id)
+                self._dispatch(sub_request.active, request, on)
 
     # ---- what replicas say ----------------------------------------------------------------------------------
 
@@ -269,17 +271,23 @@ class ClusterClient(ReplicaOperations):
             self.loop.call_soon_threadsafe(self._received, news)
 
     def _received(self, news: Received) -> None:
+        lost: list[tuple[str, Failed | None]] = []
         for identity, message in news:
             replica = self._by_identity.get(identity)
             if isinstance(message, Ready):
                 self._joined(identity, message)
             elif message is None or isinstance(message, Failed):
-                self._on_replica_lost(identity, message)
+                lost.append((identity, message))
             elif replica is None and identity not in self._standby:  # given up: what it worked on is others'
                 self.hub.send(identity, Shutdown())
             elif replica is not None:
                 replica.last_heartbeat = time.monotonic()
+                if replica.silent:
+                    replica.silent = False
+                    self._dispatch_pending()
                 self._on_message(replica, message)
+        if lost:
+            self._on_replicas_lost(lost)
 
     def _on_message(self, replica: Replica, message: ToClient) -> None:
         if isinstance(message, Events):
@@ -291,6 +299,7 @@ class ClusterClient(ReplicaOperations):
         elif isinstance(message, CacheEvents):
             self._router.learn(replica.number, message)
         elif isinstance(message, Reply):
+            replica.answered = max(replica.answered, message.id)
             future = replica.pending_queries.pop(message.id, None)
             if future is not None and not future.done():
                 future.set_result(message.answer)
@@ -306,7 +315,7 @@ class ClusterClient(ReplicaOperations):
             return
         if not sub_request.started:
             replica.prefill_done(sub_request)
-            self.handovers.on_first_token(sub_request.request.id)
+            self.handovers.on_first_token(sub_request, replica, event.counts)
             if sub_request.cached and event.counts is not None:
                 self._router.found(
                     replica.number, min(sub_request.cached, len(sub_request.request.prompt)), event.counts.cached
@@ -325,59 +334,71 @@ class ClusterClient(ReplicaOperations):
         if not any(replica.wanted for replica in taken):  # it was not needed any more before it was ready
             self.hub.send(identity, Shutdown())
             return
-        vacant = next((replica for replica in taken if not replica.identity), None)
+        own = next((replica for replica in taken if ready.process and replica.process == ready.process), None)
+        if own is not None and own.identity:  # it has joined again before the loss of its connection was known here
+            self._on_replicas_lost([(own.identity, None)])
+        vacant = next((replica for replica in (own, *taken) if replica is not None and not replica.identity), None)
         if vacant is None:  # that of one whose end is not known here yet
             self._standby[identity] = ready
             return
         self._by_identity[identity] = vacant
-        vacant.join(identity, ready)
+        again = vacant.join(identity, ready)
         self._router.joined(vacant.number, ready)
         self.handovers.route()
         if self._info is None:
             self.adapters = list(ready.info.adapters)
         infos = [replica.info for replica in self._replicas if replica.info is not None]
         self._info = replace(ready.info, slots=sum(one.slots for one in infos), pages=sum(one.pages for one in infos))
-        log.info("%s is ready: process %d on %s", vacant.id, vacant.pid, vacant.host)
+        away = self._losses.take_back(vacant.number, ready.process)
+        said = f"can be reached again after {away:.1f} s" if again else "is ready"
+        log.info("%s %s: process %d on %s", vacant.id, said, vacant.pid, vacant.host)
         if vacant.role == PREFILL and not vacant.connector:
             log.warning("%s cannot hand KV pages of this model over: prompts are computed where answered", vacant.id)
-        self._adapt(vacant, ready.info.adapters)
-        for active, request in self._pending.take():
+        self._bring_up_to_date(vacant, ready.info.adapters)
+        self._dispatch_pending()
+
+    def _dispatch_pending(self) -> None:
+        """There is a replica for requests that wait for one, or more is known of those that were lost."""
+        for active, request in self._pending.take(
+            lambda one: one.failovers <= MAX_FAILOVERS or one.deaths > MAX_FAILOVERS
+        ):
             self._dispatch(active, request)
 
-    def _adapt(self, replica: Replica, there: list[AdapterInfo]) -> None:
-        """A new process has the adapters named at start: bring it to what the others have, before any request."""
-        for one in (one for one in there if one not in self.adapters):
-            self.hub.send(replica.identity, Query(UnloadAdapter(one.name)))
-        for one in (one for one in self.adapters if one not in there):
-            self.hub.send(replica.identity, Query(LoadAdapter(one.name, one.path)))
+    def _on_replicas_lost(self, lost: list[tuple[str, Failed | None]]) -> None:
+        """Processes have ended, or their connections have: all of them, before anything goes on elsewhere."""
+        left = [sub_request for identity, failed in lost for sub_request in self._leave(identity, failed)]
+        for spare in list(self._standby):
+            self._joined(spare, self._standby.pop(spare))
+        self._move(left, lost=True)
+        if self._losses.too_many(sum(replica.wanted for replica in self._replicas)) and not self._lost.done():
+            self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
 
-    def _on_replica_lost(self, identity: str, failed: Failed | None) -> None:
-        """A process has ended, or its connection has."""
+    def _leave(self, identity: str, failed: Failed | None) -> list[SubRequest]:
+        """What a replica had under way that is lost, and that must go on elsewhere."""
         if failed is not None and not self._failed.done():
             self._failed.set_result(from_wire(failed.kind, failed.message))
         self._standby.pop(identity, None)
         replica = self._by_identity.pop(identity, None)
-        self._on_process_ended(identity)
-        if self._closing or (replica is None and failed is None):
-            return
-        if replica is not None:
-            drained = replica.state is ReplicaState.DRAINED
-            sub_requests = replica.leave(REPLICA_LOST)
-            self._router.left(replica.number)
-            self.handovers.route()
-            for spare in list(self._standby):
-                self._joined(spare, self._standby.pop(spare))
-            if drained:
-                return
-            requests = len({sub_request.active for sub_request in sub_requests})
-            why = failed.message if failed is not None else "its connection closed"
-            log.warning("%s was lost: %s; %d requests go on elsewhere", replica.id, why, requests)
-            self._move(sub_requests, lost=True)
-        now = time.monotonic()
-        self._losses = [then for then in self._losses if now - then < RESTART_WINDOW_S] + [now]
-        wanted = max(1, sum(replica.wanted for replica in self._replicas))
-        if len(self._losses) > (self.policy.max_restarts + 1) * wanted and not self._lost.done():
-            self._lost.set_result(EngineDeadError(f"replicas were lost {len(self._losses)} times within ten minutes"))
+        if replica is None or self._closing:
+            if failed is not None:
+                self._losses.record_failure()
+            return []
+        self._on_process_ended(replica.process)
+        silence = replica.silence
+        why = f"nothing came from it for {silence:.1f} s" if silence > SILENT_S else "its connection closed"
+        why, drained = failed.message if failed is not None else why, replica.state is ReplicaState.DRAINED
+        left = replica.leave(why)
+        self._router.left(replica.number)
+        self.handovers.route()
+        if drained:
+            return []
+        requests = {sub_request.active for sub_request in left}
+        self._losses.record(replica.number, replica.process, requests)
+        log.warning("%s was lost: %s; %d requests go on elsewhere", replica.id, why, len(requests))
+        if silence > SILENT_S:  # others may be behind the same break: what goes on goes to those that are heard
+            for other in (one for one in self._replicas if one.is_ready):
+                other.silent = other.silence > SILENT_S
+        return left
 
     @property
     def pending(self) -> int:
@@ -385,15 +406,16 @@ class ClusterClient(ReplicaOperations):
         return len(self._pending)
 
     def _watch(self) -> None:
-        """Replicas that hang, and those that have too much to do."""
-        now = time.monotonic()
+        """Replicas that hang, those that have too much to do, and those of which there are too few."""
         self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
         for replica in [one for one in self._replicas if one.identity]:
-            if 0 < self.policy.hang_timeout < now - replica.last_heartbeat:  # its host ends it
-                silence = f"no sign of life for {now - replica.last_heartbeat:.0f} s"
-                self._on_replica_lost(replica.identity, Failed(EngineDeadError.__name__, silence))
+            if 0 < self.policy.hang_timeout < replica.silence:  # its host ends it
+                silence = f"no sign of life for {replica.silence:.0f} s"
+                self._on_replicas_lost([(replica.identity, Failed(EngineDeadError.__name__, silence))])
         if self._rebalance:
             self.migration.rebalance()
+        if self.role_switcher is not None:
+            self.role_switcher.look(time.monotonic())
 
     # ---- the end --------------------------------------------------------------------------------------------
 
@@ -409,6 +431,8 @@ class ClusterClient(ReplicaOperations):
         if self._scaler is not None:
             await self._scaler.close()
         self.migration.stop()
+        if self.role_switcher is not None:
+            self.role_switcher.stop()
         for active in self._active.values():
             active.events.fail(EngineDeadError(CLOSED))
         for identity in self._by_identity:

@@ -10,15 +10,20 @@ to know: Ray, how pages travel.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 
 from msgspec.structs import replace
 
+from quire.cluster.active_request import SubRequest
 from quire.cluster.replica_handle import InternalRequest, Replica, ReplicaState
 from quire.cluster.replica_hub import ReplicaHub
 from quire.cluster.request_router import RequestRouter
+from quire.cluster.roles import PREFILL, ROLES, PrefillCosts
+from quire.types.counts import Counts
 from quire.types.errors import InputError
 from quire.types.events import TokenEvent
 from quire.types.handover import Handover
@@ -26,44 +31,10 @@ from quire.types.messages import Abort, Submit
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
-PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-ROLES = (PREFILL, DECODE, BOTH)
-FIXED_TOKENS = 128  # what a hand-over costs, in tokens computed meanwhile, until it was measured
-# Prompts of which no more is to be computed stay: they delay a step by little, and hits are known by blocks only.
-MAX_LOCAL_PREFILL_TOKENS = 128
-SMOOTHING = 0.2  # share of the latest measurement in an average
+log = logging.getLogger(__name__)
+
+RETRY_S = 10.0  # before a prompt is computed elsewhere again, after pages did not come from there
 PREFILL_ONLY_PARAMS = SamplingParams(temperature=0.0, max_tokens=1)  # of work that only its pages are wanted of
-
-
-class PrefillCosts:
-    """What computing a prompt elsewhere costs against computing it where it is answered, as measured so far."""
-
-    def __init__(self) -> None:
-        self.token_s = 0.0  # seconds that a token of a prompt takes on a prefill replica
-        self.handover_latency_s = 0.0  # seconds from the end of a prefill to the first token elsewhere
-
-    @property
-    def handover_tokens(self) -> float:
-        """What of a hand-over is not hidden behind computing, as tokens computed meanwhile."""
-        return self.handover_latency_s / self.token_s if self.token_s and self.handover_latency_s else FIXED_TOKENS
-
-    def record_prefill(self, tokens: int, seconds: float) -> None:
-        self.token_s = _average(self.token_s, seconds / max(1, tokens))
-
-    def record_handover(self, seconds: float) -> None:
-        self.handover_latency_s = _average(self.handover_latency_s, seconds)
-
-    def should_prefill_remotely(self, need: int, decoder: Replica, prefill: Replica, held: int) -> bool:
-        """`need`: tokens that the decoder would compute; `held`: of them, those that the prefill replica has. Computed
-        where it is answered, a prompt waits behind others and delays whoever is being answered there."""
-        if need <= MAX_LOCAL_PREFILL_TOKENS:
-            return False
-        local = decoder.load.tokens + need * (1 + decoder.load.requests)
-        return prefill.load.tokens + need - held + self.handover_tokens < local
-
-
-def _average(known: float, latest: float) -> float:
-    return latest if not known else known + SMOOTHING * (latest - known)
 
 
 class Handovers:
@@ -75,16 +46,20 @@ class Handovers:
         self._timeout = timeout
         self._prefills: dict[str, InternalRequest] = {}  # by the request that waits for their pages
         self._ended: dict[str, float] = {}  # when the prefill of a request ended that has drawn nothing yet
+        self._failed: dict[tuple[str, str], float] = {}  # when pages did not come from one address to another
         self.costs = PrefillCosts()
 
     # ---- roles ----------------------------------------------------------------------------------------------
 
-    def set_role(self, replica: Replica, role: str) -> None:
+    def check_role(self, replica: Replica, role: str) -> None:
         if role not in ROLES:
             raise InputError(f"a role is one of {', '.join(ROLES)}, not {role!r}", param="role")
         others = (one for one in self._replicas if one is not replica)
         if role == PREFILL and not any(one.is_ready and one.role != PREFILL for one in others):
             raise InputError("no other replica is ready to decode; give that role to one first", param="role")
+
+    def set_role(self, replica: Replica, role: str) -> None:
+        self.check_role(replica, role)
         replica.role = role
         self.route()
 
@@ -104,7 +79,7 @@ class Handovers:
         if found is None or not _transferable(request):
             return request
         prefill, held = found
-        if not self.costs.should_prefill_remotely(need, decoder, prefill, max(0, held - cached)):
+        if not self.costs.should_prefill_remotely(need, decoder.load, prefill.load, max(0, held - cached)):
             return request
         handover = Handover(secrets.token_hex(16), prefill.connector, self._timeout)
         self._prefills[request.id] = self.send(
@@ -117,12 +92,17 @@ class Handovers:
         """Where the prompt would be computed soonest, and how much of it is there."""
         if not decoder.connector or decoder.role == PREFILL:
             return None
-        ready = [one for one in self._replicas if one.role == PREFILL and one.connector and one.is_ready]
+        ready = [one for one in self._replicas if self._hands_over(one, decoder)]
         if not ready:
             return None
         held = self._router.held(request, [one.number for one in ready])
         best = min(ready, key=lambda one: one.load.tokens - held[one.number])
         return best, held[best.number]
+
+    def _hands_over(self, prefill: Replica, decoder: Replica) -> bool:
+        if prefill.role != PREFILL or not prefill.connector or not prefill.is_ready:
+            return False
+        return time.monotonic() - self._failed.get((prefill.connector, decoder.connector), -inf) > RETRY_S
 
     def send(
         self, replica: Replica, request: Request, tokens: list[int], handover: Handover | None, need: int,
@@ -159,11 +139,22 @@ class Handovers:
         if self._prefills.pop(request_id, None) is not None and well:
             self._ended[request_id] = time.monotonic()
 
-    def on_first_token(self, request_id: str) -> None:
+    def on_first_token(self, sub_request: SubRequest, decoder: Replica, counts: Counts | None) -> None:
         """A request has drawn its first token; a prefill that is still under way was not waited for."""
-        if (ended := self._ended.pop(request_id, None)) is not None:
-            self.costs.record_handover(time.monotonic() - ended)
-        self.on_finished(request_id)
+        request, now = sub_request.request, time.monotonic()
+        ended = self._ended.pop(request.id, None)
+        if request.handover is not None and counts is not None:
+            missing = len(request.prompt) - counts.cached
+            if 2 * missing > len(request.prompt) - sub_request.cached:  # most of what it waited for
+                source = request.handover.source
+                log.warning(
+                    "KV pages of %s did not come to %s: it computes prompts itself for a while", source, decoder.id
+                )
+                self._failed = {pair: then for pair, then in self._failed.items() if now - then <= RETRY_S}
+                self._failed[source, decoder.connector] = now
+            elif ended is not None:
+                self.costs.record_handover(now - ended)
+        self.on_finished(request.id)
 
     def on_finished(self, request_id: str) -> None:
         """Nobody waits any more for what was computed for a request."""

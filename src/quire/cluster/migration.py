@@ -15,8 +15,9 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.cluster.active_request import SubRequest
-from quire.cluster.handovers import PREFILL, Handovers
+from quire.cluster.handovers import Handovers
 from quire.cluster.replica_handle import Replica
+from quire.cluster.roles import PREFILL
 from quire.types.handover import Handover
 
 MAX_AT_ONCE = 8  # requests whose pages are copied together

@@ -38,6 +38,7 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
         connector=serving.connector,
         handover_timeout=serving.handover_timeout,
         rebalance=serving.rebalance and serving.most_replicas > 1,
+        switch_roles=serving.switch_roles and serving.prefill_replicas > 0,
     )
     try:
         await asyncio.to_thread(

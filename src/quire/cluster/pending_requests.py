@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from quire.cluster.active_request import ActiveRequest
 from quire.types.errors import DeadlineError, EngineDeadError
@@ -25,13 +26,13 @@ class PendingRequests:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, active: ActiveRequest, request: Request) -> None:
-        """A request, or one more part of it."""
+    def add(self, active: ActiveRequest, request: Request, why: str = NO_REPLICA) -> None:
+        """A request, or one more part of it; `why`: what it is told if it waits in vain."""
         if active in self._waiting:
             self._waiting[active][0].append(request)
             return
         left = request.deadline - time.time() if request.deadline else self._max_wait
-        error: Exception = EngineDeadError(NO_REPLICA)
+        error: Exception = EngineDeadError(why)
         if left < self._max_wait:
             error = DeadlineError("the deadline passed before a replica was ready")
         timer = self._loop.call_later(min(left, self._max_wait), self._expire, active, error)
@@ -42,12 +43,13 @@ class PendingRequests:
         if (found := self._waiting.pop(active, None)) is not None:
             found[1].cancel()
 
-    def take(self) -> list[tuple[ActiveRequest, Request]]:
-        """All of them: there is a replica."""
-        waiting, self._waiting = self._waiting, {}
-        for _, timer in waiting.values():
+    def take(self, which: Callable[[ActiveRequest], bool]) -> list[tuple[ActiveRequest, Request]]:
+        """Those that need not wait any longer."""
+        found = [active for active in self._waiting if which(active)]
+        taken = [(active, *self._waiting.pop(active)) for active in found]
+        for _, _, timer in taken:
             timer.cancel()
-        return [(active, request) for active, (requests, _) in waiting.items() for request in requests]
+        return [(active, request) for active, requests, _ in taken for request in requests]
 
     def _expire(self, active: ActiveRequest, error: Exception) -> None:
         del self._waiting[active]

@@ -4,7 +4,8 @@ starting ──(joined)──► ready ──► draining ──► drained ─�
     ▲                    │ lost       │ lost                                   │
     └────────────────────┴────────────┴────────────────────────────────────────┘   Ray starts its next process
 
-One that the autoscaler does not want is stopped: there is no process, and none is started.
+A process whose connection alone was lost joins again by itself: ready, or drained if it was to be. One that the
+autoscaler does not want is stopped: there is no process, and none is started.
 """
 
 from __future__ import annotations
@@ -46,24 +47,32 @@ class Replica:
     def __init__(self, number: int, role: str = "both", *, wanted: bool = True):
         self.number = number
         self.role = role
+        self.role_fixed = False  # an operator gave it: it does not change by itself
         self.wanted = wanted  # whether it is to be there
         self.id = f"replica-{number}"
         self.load = ReplicaLoad(accepts_requests=False)
-        self.identity = ""  # of its process on the hub; none: there is no process
+        self.identity = ""  # of its process's connection on the hub; none: there is none
+        self.process = ""  # the latest that joined as this replica
         self.pid = 0
         self.host = ""
         self.connector = ""  # where others ask it for KV pages; empty: it hands none over
         self.info: EngineInfo | None = None
         self.restarts = 0  # processes that took the place of one that was lost or replaced
+        self.rejoins = 0  # times that its process joined again after its connection was lost
+        self.lost = ""  # why it, or its connection, was lost last
         self.last_heartbeat = 0.0
         self.sub_requests: dict[str, SubRequest] = {}  # what it works on, by the ids it knows them by
         self.internal: dict[str, InternalRequest] = {}  # ... and for others' requests
         self.pending_queries: dict[int, asyncio.Future[Answer]] = {}  # queries under way, by their ids
+        self.answered = 0  # the latest query that it answered; it answers in their order
+        self.last_order = 0  # the latest query before all replicas were told to drop or to load something
         self.joined = asyncio.Event()
         self.idle = asyncio.Event()
         self.gone = asyncio.Event()
         self._state = ReplicaState.STARTING if wanted else ReplicaState.STOPPED
         self._routable = True
+        self._silent = False
+        self._drained = False  # whether it takes no requests when its process joins again
         self._replaces = False  # whether its next process is a restart
         self.idle.set()
         self.gone.set()
@@ -76,7 +85,10 @@ class Replica:
     def state(self, state: ReplicaState) -> None:
         self._state = state
         self._replaces &= state is not ReplicaState.STOPPED
-        self.load.accepts_requests = self.is_ready and self._routable
+        self._route()
+
+    def _route(self) -> None:
+        self.load.accepts_requests = self.is_ready and self._routable and not self._silent
 
     @property
     def is_ready(self) -> bool:
@@ -90,21 +102,47 @@ class Replica:
     @routable.setter
     def routable(self, routable: bool) -> None:
         self._routable = routable
-        self.load.accepts_requests = self.is_ready and routable
+        self._route()
 
-    def join(self, identity: str, ready: Ready) -> None:
-        """A process is ready to work as this replica."""
+    @property
+    def silent(self) -> bool:
+        """Whether nothing is sent to it before it is heard of again: another was just lost to silence."""
+        return self._silent
+
+    @silent.setter
+    def silent(self, silent: bool) -> None:
+        self._silent = silent
+        self._route()
+
+    def join(self, identity: str, ready: Ready) -> bool:
+        """A process is ready to work as this replica. Whether it did so before."""
+        again = bool(ready.process) and ready.process == self.process
         self.identity, self.pid, self.host, self.info = identity, ready.pid, ready.host, ready.info
-        self.connector = ready.connector
-        self.restarts += self._replaces
+        self.connector, self.process = ready.connector, ready.process
+        if not again:
+            self.last_order = 0
+        self.restarts += self._replaces and not again
+        self.rejoins += again
         self.last_heartbeat = time.monotonic()
-        self.state = ReplicaState.READY
+        self._silent = False
+        self.state = ReplicaState.DRAINED if again and self._drained else ReplicaState.READY
         self.joined.set()
         self.gone.clear()
+        return again
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it was last heard of."""
+        return time.monotonic() - self.last_heartbeat
+
+    @property
+    def missed_orders(self) -> bool:
+        return self.answered < self.last_order
 
     def leave(self, why: str) -> list[SubRequest]:
-        """Its process is gone; what it was working on."""
-        self.identity, self.pid, self._replaces = "", 0, True
+        """Its process is gone, or its connection; what it was working on."""
+        self.identity, self.pid, self._replaces, self.lost = "", 0, True, why
+        self._drained = self._state in (ReplicaState.DRAINING, ReplicaState.DRAINED)
         self.state = ReplicaState.STARTING if self.wanted else ReplicaState.STOPPED
         self.joined.clear()
         self.gone.set()
@@ -154,4 +192,5 @@ class Replica:
         return ReplicaView(
             id=self.id, pid=self.pid, host=self.host, role=self.role, state=self.state.value, running=running,
             waiting=len(self.sub_requests) - running + len(self.internal), restarts=self.restarts,
+            rejoins=self.rejoins, lost=self.lost,
         )  # fmt: skip

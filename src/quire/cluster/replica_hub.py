@@ -4,7 +4,8 @@
 
 A frame is what it is on the link to a single engine, one a step. Who does not have the replicas' key is refused. A
 replica is gone when its connection is: at once where its process ended, after the socket's own heartbeats where its
-machine or the network did. Refuses to know: requests, who starts replicas.
+machine or the network did. It may come back over another connection, under another identity. Refuses to know:
+requests, who starts replicas.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from quire.types import membership
 from quire.types.errors import QuireError
 from quire.types.membership import CurveKeys
 from quire.types.messages import MAX_FRAME, Heartbeat, ToClient, ToEngine
@@ -28,8 +30,6 @@ from quire.types.messages import MAX_FRAME, Heartbeat, ToClient, ToEngine
 log = logging.getLogger(__name__)
 
 PING_INTERVAL_S = 0.1  # between looks at whether each replica is still connected
-LINK_HEARTBEAT_MS = 1000  # between pings of the socket itself, which answers them whatever the engine does
-LINK_TIMEOUT_MS = 5000
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where a socket asks who may connect (ZeroMQ RFC 27)
 
 Received = list[tuple[str, ToClient | None]]  # whose message; None: it is gone
@@ -55,8 +55,9 @@ class ReplicaHub:
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, MAX_FRAME),
             (zmq.ROUTER_MANDATORY, 1),  # a message to who is gone is an error
-            (zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, membership.LINK_HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, membership.LINK_TIMEOUT_MS),
+            (zmq.HANDSHAKE_IVL, membership.JOIN_TIMEOUT_MS),
             (zmq.CURVE_SERVER, 1),
         ):
             self._socket.setsockopt(name, value)

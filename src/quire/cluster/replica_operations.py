@@ -13,10 +13,12 @@ from contextlib import suppress
 
 from quire.cluster.active_request import SubRequest
 from quire.cluster.autoscaler import Autoscaler
-from quire.cluster.handovers import PREFILL, Handovers
+from quire.cluster.handovers import Handovers
 from quire.cluster.migration import Migrations
 from quire.cluster.replica_handle import Replica, ReplicaState
 from quire.cluster.replica_queries import ReplicaQueries
+from quire.cluster.role_switching import RoleSwitcher
+from quire.cluster.roles import PREFILL
 from quire.types.autoscaling import AutoscalingView
 from quire.types.errors import EngineDeadError, InputError, ReplicaNotFoundError
 from quire.types.membership import ReplicaView
@@ -34,7 +36,7 @@ class ReplicaOperations(ReplicaQueries):
     autoscaler: Autoscaler | None
     handovers: Handovers
     migration: Migrations
-    _replicas: list[Replica]
+    role_switcher: RoleSwitcher | None
 
     @abstractmethod
     def _move(self, sub_requests: list[SubRequest], *, lost: bool, on: Replica | None = None) -> None:
@@ -96,20 +98,31 @@ class ReplicaOperations(ReplicaQueries):
         return self.migration.migrations
 
     async def set_role(self, id: str, role: str) -> ReplicaView:
-        """Give a replica another role; what it draws tokens for goes on elsewhere if it is to compute prompts only."""
+        """Give a replica a role, which it keeps; what it draws tokens for goes on elsewhere if it is to compute prompts
+        only."""
         replica = self._replica(id)
-        before = replica.role
+        self.handovers.check_role(replica, role)
+        replica.role_fixed = True
+        await self._change_role(replica, role)
+        return replica.view()
+
+    @property
+    def role_switches(self) -> int:
+        return self.role_switcher.switches if self.role_switcher is not None else 0
+
+    async def _change_role(self, replica: Replica, role: str) -> None:
+        before, id = replica.role, replica.id
         self.handovers.set_role(replica, role)
         log.info("%s has the role %s, after %s", id, role, before)
         if role == PREFILL and replica.sub_requests:
             left = len(replica.sub_requests)
             await self.migration.migrate_all(replica)
             log.info("%s: %d of %d requests go on elsewhere", id, left - len(replica.sub_requests), left)
-        return replica.view()
 
     async def restart(self, id: str, timeout: float) -> ReplicaView:
         """Drain a replica and have its host start it anew; one that starts does so anyway."""
         replica, began = self._replica(id), time.monotonic()
+        process = replica.process
         log.info("restarting %s", id)
         if replica.state is not ReplicaState.STARTING:
             await self.drain(id, timeout)
@@ -119,6 +132,8 @@ class ReplicaOperations(ReplicaQueries):
             replica.joined.clear()
             self.hub.send(replica.identity, Shutdown(restart=True))
         await asyncio.wait_for(replica.joined.wait(), START_TIMEOUT_S)
+        if process and replica.process == process:  # its connection was lost before it heard
+            return await self.restart(id, timeout)
         log.info("%s was restarted in %.1f s", id, time.monotonic() - began)
         return replica.view()
 

@@ -23,11 +23,14 @@ from quire.types.view import EngineView
 
 Kind = TypeVar("Kind", bound=messages.Answer)
 
+MAX_PARTED = 64  # processes whose counters are known apart, in case they can be reached again
 MAX_RESUMED = 4096  # requests whose further ids are remembered
 
 
 class ReplicaQueries:
     """The part of an engine client that asks."""
+
+    _replicas: list[Replica]
 
     def __init__(self, hub: ReplicaHub) -> None:
         self.loop = asyncio.get_running_loop()
@@ -36,13 +39,14 @@ class ReplicaQueries:
         self._by_identity: dict[str, Replica] = {}
         self._resumed: dict[str, list[str]] = {}  # ids that requests went on under, the latest last
         self._latest: dict[str, EngineStats] = {}  # what each process said of itself, the latest
+        self._parted: dict[str, EngineStats] = {}  # ... and of those that were lost, which may come back
         self._ended = EngineStats()  # what processes counted that have ended: sums do not fall
 
     async def stats(self) -> EngineStats:
         asked = list(self._by_identity.values())
         answers = await asyncio.gather(*map(self.stats_of, asked), return_exceptions=True)
         refused = [one for one in answers if isinstance(one, Exception) and not isinstance(one, EngineDeadError)]
-        found = [self._latest[identity] for identity in self._by_identity if identity in self._latest]
+        found = [self._latest[one.process] for one in self._by_identity.values() if one.process in self._latest]
         if refused or not found:
             raise refused[0] if refused else EngineDeadError(NO_REPLICA)
         return self._since_start(sum_stats(found))
@@ -51,17 +55,20 @@ class ReplicaQueries:
         identity = replica.identity
         stats = (await self._ask(replica, messages.GetStats(), messages.Stats)).stats
         if identity in self._by_identity:
-            self._latest[identity] = stats
+            self._latest[replica.process] = stats
+            self._parted.pop(replica.process, None)
         return stats
 
     def _since_start(self, stats: EngineStats) -> EngineStats:
         """With what replicas counted that have ended."""
-        return replace(sum_stats([stats, self._ended]), asleep=stats.asleep)
+        return replace(sum_stats([stats, *self._parted.values(), self._ended]), sleep_level=stats.sleep_level)
 
-    def _on_process_ended(self, identity: str) -> None:
-        """A process has ended."""
-        if (stats := self._latest.pop(identity, None)) is not None:
-            self._ended = sum_stats([stats.counted(), self._ended])
+    def _on_process_ended(self, process: str) -> None:
+        """A process has ended, or cannot be reached."""
+        if (stats := self._latest.pop(process, None)) is not None:
+            self._parted[process] = stats.counted()
+            if len(self._parted) > MAX_PARTED:
+                self._ended = sum_stats([self._parted.pop(next(iter(self._parted))), self._ended])
 
     async def view(self) -> EngineView:
         answers = await self._ask_all(messages.GetView(), messages.View)
@@ -82,12 +89,14 @@ class ReplicaQueries:
         if len(self._resumed) > MAX_RESUMED:
             del self._resumed[next(iter(self._resumed))]
 
-    async def power(self, *, asleep: bool) -> None:
-        await self._ask_all(messages.Power(asleep), messages.Powered)
+    async def power(self, *, asleep: bool, level: int = 1) -> None:
+        await self._ask_all(messages.Power(asleep, level), messages.Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Of an export, the bundle of the replica that holds most of the prompt."""
         export = order.action == "export"
+        if order.action == "drop":
+            self._note_order()
         answers = [answer for _, answer in await self._ask_all(messages.Cache(order), messages.Cached, one=export)]
         if export:
             best = max(answers, key=lambda answer: answer.report.pages)
@@ -95,14 +104,38 @@ class ReplicaQueries:
         return merge_reports([answer.report for answer in answers]), b""
 
     async def load_adapter(self, name: str, path: str) -> None:
+        self._note_order()
         self.adapters = (await self._ask_all(messages.LoadAdapter(name, path), messages.Adapted))[0][1].adapters
 
     async def unload_adapter(self, name: str) -> None:
+        self._note_order()
         self.adapters = (await self._ask_all(messages.UnloadAdapter(name), messages.Adapted))[0][1].adapters
 
     def reset(self) -> None:
-        for identity in self._by_identity:
-            self.hub.send(identity, messages.Reset())
+        self._note_order()
+        for replica in self._by_identity.values():
+            self._send_reset(replica)
+
+    def _send_reset(self, replica: Replica) -> None:
+        self.hub.send(replica.identity, messages.Reset())
+        self.hub.send(replica.identity, messages.Query(messages.GetStats()))  # whose answer says that it was done
+
+    def _note_order(self) -> None:
+        """All replicas are told to drop or to load something; who cannot be reached is told when it joins again."""
+        order = messages.Query(messages.GetStats()).id  # answers to later queries say that it was heard
+        for replica in self._replicas:
+            replica.last_order = order
+
+    def _bring_up_to_date(self, replica: Replica, there: list[messages.AdapterInfo]) -> None:
+        """A new process has the adapters named at start, one that was cut off may have missed what all were told: bring
+        it to what the others have, before any request."""
+        missed = replica.missed_orders
+        if missed:
+            self._send_reset(replica)
+        for one in (one for one in there if missed or one not in self.adapters):
+            self.hub.send(replica.identity, messages.Query(messages.UnloadAdapter(one.name)))
+        for one in (one for one in self.adapters if missed or one not in there):
+            self.hub.send(replica.identity, messages.Query(messages.LoadAdapter(one.name, one.path)))
 
     async def _ask_all(
         self, question: messages.Question, kind: type[Kind], *, one: bool = False

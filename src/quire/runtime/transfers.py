@@ -1,6 +1,7 @@
 """Transfers between device pages and the stores below: begun in step order, done beside the steps.
 
     save   device ─(read at once)─► buffer ─► put        load   get ─► buffer ─► device        demote   get ─► put
+    hand-over of what the step itself fills: as its layers are written (`layerwise_send.py`)
 
 On a CPU a store reads straight into the device pages. On a GPU bytes go through pinned buffers, on a stream of their
 own that first waits for what the steps before have read. Refuses to know: why a page moves.
@@ -19,18 +20,23 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.runtime.layerwise_send import LayerwiseSend, SenderThread
+from quire.types.kv import KVLayout
 from quire.types.plan import StepPlan
-from quire.types.transfer import DEVICE, KVTier, TierDone, TierJob, Transfer, TransferDone
+from quire.types.transfer import DEVICE, PEER, KVTier, TierDone, TierJob, Transfer, TransferDone
 
 POLL_INTERVAL_S = 0.001  # while copies of a GPU are in flight
 
 
 class Transfers:
-    def __init__(self, stores: Mapping[str, KVTier], signal: threading.Event):
+    def __init__(self, stores: Mapping[str, KVTier], signal: threading.Event, layout: KVLayout):
         """`signal` is set by the stores when a job ends."""
         self._stores = stores
+        self._layout = layout
+        self._sender = SenderThread()
+        self._layerwise: set[int] = set()  # ids of transfers that go as layers are written
         self._signal = signal
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._ids = count(1)
         self._jobs: dict[tuple[str, int], Callable[[TierDone], None]] = {}  # jobs under transfer, and what follows them
         self._copies: list[tuple[Any, Callable[[], None]]] = []  # (event on the GPU, what follows it)
@@ -43,12 +49,15 @@ class Transfers:
         self._rows = None if self._gpu else pages.numpy()
         self._stream = torch.cuda.Stream(pages.device) if self._gpu else None
 
-    def start(self, plan: StepPlan) -> None:
-        """Begin a plan's transfers; nothing of the step itself may have begun."""
+    def start(self, plan: StepPlan) -> LayerwiseSend | None:
+        """Begin a plan's transfers; nothing of the step itself may have begun. What is returned is to be told of its
+        layers."""
         if not (plan.transfers or plan.drops):
-            return
+            return None
+        layerwise = [transfer for transfer in plan.transfers if transfer.layerwise]
         with self._lock, torch.inference_mode() if self._gpu else nullcontext():
-            saves = [(transfer, self._take(transfer.pages)) for transfer in plan.transfers if transfer.source == DEVICE]
+            device = [one for one in plan.transfers if one.source == DEVICE and not one.layerwise]
+            saves = [(transfer, self._take(transfer.pages)) for transfer in device]
             for transfer in plan.transfers:
                 if transfer.source != DEVICE:
                     self._fetch(transfer)
@@ -59,6 +68,26 @@ class Transfers:
                     self._put(transfer, buffers)
                 else:
                     self._copies.append((copied, partial(self._put, transfer, buffers)))
+            self._layerwise.update(transfer.id for transfer in layerwise)
+        if not layerwise:
+            return None
+        return LayerwiseSend(layerwise, self._layout, self._take, self._send_part, self._end_layerwise, self._sender)
+
+    def _send_part(self, job: TierJob, after: Callable[[TierDone], None]) -> None:
+        """On the sender's thread: the connector takes jobs from any."""
+        job.id = next(self._ids)
+        self._jobs[PEER, job.id] = after
+        try:
+            self._stores[PEER].submit(job)
+        except BaseException:
+            del self._jobs[PEER, job.id]
+            raise
+
+    def _end_layerwise(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
+        with self._lock:
+            self._layerwise.discard(transfer.id)
+            self._end(transfer, moved, seconds)
+        self._signal.set()
 
     def poll(self, wait: float = 0.0) -> list[TransferDone]:
         """Transfers that have ended; waits so many seconds for the first."""
@@ -69,20 +98,25 @@ class Transfers:
                 self._advance()
                 done, self._done = self._done, []
                 left = deadline - time.monotonic()
-                if done or left <= 0 or not (self._jobs or self._copies):
+                if done or left <= 0 or not self._under_way:
                     return done
                 pause = min(left, POLL_INTERVAL_S) if self._copies else left
             self._signal.wait(pause)
 
+    @property
+    def _under_way(self) -> bool:
+        return bool(self._jobs or self._copies or self._layerwise)
+
     def drain(self) -> None:
         """Finish what is under transfer; poll() returns it later."""
         ended: list[TransferDone] = []
-        while self._jobs or self._copies:
+        while self._under_way:
             ended += self.poll(1.0)
         self._done += ended
 
     def close(self) -> None:
         self.drain()
+        self._sender.close()
         for store in self._stores.values():
             store.close()
 
@@ -156,13 +190,15 @@ class Transfers:
         event.record()
         return event
 
-    def _take(self, pages: list[int]) -> tuple[list[np.ndarray], Any]:
-        """Read device pages as they are now, into buffers; and the event after which these hold them."""
+    def _take(self, pages: list[int], start: int = 0, stop: int | None = None) -> tuple[list[np.ndarray], Any]:
+        """Read device pages, or these bytes of each, as they are now, into buffers; and the event after which these
+        hold them."""
         if self._rows is not None:
-            return list(self._rows[pages]), None
+            return list(self._rows[:, start:stop][pages]), None
         index = torch.tensor(pages, pin_memory=True).to(self._pages.device, non_blocking=True)
-        taken = self._pages[index]
-        buffer = self._buffer(len(pages))
+        with torch.inference_mode():
+            taken = self._pages[:, start:stop][index]
+        buffer = torch.empty(taken.shape, dtype=torch.uint8, pin_memory=True)
         assert self._stream is not None
         self._stream.wait_event(self._mark())
         with torch.cuda.stream(self._stream):

@@ -24,10 +24,11 @@ from typing import Protocol
 
 import msgspec
 
-from quire.cluster.routers import ReplicaLoad, RouteView, make_router
+from quire.cluster.routers import ReplicaLoad, RouterPolicy, RouteView, make_router
+from quire.simulation.fleet_roles import FleetRoles, Routed
 from quire.simulation.fleet_scaling import FleetScaling
 from quire.simulation.records import Result
-from quire.simulation.replica import START, Replica
+from quire.simulation.replica import START, Kind, Replica
 from quire.simulation.traces import TRACE_BLOCK, Arrival
 from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import EngineOptions
@@ -53,10 +54,16 @@ class Fleet:
     oracle: bool = False  # answers' lengths are known in advance
     autoscale: AutoscaleOptions | None = None  # None: `replicas` all the time
     startup: float = 30.0  # seconds that a replica takes to start, where they are scaled
+    prefill_replicas: int = 0  # of the replicas, those that compute prompts for the others, at first
+    switch_roles: bool = True  # whether roles follow the load
 
     def __post_init__(self) -> None:
         if self.autoscale is not None and self.clients:
             raise ConfigError("clients of a closed loop have a replica each: nothing is scaled")
+        if self.prefill_replicas and (self.autoscale is not None or self.clients):
+            raise ConfigError("prefill_replicas are of a fixed number, and of no closed loop")
+        if self.prefill_replicas >= self.replicas:
+            raise ConfigError("prefill_replicas must be fewer than replicas: some must answer")
         if self.autoscale is not None:
             self.autoscale.validate_initial(self.replicas)
 
@@ -77,14 +84,12 @@ class Fleet:
 
 
 class Orders(msgspec.Struct, array_like=True):
-    """Requests by their number in the trace, the replica each goes to; run until then (None: to the end). Before that,
-    those that ended lose their cache; after it, `counted` ones report their counters. Requests may have waited for a
-    replica until `since`."""
+    """Requests and their replicas; run until then (None: to the end). Before that, those that ended lose their cache;
+    after it, `counted` ones report their counters. Requests may have waited for a replica until `since`."""
 
     since: float
     until: float | None
-    requests: list[int]
-    replicas: list[int]
+    routed: list[Routed]
     ended: list[int] = []
     counted: list[int] = []
 
@@ -92,6 +97,7 @@ class Orders(msgspec.Struct, array_like=True):
 class Report(msgspec.Struct, array_like=True):
     loads: list[tuple[int, int]]  # of all replicas of a worker
     stats: dict[int, EngineStats]  # of those asked for
+    prefilled: list[int] = []  # requests whose prompts were computed for others
 
 
 class Worker(Protocol):
@@ -114,8 +120,8 @@ class LocalWorker:
         for replica in orders.ended:
             if replica in self._replicas:
                 self._replicas[replica].core.scheduler.memory.drop_cached()
-        for request, replica in zip(orders.requests, orders.replicas, strict=True):
-            self._replicas[replica].arrives(self._trace[request], request, orders.since)
+        for request, replica, kind in orders.routed:
+            self._replicas[replica].arrives(self._trace[request], request, orders.since, kind)
         for one in self._replicas.values():
             one.run(inf if orders.until is None else orders.until)
 
@@ -123,7 +129,8 @@ class LocalWorker:
         self._stats = {number: _copied(one.core.scheduler.snapshot()) for number, one in counted.items()}
 
     def report(self) -> Report:
-        return Report([one.load for one in self._replicas.values()], self._stats)
+        done = [int(name) for one in self._replicas.values() for name in one.recorder.take_prefilled()]
+        return Report([one.load for one in self._replicas.values()], self._stats, done)
 
     def result(self) -> Result:
         first, *rest = (one.result() for one in self._replicas.values())
@@ -183,57 +190,63 @@ def simulate(
     shares = [range(first, fleet.most, count) for first in range(count)]
     kind = LocalWorker if count == 1 else RemoteWorker
     scaling = FleetScaling(fleet.autoscale, fleet.replicas, fleet.startup) if fleet.autoscale is not None else None
+    roles = None
+    if fleet.prefill_replicas:
+        roles = FleetRoles(fleet.replicas, fleet.prefill_replicas, switch=fleet.switch_roles)
     with _no_collector():
         team: list[Worker] = [kind(fleet, trace, share) for share in shares]
-        for portion in _routed(fleet, trace, team, shares, scaling):
+        for portion in _routed(fleet, trace, team, shares, scaling, roles):
             for number, worker in enumerate(team):
-                own = [i for i, replica in enumerate(portion.replicas) if replica % count == number]
-                worker.order(
-                    msgspec.structs.replace(
-                        portion,
-                        requests=[portion.requests[i] for i in own],
-                        replicas=[portion.replicas[i] for i in own],
-                    )
-                )
+                own = [one for one in portion.routed if one.replica % count == number]
+                worker.order(msgspec.structs.replace(portion, routed=own))
             if told:
-                told(len(portion.requests))
+                told(sum(one.kind != Kind.HANDED_OVER for one in portion.routed))
         first, *rest = (worker.result() for worker in team)
     for other in rest:
         first.merge(other)
     first.replica_seconds = scaling.seconds if scaling is not None else fleet.replicas * (first.end - START)
     first.replicas_peak = scaling.peak if scaling is not None else fleet.replicas
+    if roles is not None:
+        first.prefill_peak, first.role_switches = roles.prefill_peak, roles.switches
     return first
 
 
 def _routed(
-    fleet: Fleet, trace: Sequence[Arrival], team: list[Worker], shares: list[range], scaling: FleetScaling | None
+    fleet: Fleet,
+    trace: Sequence[Arrival],
+    team: list[Worker],
+    shares: list[range],
+    scaling: FleetScaling | None,
+    roles: FleetRoles | None,
 ) -> Iterator[Orders]:
     """Requests in portions, each routed when all before it have run as far."""
     machine, block = fleet.model.machine, max((one.block for one in trace[:1]), default=TRACE_BLOCK)
     held = machine.pages * machine.page_size // block
     router = make_router(fleet.router, fleet.most, fleet.seed, max(1, held))
     loads = [ReplicaLoad(accepts_requests=number < fleet.replicas) for number in range(fleet.most)]
-    waits = scaling is not None or (router.uses_loads and fleet.replicas > 1)
+    if roles is not None:
+        roles.weigh(loads)
+    waits = scaling is not None or roles is not None or (router.uses_loads and fleet.replicas > 1)
     first, since, parked, ended = len(trace) if fleet.clients else 0, 0.0, list[int](), list[int]()
-    while first < len(trace) or parked or (scaling is not None and scaling.busy):
+    handed_over: list[Routed] = []
+    while first < len(trace) or parked or (scaling is not None and scaling.busy) or (roles is not None and roles.busy):
         until = _next_report(trace[first].at) if first < len(trace) else inf
         until = until if scaling is None else min(until, scaling.next)
+        until = until if roles is None else min(until, _next_report(since))
         last = first
         while last < len(trace) and (trace[last].at < until if waits else last < first + BATCH):
             last += 1
-        requests, chosen = [*parked, *range(first, last)], []
+        requests = [*parked, *range(first, last)]
         if scaling is not None and not any(load.accepts_requests for load in loads):
             requests, parked = [], requests
         else:
             parked = []
-        for one in (trace[number] for number in requests):
-            chosen.append(router.choose(RouteView(one.prompt, one.blocks, one.tenant), loads))
-            loads[chosen[-1]].sent(one.prompt - router.saved)
+        routed = [*handed_over, *(_route(number, trace[number], router, loads, roles) for number in requests)]
         if scaling is not None:
-            scaling.busy |= bool(chosen)
+            scaling.busy |= bool(routed)
         looks = scaling is not None and until >= scaling.next
         counted = scaling.present if scaling is not None and looks else []
-        yield Orders(since, until if waits else trace[last - 1].at, requests, chosen, ended, counted)
+        yield Orders(since, until if waits else trace[last - 1].at, routed, ended, counted)
         reports, first, since, ended = [worker.report() for worker in team], last, until if waits else 0.0, []
         if scaling is not None and looks:
             ended = scaling.look(until, {n: one for report in reports for n, one in report.stats.items()}, len(parked))
@@ -243,9 +256,28 @@ def _routed(
         for share, report in zip(shares, reports, strict=True):
             for number, load in zip(share, report.loads, strict=True):
                 loads[number] = ReplicaLoad(*load, accepts_requests=scaling is None or scaling.ready(number, until))
-    yield Orders(since, None, [], [])
+        if roles is not None:
+            handed_over = roles.prefilled(number for report in reports for number in report.prefilled)
+            roles.look(until, loads)
+            roles.weigh(loads)
+    yield Orders(since, None, handed_over)
     for worker in team:
         worker.report()
+
+
+def _route(
+    number: int, one: Arrival, router: RouterPolicy, loads: list[ReplicaLoad], roles: FleetRoles | None
+) -> Routed:
+    """A request to the replica that answers it, or to one that computes its prompt for that."""
+    answers = router.choose(RouteView(one.prompt, one.blocks, one.tenant), loads)
+    need = one.prompt - router.saved
+    prefill = roles.offload(number, need, answers, loads) if roles is not None else None
+    if prefill is None:
+        loads[answers].sent(need)
+        return Routed(number, answers)
+    loads[answers].sent(0)
+    loads[prefill].sent(need)
+    return Routed(number, prefill, Kind.PREFILL_ONLY)
 
 
 def _next_report(now: float) -> float:

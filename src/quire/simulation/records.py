@@ -12,6 +12,7 @@ from math import exp, log
 
 import msgspec
 
+from quire.memory.manager import Hit
 from quire.scheduling import SchedulingFeature
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.scheduling.sequence import Sequence
@@ -75,6 +76,8 @@ class Result(msgspec.Struct):
     served: dict[str, int] = {}  # token rows by tenant
     replica_seconds: float = 0.0  # that replicas were there, of all together
     replicas_peak: int = 0
+    prefill_peak: int = 0  # of them, those that computed prompts for the others
+    role_switches: int = 0
 
     def packed(self) -> bytes:
         columns = {name: column.tobytes() for name, column in self.rows.items()}
@@ -118,12 +121,35 @@ class Recorder(SchedulingFeature):
         self._refused: Counter[str] = Counter()
         self._served: Counter[str] = Counter()
         self._drew: dict[Sequence, float] = {}  # when it drew last
+        self._prefill_only: set[str] = set()  # requests whose pages others want
+        self._handed_over: set[str] = set()  # ... whose pages came from others
+        self._counted_twice = Counter[str]()  # tokens of prompts and answers, by the counter that another has too
+        self._prefilled: list[str] = []  # prompts computed for others
         self._lost = 0
         self._end = 0.0
         self.ended: Callable[[], None] = lambda: None  # called when a request has ended, however
 
-    def expect(self, request: str, one: Arrival) -> None:
+    def expect(self, request: str, one: Arrival, *, prefill_only: bool = False, handed_over: bool = False) -> None:
         self._arrivals[request] = one, self._clock.now
+        if prefill_only:
+            self._prefill_only.add(request)
+        if handed_over:
+            self._handed_over.add(request)
+            self._counted_twice["prompt_tokens"] += one.prompt
+
+    def take_prefilled(self) -> list[str]:
+        """Prompts computed for others since it was last called."""
+        found, self._prefilled = self._prefilled, []
+        return found
+
+    @property
+    def computes_for_others(self) -> bool:
+        return bool(self._prefill_only)
+
+    def admitted(self, seq: Sequence, hit: Hit | None) -> None:
+        if hit is not None and seq.request.id in self._handed_over:
+            self._handed_over.discard(seq.request.id)
+            self._counted_twice["cached_tokens"] += hit.tokens
 
     def refused(self, one: Arrival, why: str) -> None:
         self._refused[why] += 1
@@ -152,6 +178,11 @@ class Recorder(SchedulingFeature):
         (one, queued), log_ = self._arrivals.pop(seq.request.id), seq.log
         self._end = max(self._end, self._clock.now)
         self._served[one.tenant] += seq.attained
+        if seq.request.id in self._prefill_only:
+            self._prefill_only.discard(seq.request.id)
+            self._counted_twice["output_tokens"] += seq.outputs
+            self._prefilled.append(seq.request.id)
+            return
         self.ended()
         if reason is not FinishReason.STOP and reason is not FinishReason.LENGTH:
             self._lost += 1
@@ -171,9 +202,9 @@ class Recorder(SchedulingFeature):
             gaps=self._gaps,
             refused=dict(self._refused),
             lost=self._lost,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            output_tokens=stats.output_tokens,
+            prompt_tokens=stats.prompt_tokens - self._counted_twice["prompt_tokens"],
+            cached_tokens=stats.cached_tokens - self._counted_twice["cached_tokens"],
+            output_tokens=stats.output_tokens - self._counted_twice["output_tokens"],
             preemptions=stats.preemptions,
             steps=stats.steps,
             busy=busy,

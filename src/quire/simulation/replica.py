@@ -7,12 +7,14 @@ Refuses to know: other replicas, where arrivals come from.
 
 from __future__ import annotations
 
+import enum
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from math import inf
 
 from quire.engine.core import EngineCore
+from quire.memory.manager import PageTable
 from quire.scheduling import OraclePredictor
 from quire.simulation.records import Recorder, Result
 from quire.simulation.simulated_executor import STOP_TOKEN, ContentNames, SimulatedExecutor
@@ -27,6 +29,14 @@ from quire.types.sampling_params import SamplingParams
 START = 1.0  # of the virtual clock: in timelines 0 means never
 MAX_STILL = 1000  # steps that may pass while the clock stands still
 OUTPUT_CAP = 4096  # tokens that a request asks for at most: how long its answer becomes is not known before
+
+
+class Kind(enum.IntEnum):
+    """What a replica is to do for a request."""
+
+    PLAIN = 0
+    PREFILL_ONLY = 1  # compute its prompt, for another replica
+    HANDED_OVER = 2  # answer it: its prompt was computed by another
 
 
 class Replica:
@@ -45,12 +55,15 @@ class Replica:
         )
         self.core.scheduler.memory.name_pages_by(ContentNames)
         self._due: deque[tuple[Arrival, int]] = deque()
+        self._kinds: dict[int, Kind] = {}  # of requests that are due and not plain
         self._longest = min(model.machine.max_model_len, model.machine.pages * model.machine.page_size)
         self._params: dict[int, SamplingParams] = {}  # by most tokens: requests share them
 
-    def arrives(self, one: Arrival, number: int, since: float = 0.0) -> None:
+    def arrives(self, one: Arrival, number: int, since: float = 0.0, kind: Kind = Kind.PLAIN) -> None:
         """In the order of arrival; `number` is the request's own. It is not worked on before `since`."""
         self._due.append((one, number))
+        if kind is not Kind.PLAIN:
+            self._kinds[number] = kind
         if one.at < since:
             self._clock.now = max(self._clock.now, since + START)
 
@@ -84,7 +97,21 @@ class Replica:
                 break
         core.settle()
 
+    def _import(self, tokens: list[int]) -> None:
+        """Pages of a prompt that another replica computed, as far as there is room for those that are not here."""
+        memory = self.core.scheduler.memory
+        table = PageTable(1)
+        memory.hash_pages(table, tokens, "")
+        size, names = memory.layout.groups[0].tokens_per_page, table.hashes[0]
+        here = memory.lookup(table, len(tokens) + 1).tokens // size
+        places = range(here, len(names))
+        contents = [((0, names[i]), table.name_before(0, i), tokens[i * size : (i + 1) * size]) for i in places]
+        memory.import_pages(contents, lambda pages: None)
+
     def _submit(self, one: Arrival, number: int) -> None:
+        kind = self._kinds.pop(number, Kind.PLAIN)
+        if kind is Kind.PREFILL_ONLY:
+            one = one._replace(outputs=1)
         most = min(max(OUTPUT_CAP, one.outputs), self._longest - one.prompt)
         if most < one.outputs:
             self.recorder.refused(one, "too long")
@@ -95,9 +122,12 @@ class Replica:
             )
         name = str(number)
         self._lengths[name] = one.outputs
+        tokens = prompt_tokens(one, number)
+        if kind is Kind.HANDED_OVER:
+            self._import(tokens)
         request = Request(
             id=name,
-            prompt=prompt_tokens(one, number),
+            prompt=tokens,
             params=params,
             arrival=one.at + START,
             tenant=one.tenant,
@@ -105,7 +135,7 @@ class Replica:
             slo_tpot=one.tpot,
             background=one.background,
         )
-        self.recorder.expect(name, one)
+        self.recorder.expect(name, one, prefill_only=kind is Kind.PREFILL_ONLY, handed_over=kind is Kind.HANDED_OVER)
         try:
             self.core.submit(request)
         except QuireError as error:
@@ -117,6 +147,8 @@ class Replica:
         """Requests under way or due, and tokens of prompts that are not computed yet."""
         waiting = self.core.scheduler.sequences.waiting
         tokens = sum(seq.prompt_len for seq in waiting) + sum(one.prompt for one, _ in self._due)
+        if self.recorder.computes_for_others:  # what of a prompt is under way is work of theirs
+            tokens += sum(max(0, seq.prompt_len - seq.computed) for seq in self.core.scheduler.sequences.running)
         return len(self.core.scheduler.sequences.requests) + len(self._due), tokens
 
     def result(self) -> Result:

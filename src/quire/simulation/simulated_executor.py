@@ -93,7 +93,9 @@ class SimulatedExecutor:
     def unload_adapter(self, slot: int) -> None:
         pass
 
-    def sleep(self, pages: list[int]) -> None:
+    offloads = False
+
+    def sleep(self, pages: list[int], level: int) -> None:
         raise ConfigError("a simulated device does not sleep")
 
     def wake(self) -> None:

@@ -34,6 +34,7 @@ class Transfer(msgspec.Struct):
     keys: list[Key]
     pages: list[int] = []
     handover: Handover | None = None  # from or to a peer
+    layerwise: bool = False  # of pages that this very step fills: they go as its layers are written
 
 
 class Drop(msgspec.Struct):
@@ -67,6 +68,7 @@ class TierJob(msgspec.Struct):
     keys: list[Key]
     buffers: Any = None  # a sequence of Bytes, one a key
     handover: Handover | None = None
+    part: int = -1  # of a put: which of `KVLayout.layer_parts` buffers are; -1: whole pages
 
 
 class TierDone(msgspec.Struct):
@@ -110,8 +112,9 @@ class Wanted(msgspec.Struct):
 
 class KVConnector(KVTier, Protocol):
     """Carries pages between engines, for which it is one more store: `get` asks the hand-over's source for pages and
-    ends when all came, were said not to come, or nothing came for its timeout; `put` sends pages that a peer wants, and
-    `drop` tells it that some will not come. Only verified pages ever reach a buffer, and none after its job has ended.
+    ends when all came, were said not to come, or nothing came for its timeout; `put`, from any thread, sends pages that
+    a peer wants, whole or in parts by layers, and `drop` tells it that some will not come. Only verified pages ever
+    reach a buffer, and none after its job has ended.
     """
 
     address: str  # that peers reach it by

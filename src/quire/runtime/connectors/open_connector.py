@@ -6,6 +6,7 @@ import threading
 from itertools import count
 
 from quire.runtime.connectors.in_process import InProcessConnector
+from quire.runtime.connectors.nixl_connector import NixlConnector
 from quire.runtime.connectors.page_connector import PageConnector
 from quire.runtime.connectors.shared_memory import SharedMemoryConnector
 from quire.runtime.connectors.tcp import TcpConnector
@@ -14,7 +15,11 @@ from quire.types.membership import PeerLink
 
 _PEERS: dict[str, InProcessConnector] = {}  # of this process
 _numbers = count()
-_REMOTE: dict[str, type[TcpConnector]] = {"tcp": TcpConnector, "shared-memory": SharedMemoryConnector}
+_REMOTE: dict[str, type[TcpConnector]] = {
+    "tcp": TcpConnector,
+    "shared-memory": SharedMemoryConnector,
+    "nixl": NixlConnector,
+}
 
 
 def open_connector(peers: PeerLink, signer: PageSigner, signal: threading.Event) -> PageConnector:

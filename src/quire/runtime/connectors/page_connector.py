@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
+MAX_UNREAD_BYTES = 1 << 30  # of pages sent to one peer that it has not read yet: more it computes itself
+MAX_UNREAD_PEERS = 256  # that this is known of
 
 
 class PageRequest(msgspec.Struct, tag=True):
@@ -37,10 +39,11 @@ class PageRequest(msgspec.Struct, tag=True):
 
 
 class Pages(msgspec.Struct, tag=True):
-    """Followed by the signed pages of these keys."""
+    """Followed by the signed pages of these keys, or the same part of each (`KVLayout.layer_parts`)."""
 
     handover: str
     keys: list[Key]
+    part: int = -1
 
 
 class PagesUnavailable(msgspec.Struct, tag=True):
@@ -56,9 +59,18 @@ class Cancel(msgspec.Struct, tag=True):
     handover: str
 
 
-Frame = PageRequest | Pages | PagesUnavailable | Cancel
+class Received(msgspec.Struct, tag=True):
+    """A message of pages was read, the oldest that was not, whether or not anybody waits for it."""
+
+
+Frame = PageRequest | Pages | PagesUnavailable | Cancel | Received
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def _signed_name(key: Key, part: int) -> Key:
+    """What a part of a page is signed for: names of whole pages are shorter."""
+    return key if part == -1 else (key[0], key[1] + bytes([part]))
 
 
 class _Fetch:
@@ -67,7 +79,21 @@ class _Fetch:
         self.handover = handover
         self.missing: dict[Key, Bytes] = dict(zip(job.keys, job.buffers, strict=True))
         self.came: set[Key] = set()
+        self.parts: dict[Key, set[int]] = {}  # of pages that have come in part
         self.began = self.heard = now
+
+
+class _Route:
+    """The way back to a peer that waits for pages of a hand-over."""
+
+    def __init__(self, route: Hashable, timeout: float, now: float):
+        self.route = route
+        self.timeout = timeout
+        self.used = now
+
+    def is_stale(self, now: float) -> bool:
+        """Whether the peer gave up long ago, and that it did so was lost on the way."""
+        return now - self.used > 2 * self.timeout
 
 
 class PageConnector(ABC):
@@ -78,11 +104,13 @@ class PageConnector(ABC):
     def __init__(self, signer: PageSigner, signal: threading.Event, clock: Callable[[], float] = time.monotonic):
         """`signal` is set when a job has ended."""
         self._signer = signer
+        self._parts = [signer.layout.layer_parts(group) for group in range(len(signer.layout.groups))]
         self._signal = signal
         self._clock = clock
         self._lock = threading.RLock()
         self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
-        self._routes: dict[str, Hashable] = {}  # to peers that wait for pages, by hand-over
+        self._routes: dict[str, _Route] = {}  # to peers that wait for pages, by hand-over
+        self._unread: dict[Hashable, deque[int]] = {}  # bytes of each message of pages on a route, not read yet
         self._requests: deque[Wanted] = deque()
         self._done: list[TierDone] = []
         self._wake: Callable[[], None] = lambda: None
@@ -110,7 +138,7 @@ class PageConnector(ABC):
         done = [True] * len(job.keys)
         if job.kind == "put":
             done = self._send_pages(job, job.handover)
-        elif (route := self._routes.get(job.handover.id)) is not None:
+        elif (route := self._route(job.handover)) is not None:
             self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys))])
         self._end(TierDone(job.id, done, 0.0))
 
@@ -153,45 +181,77 @@ class PageConnector(ABC):
         want = PageRequest(handover.id, job.keys, handover.waits, handover.timeout)
         self._send_to(handover.source, [_encoder.encode(want)])
 
+    def _route(self, handover: Handover) -> Hashable | None:
+        """To who waits for its pages, if anybody does."""
+        if (found := self._routes.get(handover.id)) is None:
+            return None
+        found.used = self._clock()
+        return found.route
+
     def _send_pages(self, job: TierJob, handover: Handover) -> list[bool]:
         """Pages go out in messages of bounded size, in their order."""
-        if (route := self._routes.get(handover.id)) is None:
+        if (route := self._route(handover)) is None:
             return [False] * len(job.keys)
-        count = max(1, BATCH_BYTES // self._signer.page_bytes)
+        count = max(1, BATCH_BYTES // job.buffers[0].nbytes)
         for start in range(0, len(job.keys), count):
             keys = job.keys[start : start + count]
-            signed = [self._signer.sign(*one) for one in zip(keys, job.buffers[start : start + count], strict=True)]
+            named = list(zip(keys, job.buffers[start : start + count], strict=True))
+            if not self._has_room(route, sum(content.nbytes for _, content in named)):
+                return self._stop_sending(job, start, route, OSError("the peer reads too slowly"))
+            signed = [self._signer.sign(_signed_name(key, job.part), content) for key, content in named]
             try:
-                packed = self._pack(signed)
+                packed = self._pack(handover.id, signed)
             except OSError as error:
-                self._send_failed(error)
-                left = job.keys[start:]
-                self._send(route, [_encoder.encode(PagesUnavailable(handover.id, left))])
-                return [True] * start + [False] * len(left)
-            self._send(route, [_encoder.encode(Pages(handover.id, keys)), *packed])
-            self.stats.pages_sent += len(keys)
-            self.stats.bytes_sent += sum(map(len, signed))
+                self._on_received(route, latest=True)  # nothing was sent that a peer could read
+                return self._stop_sending(job, start, route, error)
+            self._send(route, [_encoder.encode(Pages(handover.id, keys, job.part)), *packed])
+            with self._lock:
+                last = job.part in (-1, len(self._parts[keys[0][0]]) - 1)
+                self.stats.pages_sent += len(keys) * last
+                self.stats.bytes_sent += sum(map(len, signed))
         return [True] * len(job.keys)
 
-    def _send_failed(self, error: OSError) -> None:
-        """Pages could not be sent: who waits for them computes them."""
+    def _stop_sending(self, job: TierJob, start: int, route: Hashable, error: OSError) -> list[bool]:
+        """Pages from `start` on could not be sent: who waits for them computes them."""
+        assert job.handover is not None
         self.stats.failed += 1
         level = logging.WARNING if self.stats.failed == 1 else logging.DEBUG
         log.log(level, "KV pages could not be handed over: %s; the replica that waits for them computes them", error)
+        self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys[start:]))])
+        return [True] * start + [False] * (len(job.keys) - start)
+
+    def _has_room(self, route: Hashable, size: int) -> bool:
+        """Whether so many bytes may be on their way to a peer besides those that it has not read; then they are."""
+        with self._lock:
+            unread = self._unread.setdefault(route, deque())
+            if unread and sum(unread) + size > MAX_UNREAD_BYTES:
+                return False
+            unread.append(size)
+            if len(self._unread) > MAX_UNREAD_PEERS:  # the first is most likely gone
+                del self._unread[next(iter(self._unread))]
+        return True
+
+    def _on_received(self, route: Hashable, *, latest: bool = False) -> None:
+        with self._lock:
+            if unread := self._unread.get(route):
+                unread.pop() if latest else unread.popleft()
+                if not unread:
+                    del self._unread[route]
 
     def _end(self, done: TierDone) -> None:
         with self._lock:
             self._done.append(done)
         self._signal.set()
 
-    def _close(self, fetch: _Fetch) -> None:
-        """No more is taken for it."""
+    def _close(self, fetch: _Fetch, *, lost: bool = False) -> None:
+        """No more is taken for it. `lost`: its source is, and hears nothing."""
         del self._fetches[fetch.handover.id]
         seconds = self._clock() - fetch.began
         self.stats.seconds += seconds
         self.stats.completed += len(fetch.came) == len(fetch.job.keys)
         self.stats.remote_prefills += fetch.handover.waits and bool(fetch.came)
-        self._send_to(fetch.handover.source, [_encoder.encode(Cancel(fetch.handover.id))])
+        if not lost:
+            self._send_to(fetch.handover.source, [_encoder.encode(Cancel(fetch.handover.id))])
         self._end(TierDone(fetch.job.id, [key in fetch.came for key in fetch.job.keys], seconds))
 
     # ---- from the link, on any thread -----------------------------------------------------------------------
@@ -206,21 +266,31 @@ class PageConnector(ABC):
         if isinstance(frame, PageRequest):
             self._on_page_request(route, frame)
         elif isinstance(frame, Cancel):
-            if self._routes.get(frame.handover) == route:
-                del self._routes[frame.handover]
+            with self._lock:
+                if (known := self._routes.get(frame.handover)) is not None and known.route == route:
+                    del self._routes[frame.handover]
         elif isinstance(frame, PagesUnavailable):
             self._on_unavailable(frame)
-        else:
+        elif isinstance(frame, Received):
+            self._on_received(route)
+        elif isinstance(route, str):  # whom pages were asked of; nobody else sends any
+            self._send_to(route, [_encoder.encode(Received())])
             self._on_pages(frame, frames[1:])
+        else:
+            self._drop("nobody waits for its pages")
 
     def _on_page_request(self, route: Hashable, want: PageRequest) -> None:
         with self._lock:
-            taken = self._routes.get(want.handover, route) != route
+            now = self._clock()
+            if len(self._routes) >= MAX_PENDING_HANDOVERS:
+                self._routes = {id: one for id, one in self._routes.items() if not one.is_stale(now)}
+            known = self._routes.get(want.handover)
+            taken = known is not None and known.route != route
             if taken or len(want.keys) > MAX_KEYS or len(self._routes) >= MAX_PENDING_HANDOVERS:
                 self._drop("it asks for too much")
                 self._send(route, [_encoder.encode(PagesUnavailable(want.handover, want.keys[:MAX_KEYS]))])
                 return
-            self._routes[want.handover] = route
+            self._routes[want.handover] = _Route(route, want.timeout, now)
             self._requests.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 
@@ -228,9 +298,16 @@ class PageConnector(ABC):
         try:
             signed = self._unpack(parts)
         except (ValueError, OSError, IndexError) as error:  # they are not there any more
-            self._drop(f"its pages cannot be read: {error}")
-            self._on_unavailable(PagesUnavailable(frame.handover, frame.keys))
+            self._unreadable(frame, error)
             return
+        self._take_pages(frame, signed)
+
+    def _unreadable(self, frame: Pages, error: Exception) -> None:
+        """Pages that a peer told of did not come, and will not."""
+        self._drop(f"its pages cannot be read: {error}")
+        self._on_unavailable(PagesUnavailable(frame.handover, frame.keys))
+
+    def _take_pages(self, frame: Pages, signed: Sequence[bytes]) -> None:
         if len(frame.keys) != len(signed):
             self._drop("keys and pages differ in number")
             return
@@ -239,16 +316,31 @@ class PageConnector(ABC):
                 fetch = self._fetches.get(frame.handover)
                 if fetch is None or key not in fetch.missing:
                     self._drop("nobody waits for the page")
-                elif not self._signer.verify(key, data, fetch.missing[key]):
-                    self._drop("the page is not what it is said to be")
                 else:
-                    del fetch.missing[key]
-                    fetch.came.add(key)
-                    fetch.heard = self._clock()
-                    self.stats.pages_received += 1
-                    self.stats.bytes_received += len(data)
-                    if not fetch.missing:
-                        self._close(fetch)
+                    self._take_page(fetch, key, frame.part, data)
+
+    def _take_page(self, fetch: _Fetch, key: Key, part: int, data: bytes) -> None:
+        into, parts = fetch.missing[key], self._parts[key[0]]
+        came = fetch.parts.get(key, set())
+        if part != -1:
+            if not 0 <= part < len(parts) or part in came:
+                self._drop("nobody waits for that part of the page")
+                return
+            into = into[parts[part].start : parts[part].end]
+        if not self._signer.verify(_signed_name(key, part), data, into):
+            self._drop("the page is not what it is said to be")
+            return
+        fetch.heard = self._clock()
+        self.stats.bytes_received += len(data)
+        if part != -1:
+            came = fetch.parts[key] = came | {part}
+            if len(came) < len(parts):
+                return
+        del fetch.missing[key]
+        fetch.came.add(key)
+        self.stats.pages_received += 1
+        if not fetch.missing:
+            self._close(fetch)
 
     def _on_unavailable(self, frame: PagesUnavailable) -> None:
         with self._lock:
@@ -270,17 +362,18 @@ class PageConnector(ABC):
         with self._lock:
             for fetch in [one for one in self._fetches.values() if one.handover.source == source]:
                 self.stats.peers_lost += 1
-                self._close(fetch)
+                self._close(fetch, lost=True)
 
     def _left(self, route: Hashable) -> None:
         """Nobody is behind this route any more."""
         with self._lock:
-            self._routes = {id: one for id, one in self._routes.items() if one != route}
+            self._routes = {id: one for id, one in self._routes.items() if one.route != route}
+            self._unread.pop(route, None)
 
     # ---- the way that frames take ---------------------------------------------------------------------------
 
-    def _pack(self, signed: list[bytes]) -> list[bytes]:
-        """Signed pages as parts of a message."""
+    def _pack(self, handover: str, signed: list[bytes]) -> list[bytes]:
+        """Signed pages as parts of a message; OSError where there is no room for them."""
         return signed
 
     def _unpack(self, parts: Sequence[bytes]) -> Sequence[bytes]:

@@ -40,7 +40,7 @@ class SharedMemoryConnector(TcpConnector):
                 os.close(descriptor)
             self._files.clear()
 
-    def _pack(self, signed: list[bytes]) -> list[bytes]:
+    def _pack(self, handover: str, signed: list[bytes]) -> list[bytes]:
         name = f"quire-pages-{secrets.token_hex(16)}"
         with self._files_lock:
             self._release()
@@ -72,9 +72,9 @@ class SharedMemoryConnector(TcpConnector):
             raise ValueError("this names no pages")
         descriptor = os.open(f"/proc/{place[1]}/fd/{place[2]}", os.O_RDWR | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
-            size = self._signer.page_bytes + self._signer.overhead
+            size, odd = divmod(os.fstat(descriptor).st_size, count)  # pages, or parts of them
             named = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{place[3]} ")
-            if not named or os.fstat(descriptor).st_size != count * size:
+            if not named or odd or not size:
                 raise ValueError("the file there is another one by now")
             pages = [file.read(size) for _ in range(count)]
             os.ftruncate(descriptor, 0)

@@ -21,12 +21,11 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from quire.runtime.connectors.page_connector import PageConnector
+from quire.types import membership
 from quire.types.membership import CurveKeys
 
 log = logging.getLogger(__name__)
 
-LINK_HEARTBEAT_MS = 1000
-LINK_TIMEOUT_MS = 5000
 POLL_MS = 1000
 MAX_FRAME = 64 << 20  # bytes of one part of a message
 MAX_PEERS = 256  # links that are kept open; the one that was opened first goes
@@ -92,8 +91,10 @@ class TcpConnector(PageConnector):
             (zmq.SNDHWM, 0),  # as much waits as peers have reserved pages for
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, MAX_FRAME),
-            (zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS),
+            (zmq.CONNECT_TIMEOUT, membership.LINK_TIMEOUT_MS),  # else the kernel's, of minutes
+            (zmq.HANDSHAKE_IVL, membership.LINK_TIMEOUT_MS),
+            (zmq.HEARTBEAT_IVL, membership.LINK_HEARTBEAT_MS),
+            (zmq.HEARTBEAT_TIMEOUT, membership.LINK_TIMEOUT_MS),
         ):
             made.setsockopt(name, value)
         made.curve_publickey = self._keys.public.encode()
@@ -114,7 +115,7 @@ class TcpConnector(PageConnector):
                 *(s for pair in self._links.values() for s in pair),
             ):
                 poller.register(source, zmq.POLLIN)
-            ready = dict(poller.poll(POLL_MS))
+            ready = dict(poller.poll(self._advance()))
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
             if self._zap_socket in ready:
@@ -134,6 +135,10 @@ class TcpConnector(PageConnector):
         self._router.close()
         self._zap_socket.close(linger=0)
         self._context.term()
+
+    def _advance(self) -> int:
+        """What is to be done between messages; milliseconds until it is asked for again."""
+        return POLL_MS
 
     def _flush(self) -> None:
         while not self._outbox.empty():
