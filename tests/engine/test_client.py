@@ -177,6 +177,37 @@ async def test_too_many_deaths_are_the_end() -> None:
     await client.close()
 
 
+async def test_lines_about_an_engine_name_its_model_where_there_are_several(caplog: pytest.LogCaptureFixture) -> None:
+    links = Links()
+    for name in ("b", ""):
+        client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=1), links, name)
+        links.made[-1].die()
+        await until(lambda client=client: client.restarts == 1)
+        await client.close()
+    told = [(record.getMessage(), record.fields) for record in caplog.records]
+    assert told == [
+        (line, fields)
+        for fields in ({"model": "b"}, {})
+        for line in ("the engine link broke", "restarting the engine (1 of 1)")
+    ]
+
+
+async def test_a_client_that_is_closed_during_a_restart_tells_of_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    started = threading.Event()
+
+    def slow(stop: threading.Event) -> FakeLink:
+        started.set()
+        assert stop.wait(10)
+        raise EngineDeadError("the engine was told to stop before it was ready")
+
+    link = FakeLink()
+    client = AsyncClient(link, RestartPolicy(max_restarts=1), slow)
+    link.die()
+    await asyncio.to_thread(started.wait, 10)
+    await client.close()
+    assert caplog.messages == ["the engine link broke", "restarting the engine (1 of 1)"]
+
+
 async def test_engines_that_do_not_start_count_as_restarts() -> None:
     links = Links()
     client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=3), links)

@@ -36,8 +36,8 @@ class Flaky(FakeExecutor):
     gate = None
     asleep = False
 
-    def sleep(self, pages):
-        super().sleep(pages)
+    def sleep(self, pages, level):
+        super().sleep(pages, level)
         self.asleep = True
 
     def wake(self):
@@ -215,7 +215,7 @@ def test_link_refuses_by_event():
     one = link()
     one.send(Submit(ask("a", [])))
     ((event,),) = [m.events for m in one.receive(0)]
-    assert event.finish is FinishReason.ERROR and event.error == "InputError"
+    assert event.finish is FinishReason.ERROR and event.error == "InputError:prompt"
 
 
 def test_link_answers_stats_and_aborts():
@@ -385,6 +385,33 @@ def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
     engine.power(asleep=True)
     engine.power(asleep=False)
     engine.power(asleep=False)
+    engine.scheduler.check()
+
+
+def test_levels_of_sleep(monkeypatch):
+    """At 2, and where there is no other memory to wait in, nothing cached is kept; a deeper sleep wakes first."""
+    engine, prompt = core(), list(range(13))
+    slept = []
+    sleep = engine.executor.sleep
+    monkeypatch.setattr(
+        engine.executor, "sleep", lambda pages, level: slept.append((len(pages), level)) or sleep(pages, level)
+    )
+
+    def ask_again(name):
+        engine.submit(ask(name, prompt, max_tokens=2))
+        return run(engine)[name]
+
+    first = ask_again("a")
+    for level in (1, 1, 2, 1):
+        engine.power(asleep=True, level=level)
+        assert engine.stats().sleep_level == slept[-1][1]
+    assert slept[0][0] > 0 and slept[1:] == [(0, 2)]
+    assert ask_again("b") == first and engine.stats().cached_tokens == 0 and engine.stats().sleep_level == 0
+    monkeypatch.setattr(FakeExecutor, "offloads", False)
+    engine.power(asleep=True)
+    assert slept[-1] == (0, 1) and ask_again("c") == first and engine.stats().cached_tokens == 0
+    with pytest.raises(InputError, match="levels 1 and 2, not 3"):
+        engine.power(asleep=True, level=3)
     engine.scheduler.check()
 
 

@@ -173,6 +173,18 @@ def test_branches_share_the_prompt(llm):
     assert stats.rows < 100 + 4 * 2 and stats.pages_peak <= 7 + 3
 
 
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.8}, {"bad_words": [" the cat's name is"]}])
+def test_what_looks_back_sees_a_cached_prompt_too(llm, params):
+    """Of a prompt that is cached, the slot is given only what is computed, unless a draw looks at the rest."""
+    prompt = "My name is Ada, your name is Bo, his name is Cy, her name is Di, the dog's name is Ed, and the cat's name"
+    wanted = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **params)
+    first, plain = (llm.generate(prompt, one)[0] for one in (wanted, SamplingParams(temperature=0, max_tokens=8)))
+    llm.generate(list(range(1000, 1200)), SamplingParams(max_tokens=1))  # whose tokens are in its slot now
+    again = llm.generate(prompt, wanted)[0]
+    assert again.cached_tokens > 16
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids != plain.outputs[0].token_ids
+
+
 def test_unseeded_requests_differ(llm):
     a, b = llm.generate([PROMPT] * 2, SamplingParams(temperature=1.5, max_tokens=12))
     assert a.outputs[0].token_ids != b.outputs[0].token_ids

@@ -3,16 +3,20 @@
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.engine import spare_process
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.spare_process import SpareProcess
+from quire.engine.weight_holder import WeightHolder
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.messages import GetStats, Query, Reply
+from quire.types.request import Request
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 
@@ -59,14 +63,16 @@ def test_words_that_come_just_after_a_look_are_not_lost(default_model):
         link._poller.poll = poll
 
 
-def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model):
+def test_a_spare_process_becomes_the_engine_it_is_told_to(default_model, capfd):
     """Started ahead, it waits; taken, it answers like any other; left over, it ends."""
     spare = SpareProcess(delay=3600)
     spare.prepare()
     spare.prepare()  # there is one
     link = spare.take()
     assert link is not None and link.running and spare.take() is None
-    link.start(EngineOptions.of(kv_memory="128M"))
+    link.start(EngineOptions.of(kv_memory="128M"), name="b")
+    lines = [line for line in capfd.readouterr().err.splitlines() if " engine INFO " in line]
+    assert lines and all(line.endswith(" model=b") for line in lines)
     assert link.info.model == "smollm2-135m" and "imports" in link.info.reasons[-1] and not link._directory.exists()
     link.send(Query(GetStats()))
     assert [type(message) for message in link.receive(60)] == [Reply]
@@ -94,6 +100,59 @@ def test_a_spare_refuses_what_an_engine_refuses(default_model):
     with pytest.raises(ConfigError, match="needs more KV memory"):
         link.start(EngineOptions.of(max_model_len=4000, kv_pages=10))
     assert not link.running
+
+
+def test_a_spare_waits_until_the_server_is_idle_but_not_for_ever(monkeypatch):
+    started = threading.Event()
+    monkeypatch.setattr(spare_process, "ProcessLink", lambda options, holder: started.set())
+    asked = []
+    SpareProcess(delay=0, busy=lambda: len(asked) < 3 and not asked.append(1)).prepare(later=True)
+    assert started.wait(60) and len(asked) == 3
+    started.clear()
+    SpareProcess(delay=0, busy=lambda: True).prepare(later=True)
+    assert started.wait(60)
+
+
+def test_there_is_no_spare_where_memory_is_scarce(monkeypatch):
+    monkeypatch.setattr(spare_process, "available_bytes", lambda: (2 << 30) - 1)
+    spare = SpareProcess(delay=3600)
+    spare.prepare()
+    assert spare.take() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs the memory files of Linux")
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+async def test_an_engine_that_is_killed_maps_the_weights_that_were_held(default_model, dtype):
+    holder = WeightHolder(1 << 30)
+    spare = SpareProcess(delay=3600, holder=holder)
+    spare.prepare()
+    options = EngineOptions.of(kv_memory="64M", dtype=dtype, max_model_len=512)
+    client = await AsyncClient.open(options, policy=RestartPolicy(max_restarts=1), holder=holder, spare=spare)
+
+    async def tokens(name):
+        asked = Request(id=name, prompt=[1, 2, 3, 4, 5], params=PARAMS)
+        return [token async for events in client.submit(asked) for event in events for token in event.tokens]
+
+    try:
+        assert any("weights held" in reason for reason in client.info.reasons)
+        first = await tokens("first")
+        os.kill(client.pid, signal.SIGKILL)
+        while not client.restarts:
+            await asyncio.sleep(0.01)
+        assert any("weights mapped" in reason for reason in client.info.reasons)
+        assert "memfd:quire-weights" in Path(f"/proc/{client.pid}/maps").read_text()
+        assert await tokens("second") == first and len(first) == 6
+        await client.power(asleep=True)
+        assert "memfd:quire-weights" not in Path(f"/proc/{client.pid}/maps").read_text() and holder.held_bytes
+        assert await tokens("third") == first
+        assert "memfd:quire-weights" in Path(f"/proc/{client.pid}/maps").read_text()
+        await client.power(asleep=True, level=2)
+        assert not holder.held_bytes
+        assert await tokens("fourth") == first and holder.held_bytes
+    finally:
+        await client.close()
+        spare.close()
+        holder.close()
 
 
 async def test_an_engine_that_is_killed_is_replaced_by_the_spare(default_model):

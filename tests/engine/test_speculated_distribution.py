@@ -37,6 +37,9 @@ class TableModel:
     def prefix_heads(self, layout):
         return None
 
+    def prepared_lengths(self, longest):
+        return []
+
     def forward(self, input_ids, batch, kv, *, last=False, tap=None):
         return input_ids[batch.ends] if last else input_ids
 

@@ -140,6 +140,21 @@ def test_unloading_waits_for_those_that_run_with_it(files, wanted):
     assert [one.name for one in core.adapters.list()] == ["b", "a"]
 
 
+def test_weights_with_adapters_are_not_given_up(files, wanted):
+    """At level 1 they stay; at level 2, which loads the base again, they would be lost."""
+    made = engine(files)
+    made.core.power(asleep=True)
+    assert made.answers(ASKED, lora=WHOSE) == wanted
+    with pytest.raises(ConfigError, match="unload them, or sleep at level 1"):
+        made.core.power(asleep=True, level=2)
+    assert made.answers(ASKED, lora=WHOSE) == wanted
+    for name in ("a", "b"):
+        made.core.unload_adapter(name)
+    made.core.power(asleep=True, level=2)
+    made.core.load_adapter("b", str(files / "b"))
+    assert made.answers(ASKED[1:3], lora=WHOSE[1:3]) == wanted[1:3]
+
+
 def test_what_cannot_be_loaded_is_refused(files, tmp_path):
     made = engine(files, max_loras=3, max_lora_rank=7)
     for name, path, error, why in [

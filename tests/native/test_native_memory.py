@@ -31,6 +31,7 @@ def children(pid: int) -> list[int]:
 @pytest.fixture
 def server(default_model) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "quire", "serve", str(default_model.path), "--port", "0", "--kv-memory", "64M"]
+    command.append("--no-spare-engine")
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

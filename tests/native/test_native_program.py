@@ -9,7 +9,7 @@ from quire.kernels.attention_backend import Paths
 from quire.kernels.cpu import NativeProgram
 from quire.kernels.cpu.plain_twin import TwinProgram
 from quire.kernels.hidden_state_tap import HiddenStateTap
-from quire.kernels.kv_views import read_tokens
+from quire.kernels.kv_views import KVViews, read_tokens
 from quire.types.errors import QuireError
 from quire.types.seams import DraftTree
 
@@ -112,6 +112,50 @@ def test_a_path_out_of_its_pages_is_refused():
             batch.positions = torch.tensor([17])
         with pytest.raises(QuireError, match="refused a step"):
             program.forward(ids(1), batch, kv)
+
+
+class Observer:
+    """Keeps pages as they are when it is told of a layer."""
+
+    def __init__(self, kv, layers):
+        self.kv, self.layers, self.seen = kv, frozenset(layers), {}
+
+    def layer_written(self, layer):
+        self.seen[layer] = self.kv.pool.clone()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_an_observer_is_told_of_layers_whose_pages_stay_as_they_are(threads, dtype):
+    weights = random_decoder(windows=(None,) * 6)
+    program, kv = NativeProgram(weights, threads=threads), kv_for(weights, 80, dtype, 16)
+    kv.pool.zero_()
+    batch = batch_of([(0, 33), (0, 48)], own_pages([36, 51], kv), kv)
+    batch.observer = Observer(kv, {1, 3, 5})
+    hidden = program.forward(ids(81), batch, kv)
+    final, seen = kv.pool.clone(), batch.observer.seen
+    assert list(seen) == [1, 3, 5]
+    for layer, pool in seen.items():
+        for other in range(6):
+            views, last = (KVViews(one, kv.layout).layers[other] for one in (pool, final))
+            written = [torch.equal(a, b) for a, b in zip(views.sides[0] + views.sides[1], last.sides[0] + last.sides[1],
+                                                         strict=True) if a is not None]  # fmt: skip
+            assert all(written) if other <= layer else not any(written)
+    batch.observer = None
+    assert torch.equal(program.forward(ids(81), batch, kv), hidden) and list(seen) == [1, 3, 5]
+
+
+def test_an_observer_that_fails_fails_the_step():
+    class Failing(Observer):
+        def layer_written(self, layer):
+            raise RuntimeError("no memory for a copy")
+
+    weights = random_decoder()
+    program, kv = NativeProgram(weights, threads=1), kv_for(weights, 8, "float16", 4)
+    batch = batch_of([(0, 4)], own_pages([4], kv), kv)
+    batch.observer = Failing(kv, {0})
+    with pytest.raises(RuntimeError, match="no memory"):
+        program.forward(ids(4), batch, kv)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

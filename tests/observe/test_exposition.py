@@ -71,7 +71,7 @@ def test_names_and_labels_that_existing_dashboards_ask_for() -> None:
     tiers = [TierStats("host", hit_tokens=32), TierStats("disk", hit_tokens=16)]
     metrics.engine(
         EngineStats(
-            pages_total=4, memory=7, waiting=5, deferred=2, asleep=True, tiers=tiers, tier_queries=90, **guesses
+            pages_total=4, memory=7, waiting=5, deferred=2, sleep_level=1, tiers=tiers, tier_queries=90, **guesses
         )
     )
     found = exposed(metrics)

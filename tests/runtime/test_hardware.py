@@ -22,8 +22,9 @@ def no_proc(monkeypatch, said):
     def closed(path, *args, **kwargs):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(hardware, "open", closed, raising=False)
-    monkeypatch.setattr(hardware, "_said", lambda *command: said.get(command[0], ""))
+    for module in (hardware, process):
+        monkeypatch.setattr(module, "open", closed, raising=False)
+        monkeypatch.setattr(module, "command_output", lambda *command: said.get(command[0], ""))
 
 
 def test_a_mac(monkeypatch):

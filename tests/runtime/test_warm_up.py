@@ -5,6 +5,7 @@ import json
 import torch
 
 from quire.assets import resolve
+from quire.kernels.library.cudnn_prefill import CudnnPrefill
 from quire.model import load_model
 from quire.runtime.worker import ForwardWorker
 from quire.types.plan import Capacity
@@ -53,3 +54,22 @@ def test_warm_up_changes_no_slot_but_the_null_slot(tmp_path):
     assert worker._tap.states is tapped and (worker.slots.tokens[:6] == 7).all() and (worker.pages[1:] == 5).all()
     output = captured._step(captured._forward, 4, 4, captured._null_inputs(4, 4))
     assert output.hidden.shape == (4, 3 * 64) and not worker._tap.states, "nothing is kept for longer than its pass"
+
+
+@torch.inference_mode()
+def test_attention_prepares_for_lengths_of_prompts_when_idle(tmp_path, monkeypatch):
+    """For each that rows are padded to, once, in the null slot."""
+    monkeypatch.setattr("quire.kernels.library.cudnn_prefill.ROUND", 32)
+    model = model_of(tmp_path, **LLAMA)
+    model.stages.backends = {kind: CudnnPrefill(each, long=50) for kind, each in model.stages.backends.items()}
+    capacity = Capacity(pages=20, slots=6, max_model_len=256, max_batch_tokens=130, depth=1)
+    worker = ForwardWorker(model, model.spec.kv_layout(page_size=16, dtype="float32"), capacity, CPU)
+    worker.pages[1:] = 5
+    met = []
+    attention = worker._warmup_model.attention
+    monkeypatch.setattr(
+        worker._warmup_model, "attention", lambda batch, kv: (met.append(batch.counts), attention(batch, kv))
+    )
+    monkeypatch.setattr(worker._captured, "capture_next", iter([True, False, False, False, False]).__next__)
+    assert [worker.prepare_next() for _ in range(4)] == [True, True, True, False]
+    assert met == [[64], [96], [128]] and (worker.pages[1:] == 5).all()

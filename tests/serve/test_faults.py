@@ -59,10 +59,13 @@ class Running:
         return line.split(" at ")[1].split()[0], line.split("admin: ")[1].split(";")[0]
 
     @property
+    def engine_pid(self) -> int:
+        [replica] = httpx.get(f"{self.admin}/v1/replicas", timeout=60).json()["data"]
+        return int(replica["pid"])
+
+    @property
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        [child] = [each for each in children if "quire.engine.engine_process" in each.cmdline()]
-        return child
+        return psutil.Process(self.engine_pid)
 
     def ready(self) -> bool:
         return self.http.get("/ready").status_code == 200
@@ -145,6 +148,25 @@ def test_kill_the_engine_under_sixteen_streams(server: Running) -> None:
     answer = server.http.post("/v1/chat/completions", json=BODY | {"stream": False, "max_tokens": 4})
     assert answer.json()["usage"]["completion_tokens"] == 4
     assert server.metric("quire_engine_restarts_total") == 1
+
+
+def test_the_spare_becomes_the_engine_of_a_server_with_one_model(server: Running) -> None:
+    """Its imports are done before the engine dies; afterwards there is another."""
+    before = server.engine_pid
+
+    def spare() -> int | None:
+        children = psutil.Process(server.process.pid).children()
+        engines = [each.pid for each in children if "quire.engine.engine_process" in each.cmdline()]
+        return next((pid for pid in engines if pid not in (before, server.engine_pid)), None)
+
+    ready = wait_for(spare, 120)
+    os.kill(before, signal.SIGKILL)
+    wait_for(lambda: not server.ready(), 10)
+    wait_for(server.ready, 120)
+    assert server.engine_pid == ready
+    answer = server.http.post("/v1/chat/completions", json=BODY | {"stream": False, "max_tokens": 4})
+    assert answer.json()["usage"]["completion_tokens"] == 4
+    assert wait_for(spare, 120) != ready
 
 
 def test_a_stopped_engine_is_not_ready(server: Running) -> None:

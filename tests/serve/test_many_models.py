@@ -4,7 +4,9 @@ than its answer takes."""
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -16,13 +18,14 @@ import pytest
 import thinking_model
 from fake_frontend import FakeFrontend
 from fake_models import Fakes, until
+from typer.testing import CliRunner
 
 from quire import LLM, SamplingParams
-from quire.cli.serve import open_pool
+from quire.cli.main import app
 from quire.engine.client import RestartPolicy
 from quire.engine.model_pool import ModelPool
 from quire.engine.open_pool import open_model_pool
-from quire.serve.http.server import background_server
+from quire.serve.http.server import ServerUrl, background_server
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.models_file import ServedModel, parse_keep_alive, read_models_file
@@ -37,7 +40,7 @@ def fakes() -> Fakes:
 
 
 @pytest.fixture
-def url(fakes: Fakes, default_model: object) -> Iterator[str]:
+def url(fakes: Fakes, default_model: object) -> Iterator[ServerUrl]:
     with background_server(fakes.start) as found:  # type: ignore[arg-type]
         yield found
     assert all(frontend.client.closed.is_set() for frontend in fakes.frontends.values())
@@ -107,6 +110,7 @@ def test_models_are_listed_with_their_state(url: str) -> None:
     chat(url, "b")
     cards = {card["id"]: card for card in httpx.get(f"{url}/v1/models").json()["data"]}
     assert [card["id"] for card in cards.values() if card["loaded"]] == ["b", "poet"] and len(cards) == 4
+    assert len({card["permission"][0]["id"] for card in cards.values() if card["id"] != "poet"}) == 3
     assert cards["poet"]["parent"] == "b" and cards["org/c"]["max_model_len"] > 0
     assert httpx.get(f"{url}/v1/models/org/c").json()["loaded"] is False  # looking does not load
     unknown = chat(url, "d")
@@ -124,12 +128,16 @@ def test_an_adapter_answers_for_its_model(url: str, fakes: Fakes) -> None:
     assert chat(url, "a:poet").status_code == 404
 
 
-def test_a_broken_model_fails_alone(url: str, fakes: Fakes) -> None:
+def test_a_broken_model_fails_alone(url: ServerUrl, fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.pooled_model.FIRST_LOAD_PAUSE_S", 60.0)
     fakes.broken.add("b")
     failed = chat(url, "b")
     assert failed.status_code == 503 and "'b' could not be loaded" in failed.json()["error"]["message"]
     assert chat(url, "a").json()["model"] == "a" and httpx.get(f"{url}/ready").status_code == 200
     fakes.broken.clear()
+    again = chat(url, "b")  # what is wrong is not tried for every request
+    assert again.status_code == 503 and 0 < int(again.headers["retry-after"]) <= 60 and fakes.opened.count("b") == 1
+    assert httpx.post(f"{url.admin}/models/load", json={"model": "b"}, timeout=60).status_code == 200
     assert chat(url, "b").json()["model"] == "b"
 
 
@@ -147,6 +155,52 @@ def test_a_hung_up_stream_lets_its_model_go(url: str, fakes: Fakes) -> None:
     other.join()
     assert waiting[0]["model"] == "b" and fakes.opened == ["a", "b"]
     until(fakes.idle)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/completions", {"prompt": "x", "stream": True}),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 9}),
+        ("/api/embed", {"input": "x"}),
+    ],
+)
+def test_a_client_that_hangs_up_while_it_waits_for_room_lets_others_in(
+    url: str, fakes: Fakes, caplog: pytest.LogCaptureFixture, path: str, body: dict
+) -> None:
+    caplog.set_level(logging.INFO, "quire.serve")
+
+    def loading() -> bool:
+        return any(one.state == "loading" for one in fakes.pool.states())  # type: ignore[union-attr]
+
+    hang = {"model": "a", "messages": [{"role": "user", "content": "hang"}], "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=hang, timeout=60) as busy:
+        lines = busy.iter_lines()
+        next(lines)
+        waiting = http.client.HTTPConnection(url.removeprefix("http://"))
+        waiting.request("POST", path, json.dumps({"model": "b", **body}), {"content-type": "application/json"})
+        until(loading)
+        waiting.close()
+        until(lambda: not loading())
+        assert chat(url, "a").json()["choices"][0]["message"]["content"] == "I am a."
+        [line] = [line for line in caplog.records if line.getMessage() == "request cancelled"]
+        assert line.fields["model"] == "b"  # type: ignore[attr-defined]
+    assert fakes.opened == ["a"]
+
+
+def test_looking_at_a_model_does_not_load_it(fakes: Fakes, default_model: object) -> None:
+    with background_server(fakes.start) as url:  # type: ignore[arg-type]
+
+        def get(route: str) -> httpx.Response:
+            return httpx.get(route, params={"model": "b"}, timeout=60)
+
+        for route in ("/view", "/models", "/metrics", "/v1/replicas", "/v1/requests"):
+            assert get(url.admin + route).status_code == 200
+        looked = get(f"{url.admin}/v1/cache")
+        assert looked.status_code == 400 and looked.json()["error"]["message"] == "model 'b' is not loaded"
+        assert get(f"{url}/tokenizer_info").json()["vocab_size"] > 0 and get(f"{url}/v1/models/b").status_code == 200
+        assert fakes.opened == ["a"]
 
 
 def test_ollama_says_how_long_models_stay(url: str, fakes: Fakes) -> None:
@@ -227,6 +281,7 @@ def test_operators_load_and_unload(fakes: Fakes, default_model: object) -> None:
         assert post("load", "d").status_code == 404
         slept = httpx.post(f"{url.admin}/v1/engine/sleep", params={"model": "b"})
         assert slept.status_code == 400 and "not loaded" in slept.text
+        assert httpx.get(f"{url.admin}/is_sleeping").json() == {"is_sleeping": False}
         assert httpx.post(f"{url}/models/load", json={"model": "a"}).status_code == 404  # users must not
         assert httpx.get(f"{url.admin}/v1/replicas").json()["data"] == []
         post("load", "a")
@@ -239,7 +294,7 @@ def test_operators_load_and_unload(fakes: Fakes, default_model: object) -> None:
 def test_nothing_is_added_to_what_a_server_of_one_model_says(fake_server: str) -> None:
     [card] = httpx.get(f"{fake_server}/v1/models").json()["data"]
     assert "loaded" not in card and "quire_model_" not in httpx.get(f"{fake_server}/metrics").text
-    assert ollama.Client(host=fake_server).generate(model="org/fake", keep_alive=0).done_reason == "unload"
+    assert ollama.Client(host=fake_server).generate(model="org/fake", keep_alive=0).done_reason == "load"  # it stays
     assert [model.model for model in ollama.Client(host=fake_server).ps().models] == ["org/fake"]
 
 
@@ -293,11 +348,17 @@ def test_a_file_that_is_wrong_says_where(tmp_path, text: str, message: str) -> N
     assert message in str(refusal.value)
 
 
-def test_a_model_is_named_in_the_file_or_on_the_command_line(tmp_path) -> None:
-    (tmp_path / "models.yaml").write_text("models: [{model: smollm2-135m}]")
-    serving = ServeOptions(models=str(tmp_path / "models.yaml"))
-    with pytest.raises(ConfigError, match="leave out 'other'"):
-        asyncio.run(open_pool(EngineOptions.of(model="other"), serving, RestartPolicy()))
+@pytest.mark.parametrize("name", ["other", EngineOptions().model.model])
+def test_a_model_is_named_in_the_file_or_on_the_command_line(
+    tmp_path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.types.logs.configure", lambda *how, **more: None)  # logs of tests go elsewhere
+    file = tmp_path / "models.yaml"
+    file.write_text("models: [{model: x, threads: many}]")
+    with pytest.raises(ConfigError, match=f"leave out '{name}'"):
+        CliRunner().invoke(app, ["serve", name, "--models", str(file)], catch_exceptions=False)
+    with pytest.raises(ConfigError, match="threads must be a whole number"):  # as far as it comes
+        CliRunner().invoke(app, ["serve", "--port", "0", "--models", str(file)], catch_exceptions=False)
 
 
 def test_options_of_several_models_need_several_models(tmp_path) -> None:
@@ -332,6 +393,11 @@ def test_options_of_several_models_need_several_models(tmp_path) -> None:
 )
 def test_durations_are_read_as_ollama_reads_them(said: str | float, seconds: float | None) -> None:
     assert parse_keep_alive(said) == (float("inf") if seconds is None else seconds)
+
+
+def test_a_duration_is_read_to_its_end() -> None:
+    with pytest.raises(ConfigError, match="keep_alive must be seconds"):
+        parse_keep_alive("1m" * 32 + "junk")
 
 
 # ---- engines -------------------------------------------------------------------------------------------------

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 
 import pytest
 from fake_frontend import FakeClient, FakeFrontend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.engine.keep_policy import Candidate, GreedyDual, victims
+from quire.engine import pooled_model
+from quire.engine.model_eviction import Candidate, GreedyDual, victims
 from quire.engine.model_pool import Lease, ModelPool, PoolLimits
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError, InputError, ModelFileError, OverloadedError, QuireError
@@ -103,7 +106,10 @@ async def test_those_who_wait_for_a_model_share_its_load() -> None:
     assert all(client.closed.is_set() for client in open_model.loaded.values())
 
 
-async def test_a_failed_load_is_told_to_all_who_wait_and_tried_again_for_the_next() -> None:
+async def test_a_failed_load_is_told_to_all_who_wait_and_tried_again_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pooled_model, "FIRST_LOAD_PAUSE_S", 0.0)
     open_model = Opener()
     pool = pool_of(open_model, "a")
     open_model.broken = True
@@ -117,6 +123,39 @@ async def test_a_failed_load_is_told_to_all_who_wait_and_tried_again_for_the_nex
     open_model.broken = False
     assert (await pool.acquire("a")).frontend.model_name == "a"
     assert pool.states()[0].load_failures == 2 and pool.states()[0].loads == 1
+
+
+async def test_a_model_that_cannot_be_loaded_is_not_tried_for_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(pooled_model.time, "monotonic", lambda: now)
+    open_model = Opener()
+    pool = pool_of(open_model, "a", "b", limits=ONE)
+    open_model.broken = True
+
+    async def refused() -> EngineDeadError:
+        with pytest.raises(EngineDeadError, match="'b' could not be loaded") as failure:
+            await pool.acquire("b")
+        assert isinstance(failure.value.__cause__, ModelFileError)
+        return failure.value
+
+    pauses = []
+    for tried in range(1, 9):
+        pauses.append((await refused()).retry_after)
+        open_model.broken = False
+        (await pool.acquire("a")).release()
+        open_model.broken = True
+        now += pauses[-1] - 0.25
+        assert (await refused()).retry_after == 0.25
+        assert open_model.opened["b"] == tried and states(pool)["a"] == "loaded"  # which did not go for it
+        now += 0.25
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60] and pool.states()[1].load_failures == 8
+    open_model.broken = False
+    pool.forget_failure("b")
+    (await pool.acquire("b")).release()
+    await pool.unload("b")
+    open_model.broken = True
+    assert (await refused()).retry_after == 1.0  # it was well in between
+    await pool.close()
 
 
 async def test_a_model_in_use_stays_until_it_is_idle_and_those_behind_it_wait_their_turn() -> None:
@@ -146,7 +185,7 @@ async def test_the_model_that_is_to_go_is_not_changed_by_what_it_still_does() ->
     b = asyncio.create_task(pool.acquire("b"))
     await settled()
     going.pop().release()  # it was used later than c now
-    pool._tell()  # as when anything changes elsewhere
+    pool._notify()  # as when anything changes elsewhere
     await settled()
     again = asyncio.create_task(pool.acquire("c"))
     await settled()
@@ -172,9 +211,9 @@ async def test_pinned_models_stay() -> None:
     await pool.start()
     for name in "bcbc":
         (await pool.acquire(name)).release()
-    await pool.unload("a")
+    assert not await pool.unload("a")
     assert states(pool) == {"a": "loaded", "b": "unloaded", "c": "loaded"} and open_model.opened["a"] == 1
-    with pytest.raises(ConfigError, match="leaves no room"):
+    with pytest.raises(ConfigError, match="1 leaves no room for others beside 1 that are pinned"):
         ModelPool(models, open_model, PoolLimits(models=1))  # type: ignore[arg-type]
     await pool.close()
 
@@ -225,6 +264,65 @@ async def test_who_gives_up_waiting_holds_nothing() -> None:
     assert states(pool) == {"a": "loaded"} and pool.states()[0].requests == 0
 
 
+async def test_a_load_that_nobody_waits_for_any_more_makes_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.engine.model_pool")
+    open_model = Opener()
+    pool = pool_of(open_model, "a", "b", "c", limits=ONE)
+    held = await pool.acquire("a")
+    asked = [asyncio.create_task(pool.acquire("b")) for _ in range(2)]
+    behind = asyncio.create_task(pool.acquire("c"))
+    await settled()
+    assert "model b waits for room: a in use" in caplog.messages
+    assert "model c waits for room, behind others" in caplog.messages
+    asked.pop().cancel()
+    await settled()
+    assert pool.acquire_loaded("a") is None  # the other still waits
+    asked.pop().cancel()
+    behind.cancel()
+    await settled()
+    again = pool.acquire_loaded("a")
+    assert again is not None and states(pool) == {"a": "loaded", "b": "unloaded", "c": "unloaded"}
+    assert caplog.messages.count("loading model b is given up: nobody waits for it any more") == 1
+    again.release()
+    held.release()
+    assert (await pool.acquire("b")).frontend.model_name == "b" and open_model.opened == {"a": 1, "b": 1}
+    await pool.close()
+
+
+async def test_who_comes_while_a_load_is_being_given_up_is_served() -> None:
+    pool = pool_of(Opener(), "a", "b", limits=ONE)
+    held = await pool.acquire("a")
+    gone = asyncio.create_task(pool.acquire("b"))
+    await settled()
+    gone.cancel()
+    late = asyncio.create_task(pool.acquire("b"))
+    await settled()
+    assert states(pool)["b"] == "loading"
+    held.release()
+    assert (await late).frontend.model_name == "b"
+    await pool.close()
+
+
+async def test_a_model_asked_to_go_while_it_is_loaded_goes_when_its_requests_have_ended() -> None:
+    open_model = Opener()
+    pool = pool_of(open_model, "a")
+    open_model.gate.clear()
+    asked = asyncio.create_task(pool.acquire("a"))
+    await settled()
+    await pool.unload("a")
+    open_model.gate.set()
+    lease = await asked
+    assert states(pool) == {"a": "loaded"}
+    lease.release()
+    await settled(lambda: states(pool)["a"] == "unloaded")
+    assert states(pool) == {"a": "unloaded"}
+    await pool.unload("a")  # of one that is not there: it means nothing for the next stay
+    (await pool.acquire("a")).release()
+    await settled()
+    assert states(pool) == {"a": "loaded"}
+    await pool.close()
+
+
 async def test_an_engine_that_is_lost_is_started_anew_for_the_next_request() -> None:
     open_model = Opener()
     pool = pool_of(open_model, "a", "b")
@@ -235,6 +333,35 @@ async def test_an_engine_that_is_lost_is_started_anew_for_the_next_request() -> 
     fresh = await pool.acquire("a")
     lease.release()  # of the one that is gone: the new one is still held
     assert fresh.frontend is not lease.frontend and pool.states()[0].requests == 1
+    await pool.close()
+
+
+async def test_a_model_whose_engine_restarts_says_so() -> None:
+    open_model = Opener()
+    pool = pool_of(open_model, "a")
+    (await pool.acquire("a")).release()
+    open_model.loaded["a"].alive = False
+    assert states(pool) == {"a": "restarting"}
+    open_model.loaded["a"].alive = True
+    assert states(pool) == {"a": "loaded"}
+    await pool.close()
+
+
+async def test_what_ends_an_idle_model_is_logged_on_behalf_of_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "quire.engine.model_pool")
+    request, behalf = ContextVar("request", default=""), dict[str, str]()
+    caplog.handler.addFilter(lambda record: not behalf.update({record.getMessage(): request.get()}))
+    request.set("r1")
+    open_model = Opener()
+    pool = pool_of(open_model, "a", "b")
+    (await pool.acquire("a")).release()
+    lease = await pool.acquire("b")
+    lease.keep_alive = 0.0
+    lease.release()
+    open_model.loaded["a"].gone.set_result(EngineDeadError("it died too often"))
+    await settled(lambda: states(pool) == {"a": "unloaded", "b": "unloaded"})
+    assert behalf["loading model a"] == "r1"
+    assert behalf["unloading model b: idle"] == behalf["unloading model a: its engine is gone"] == ""
     await pool.close()
 
 

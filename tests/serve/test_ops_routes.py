@@ -6,6 +6,7 @@ import httpx
 from fake_frontend import CONTEXT, EOS, VOCAB, FakeFrontend
 
 from quire import __version__
+from quire.serve.http.server import ServerUrl
 
 
 def test_ping_says_what_ready_says(fake_server: str, fake_frontend: FakeFrontend) -> None:
@@ -69,3 +70,24 @@ def test_replicas_of_a_server_with_one_engine(fake_server: str) -> None:
 def test_live_replicas(live_server: str) -> None:
     (one,) = httpx.get(f"{live_server.admin}/v1/replicas").json()["data"]  # type: ignore[attr-defined]
     assert (one["state"], one["role"], one["restarts"]) == ("ready", "both", 0) and one["pid"] > 1
+
+
+def test_an_engine_sleeps_and_is_woken_by_a_request(live_server: ServerUrl) -> None:
+    admin = httpx.Client(base_url=live_server.admin, timeout=120)
+
+    def sleeps() -> bool:
+        return bool(admin.get("/is_sleeping").json()["is_sleeping"])
+
+    def ask() -> str:
+        body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+        return str(httpx.post(f"{live_server}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"])
+
+    first = ask()
+    for route in ("/sleep?level=2", "/v1/engine/sleep"):
+        assert admin.post(route).json() == {"asleep": True} and sleeps()
+        assert ask() == first and not sleeps()
+    assert admin.post("/sleep").status_code == 200 and sleeps()
+    assert admin.post("/wake_up").json() == {"asleep": False} and not sleeps()
+    refused = admin.post("/sleep?level=3")
+    assert refused.status_code == 400 and "levels 1 and 2" in refused.text
+    assert httpx.post(f"{live_server}/sleep").status_code == 404  # users must not

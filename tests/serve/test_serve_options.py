@@ -23,6 +23,7 @@ OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
         ({"max_queue_wait": float("nan")}, "max_queue_wait"),
         ({"deadline_ms": -1}, "deadline_ms must not be negative"),
         ({"hang_timeout": 2.0}, "hang_timeout must not be shorter"),
+        ({"spare_engine": False, "replicas": 2}, "spare_engine has no effect with replicas"),
         ({"max_body": "lots"}, "must be a size above 0 .* got 'lots'"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -35,9 +37,9 @@ print("left in good order", flush=True)
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
+def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-c", SCRIPT]
+    command = [sys.executable, "-c", getattr(request, "param", SCRIPT)]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=pipe, text=True, env={**os.environ, "PYTHONPATH": path}
@@ -74,6 +76,42 @@ def test_streams_have_the_grace_period(process: subprocess.Popen[str]) -> None:
     assert rest[-1] == "data: [DONE]"
     out, _ = process.communicate(timeout=20)
     assert (process.returncode, out.strip()) == (0, "left in good order")
+
+
+LOADING = """
+import asyncio
+from fake_models import Fakes
+from quire.serve.http.server import run_server
+from quire.types.logs import configure
+from quire.types.serving import ServeOptions
+
+class Slow(Fakes):
+    async def open_model(self, model, earlier):
+        if model.name == "b":
+            print("loading b", flush=True)
+            await asyncio.Event().wait()
+        return await super().open_model(model, earlier)
+
+configure()
+run_server(Slow().start, ServeOptions(port=0, grace=30))
+print("left in good order", flush=True)
+"""
+
+
+@pytest.mark.parametrize("process", [LOADING], indirect=True)
+def test_a_second_signal_during_a_load_ends_it_at_once(process: subprocess.Popen[str], default_model: object) -> None:
+    url = urlsplit(printed_curl(process)[1])
+    waiting = http.client.HTTPConnection(url.netloc)
+    waiting.request("POST", "/v1/completions", '{"model": "b", "prompt": "x"}', {"content-type": "application/json"})
+    assert process.stdout is not None and process.stderr is not None
+    assert "loading b\n" in process.stdout
+    process.send_signal(signal.SIGTERM)
+    assert any("shutting down; requests that are finishing: 1" in line for line in process.stderr)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.strip().splitlines()[-1]) == (0, "left in good order")
+    assert "Traceback" not in err and "a second time; requests that are cut off: 1" in err
+    assert err.splitlines()[-1].endswith("INFO shut down")
 
 
 def test_taken_port_is_known_before_anything_is_built() -> None:

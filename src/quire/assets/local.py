@@ -39,10 +39,13 @@ class LocalModel:
         path = self.path / Path(name).name
         return path if path.is_file() else None
 
+    def files(self) -> list[Path]:
+        found = part_paths(self.path) if self.kind == "gguf" else sorted(self.path.iterdir())
+        return [path for path in found if path.is_file()]
+
     def size(self) -> int:
         """Bytes on disk."""
-        files = part_paths(self.path) if self.kind == "gguf" else list(self.path.iterdir())
-        return sum(p.stat().st_size for p in files if p.is_file())
+        return sum(path.stat().st_size for path in self.files())
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,10 @@ def simulate(
     replicas: Annotated[
         int, typer.Option(min=1, help="engines behind the router; at first, where they are scaled")
     ] = 1,
+    prefill_replicas: Annotated[
+        int, typer.Option(min=0, help="of them, those that compute prompts for the others, at first")
+    ] = 0,
+    switch_roles: Annotated[bool, typer.Option(help="let roles follow the load, as a server does")] = True,
     startup: Annotated[
         float | None, typer.Option(min=0, help="autoscaling: seconds that a replica takes to start (default: 30)")
     ] = None,
@@ -81,10 +85,12 @@ def simulate(
         raise ConfigError("rate_scale and kv_scale must be more than 0")
     if startup is not None and not autoscaling.autoscales:
         raise ConfigError("startup has no effect without max_replicas or min_replicas: no replica is started later")
+    if not (switch_roles or prefill_replicas):
+        raise ConfigError("switch_roles has no effect without prefill_replicas")
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
-        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.autoscales:
+        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.autoscales or prefill_replicas:
             raise ConfigError(
                 "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients, replicas and "
                 "their scaling; "
@@ -105,7 +111,8 @@ def simulate(
         if scheduling.slo_give_up and scheduling.slo_ttft is None and not any(one.ttft for one in asked):
             raise ConfigError("slo_give_up has no effect without slo_ttft: no request has a target to miss")
         begins = STARTUP_S if startup is None else startup
-        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle, scaled, begins)
+        roles = (prefill_replicas, switch_roles)
+        fleet = Fleet(options, model, replicas, router, number, clients, think, oracle, scaled, begins, *roles)
         with RequestProgress(len(asked)) as progress:
             result = run(fleet, asked, workers=workers, told=progress.ended)
         runs.append(summarise(result, len(asked), Targets(scheduling.slo_ttft, scheduling.slo_tpot)))

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import socket
 import time
 from collections.abc import Callable
+
+import torch
 
 from quire.assets import LocalModel, Preview, describe, present, preview, pull, resolve
 from quire.assets.pooling_files import pooling_info
 from quire.engine.core import EngineCore
+from quire.kernels import triton
 from quire.runtime.executors.open_executor import open_executor
+from quire.runtime.held_weights import HolderLink
 from quire.runtime.model_fit import ModelFit, misfit, model_fit, other_forms
 from quire.text import load_tokenizer, vocabulary_of
 from quire.types.config import CacheOptions, EngineOptions
@@ -60,13 +67,18 @@ def check_preview(found: Preview, options: EngineOptions) -> ModelFit | None:
         raise ModelFileError(f"{found.name} cannot be loaded: {error}{would}. Nothing was fetched") from error
 
 
-def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[EngineCore, EngineInfo]:
+def build_engine(
+    options: EngineOptions, *, progress: bool = False, holder: socket.socket | None = None
+) -> tuple[EngineCore, EngineInfo]:
+    """`holder`: the way to who holds weights that outlast this process."""
     model = fetch_model(options, progress=progress)
+    link = None if holder is None else HolderLink(holder, model.files())
     source = model.open()
     executor = open_executor(
         options,
         source,
         vocabulary=lambda size: vocabulary_of(load_tokenizer(model), size),
+        holder=link,
         progress=progress,
     )
     core = EngineCore(options, executor)
@@ -100,6 +112,13 @@ def build_engine(options: EngineOptions, *, progress: bool = False) -> tuple[Eng
         ),
     )
     return core, info
+
+
+def import_kernels() -> None:
+    """What engines import only where there is a GPU; takes none of its memory."""
+    if torch.cuda.is_available() and triton.why_not(torch.device("cuda")) is None:
+        for module in pkgutil.iter_modules(triton.__path__, f"{triton.__name__}."):
+            importlib.import_module(module.name)
 
 
 def publish_kv_events(core: EngineCore, options: CacheOptions, device: str) -> None:

@@ -24,6 +24,7 @@ from typing import TypeVar
 from quire.engine.event_queue import EventQueue
 from quire.engine.link import Link, open_link
 from quire.engine.spare_process import SpareProcess
+from quire.engine.weight_holder import WeightHolder
 from quire.types import messages
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
@@ -64,6 +65,7 @@ class AsyncClient:
         link: Link,
         policy: RestartPolicy | None = None,
         reopen: Callable[[threading.Event], Link] | None = None,
+        name: str = "",
     ):
         self.info = link.info
         self.policy = policy or RestartPolicy()
@@ -71,6 +73,7 @@ class AsyncClient:
         self.adapters = list(link.info.adapters)
         self._link = link
         self._reopen = reopen
+        self._extra = {"fields": {"model": name} if name else {}}  # of lines in the log
         self.loop = asyncio.get_running_loop()
         self._outbox: queue.SimpleQueue[messages.ToEngine] = queue.SimpleQueue()
         self._queues: dict[str, EventQueue] = {}  # by request
@@ -86,17 +89,20 @@ class AsyncClient:
         cls,
         options: EngineOptions,
         *,
+        name: str = "",
         process: bool = True,
         progress: bool = False,
         policy: RestartPolicy | None = None,
         spare: SpareProcess | None = None,
+        holder: WeightHolder | None = None,
     ) -> AsyncClient:
-        """`spare`: where there may be a process that only needs to load the model, at first and after a loss."""
+        """`spare`: where there may be a process that only needs to load the model, at first and after a loss. `holder`:
+        of weights, which then are mapped. `name`: what the log calls the model, of several."""
 
         def reopen(stop: threading.Event) -> Link:
             if spare is None or (link := spare.take()) is None:
-                return open_link(options, process=process, progress=progress, stop=stop)
-            link.start(options, stop)
+                return open_link(options, process=process, progress=progress, stop=stop, holder=holder, name=name)
+            link.start(options, stop, name)
             return link
 
         stop = threading.Event()
@@ -105,7 +111,7 @@ class AsyncClient:
         except asyncio.CancelledError:
             stop.set()
             raise
-        return cls(link, policy, reopen if process else None)
+        return cls(link, policy, reopen if process else None, name)
 
     @property
     def alive(self) -> bool:
@@ -169,9 +175,9 @@ class AsyncClient:
     async def timelines(self, request_id: str) -> list[Timeline]:
         return (await self._ask(messages.GetTimelines(request_id), messages.Timelines)).timelines
 
-    async def power(self, *, asleep: bool) -> None:
+    async def power(self, *, asleep: bool, level: int = 1) -> None:
         """Free the device's memory until a request comes, or take it again now."""
-        await self._ask(messages.Power(asleep), messages.Powered)
+        await self._ask(messages.Power(asleep, level), messages.Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Look at the KV cache, or change it; of an export, the bundle too."""
@@ -252,7 +258,7 @@ class AsyncClient:
                     return EngineDeadError(f"the engine gave no sign of life for {silent:.0f} s")
             return None
         except Exception as error:
-            log.exception("the engine link broke")
+            log.exception("the engine link broke", extra=self._extra)
             return error if isinstance(error, QuireError) else EngineDeadError(f"the engine link broke: {error}")
 
     def _next(self, restarts: list[float], error: QuireError) -> Link | None:
@@ -265,11 +271,13 @@ class AsyncClient:
             restarts.append(now)
             if self._closing.wait(FIRST_BACKOFF_S * 2 ** (len(restarts) - 1)):
                 break
-            log.warning("restarting the engine (%d of %d)", len(restarts), self.policy.max_restarts)
+            most = self.policy.max_restarts
+            log.warning("restarting the engine (%d of %d)", len(restarts), most, extra=self._extra)
             try:
                 return self._reopen(self._closing)
             except Exception:
-                log.exception("the engine did not start again")
+                if not self._closing.is_set():  # else it was told to stop
+                    log.exception("the engine did not start again", extra=self._extra)
         return None
 
     def _on_loop(self, call: Callable[..., None], *arguments: object) -> None:
@@ -290,7 +298,7 @@ class AsyncClient:
                 if future is not None and not future.done():
                     future.set_result(message.answer)
                 elif isinstance(message.answer, messages.Refused):  # of what a new engine was told to have
-                    log.warning("the engine refused: %s", message.answer.message)
+                    log.warning("the engine refused: %s", message.answer.message, extra=self._extra)
 
     def _fail(self, why: str) -> None:
         """The engine is gone: everything open ends now."""

@@ -16,7 +16,7 @@ from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import LengthPredictor, Scheduler, SchedulingFeature
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, OverloadedError, QuireError
+from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.membership import PeerLink
 from quire.types.memory_use import resident_bytes
@@ -63,7 +63,7 @@ class EngineCore:
         self._failures = 0
         self.beside: list[Closable] = []  # what ends with the engine
         self.connector: KVConnector | None = None  # to engines that pages are handed over to, and from
-        self._asleep = False
+        self._sleep_level = 0  # 0: awake
 
     def connect(self, peers: PeerLink) -> str:
         """Hand KV pages over to peers, and take theirs; the address they reach this engine by, or '' where the executor
@@ -75,20 +75,28 @@ class EngineCore:
         self.scheduler.features.tiers.directory.connect()
         return self.connector.address
 
-    def power(self, *, asleep: bool) -> None:
-        """Free the device's memory (weights and cached pages wait in the host's), or take it again."""
+    def power(self, *, asleep: bool, level: int = 1) -> None:
+        """Free the device's memory, or take it again. At level 1 weights and cached pages wait in host memory, where
+        that is another; at level 2 nothing does."""
         self.settle()
+        if asleep and level not in (1, 2):
+            raise InputError(f"sleep has levels 1 and 2, not {level}", param="level")
         if asleep and self.busy:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
-        if asleep and not self._asleep:
-            self.scheduler.features.sessions.reset()  # what they hold stays cached, and that is what is kept
-            self.executor.sleep(self.scheduler.memory.cached_pages())
-        elif self._asleep and not asleep:
+        if self._sleep_level and (not asleep or level > self._sleep_level):
             self.executor.wake()
-        self._asleep = asleep
+            self._sleep_level = 0
+        if asleep and not self._sleep_level:
+            memory = self.scheduler.memory
+            self.scheduler.features.sessions.reset()  # what they hold stays cached, and that is what is kept
+            kept = memory.cached_pages() if level == 1 and self.executor.offloads else []
+            self.executor.sleep(kept, level)
+            if not kept:
+                memory.drop_cached()
+            self._sleep_level = level
 
     def _rouse(self) -> None:
-        if self._asleep:
+        if self._sleep_level:
             self.power(asleep=False)
 
     def _live(self) -> Iterator[Request]:
@@ -122,6 +130,10 @@ class EngineCore:
 
     def abort(self, request_id: str) -> list[TokenEvent]:
         return self._grammar_queue.abort(request_id) or self.scheduler.abort(request_id)
+
+    def abort_all(self) -> int:
+        """Nobody waits for any answer any more. How many requests that ends."""
+        return len([self.abort(request.id) for request in list(self._live())])
 
     def finish_at(self, request_id: str, branch: int, tokens: int) -> list[TokenEvent]:
         return self.scheduler.finish_at(request_id, branch, tokens)
@@ -172,7 +184,7 @@ class EngineCore:
 
     def idle(self) -> bool:
         """Nothing came, either: whether the executor has more to do at such a time."""
-        return not self._asleep and self.executor.idle()
+        return not self._sleep_level and self.executor.idle()
 
     def _recover(self, error: Exception) -> list[TokenEvent]:
         """End all requests with an error and start clean; give up when that does not help."""
@@ -191,7 +203,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         found, compiling = self.scheduler.snapshot(), len(self._grammar_queue)
-        found.memory, found.asleep = resident_bytes(), self._asleep
+        found.memory, found.sleep_level = resident_bytes(), self._sleep_level
         found.handovers = self.connector.stats if self.connector is not None else None
         found.waiting, found.deferred = found.waiting + compiling, found.deferred + compiling
         return found

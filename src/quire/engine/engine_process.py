@@ -1,9 +1,11 @@
 """The engine process: `python -m quire.engine.engine_process ADDRESS PARENT-PID`, started by ProcessLink. Its options
 come on standard input, as JSON: a spare waits there, everything imported. Or, where ADDRESS is tcp://..., a replica,
-with its options as a third argument; its ReplicaMembership comes on standard input from the actor that hosts it.
+with its options as a third argument; its ReplicaMembership comes on standard input from the actor that hosts it. A
+fourth is the descriptor of its link to who holds weights.
 
 One frame a step goes out, or a heartbeat when there is nothing to say; client messages are taken in between steps. It
-ends when told to, when its parent is gone, or, a replica, when its client has not been heard of for long.
+ends when told to, when its parent is gone, or, a replica, when its client has not been heard of for long. A replica
+whose connection breaks drops what it worked on, and joins again.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,10 +23,12 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from quire.engine.core import EngineCore
 from quire.engine.gc_control import shed, tidy
-from quire.engine.link import handle
+from quire.engine.hub_session import HubSession
+from quire.engine.link import SERVED_NAME, handle
 from quire.memory.cache_events import CacheEventRecorder
 from quire.types.config import EngineOptions
 from quire.types.errors import QuireError
@@ -49,18 +54,16 @@ from quire.types.parent_watch import end_with_parent
 log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250
-AHEAD_S = 0.1  # seconds that a process with all imports waited for its options: it was a spare
+AHEAD_S = 0.1  # seconds that a process with all imports waits for its options before it knows that it is a spare
 BEAT = 0.5  # seconds of silence before a heartbeat
 CHECK = 1.0  # seconds of idleness between looks whether all is in order
 ORPHAN = 60.0  # seconds without a word from its client after which a replica ends
-LINK_HEARTBEAT_MS = 1000  # between pings of the socket itself, which answers them whatever the engine does
-LINK_TIMEOUT_MS = 5000
+REJOIN_INTERVAL_S = 0.5  # between attempts of a replica to join again
 
 
 class EngineProcess:
     def __init__(self, address: str, member: ReplicaMembership | None = None):
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR if member is None else zmq.DEALER)
         self._heartbeat_fd = -1 if member is None else member.heartbeat_fd
         self._member = member
         self._address = address
@@ -68,31 +71,31 @@ class EngineProcess:
         os.set_blocking(self._wake_in, False)
         os.set_blocking(self._wake_out, False)
         self._recorder: CacheEventRecorder | None = None
-        if member is not None:
-            self._join(member)
-        self._socket.setsockopt(zmq.LINGER, 2000)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME)
-        self._socket.connect(address)
+        self._ready: Ready | None = None
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_in, zmq.POLLIN)
+        self._session: HubSession | None = None
+        if member is None:
+            self._socket = self._context.socket(zmq.PAIR)
+            for name, value in ((zmq.LINGER, 2000), (zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.MAXMSGSIZE, MAX_FRAME)):
+                self._socket.setsockopt(name, value)
+            self._socket.connect(address)
+            self._poller.register(self._socket, zmq.POLLIN)
+        else:
+            self._open_session(member, 0)
+            if member.heartbeat_fd >= 0:
+                os.set_blocking(member.heartbeat_fd, False)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._sent = self._beat = time.monotonic()
-        self._heard = time.monotonic() if member is not None else float("inf")
+        self._heard = float("inf")
 
-    def _join(self, member: ReplicaMembership) -> None:
+    def _open_session(self, member: ReplicaMembership, number: int) -> None:
         """One of several on a socket of their client's, over a network."""
-        self._socket.setsockopt_string(zmq.IDENTITY, member.identity)
-        self._socket.curve_serverkey = member.keys.server.encode()
-        self._socket.curve_publickey = member.keys.public.encode()
-        self._socket.curve_secretkey = member.keys.secret.encode()
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, LINK_HEARTBEAT_MS)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, LINK_TIMEOUT_MS)
-        if member.heartbeat_fd >= 0:
-            os.set_blocking(member.heartbeat_fd, False)
+        self._session = HubSession(self._context, self._address, member, number)
+        self._socket = self._session.socket
+        for source in (self._socket, self._session.monitor):
+            self._poller.register(source, zmq.POLLIN)
 
     def announce(self, core: EngineCore, info: EngineInfo) -> None:
         """The engine is ready. A replica names its pages as its router does, unless a tier names them, and tells of
@@ -108,9 +111,33 @@ class EngineProcess:
                 connector = core.connect(peers)
                 if core.connector is not None:
                     core.connector.wake_by(self.wake)
-        number = -1 if member is None else member.number
-        self.send(Ready(info, os.getpid(), socket.gethostname(), page_tokens, number, connector))
+        self._ready = Ready(info, os.getpid(), socket.gethostname(), page_tokens, connector=connector)
+        if member is not None:
+            self._ready.number, self._ready.process = member.number, member.identity
+            self._heard = time.monotonic()
+        self.send(self._ready)
         self.beat()
+
+    def _stay_joined(self, core: EngineCore) -> None:
+        """Where the connection broke, others go on with what this engine worked on. It joins again, with nothing to
+        do but with its weights and its cached pages."""
+        session, member, ready = self._session, self._member, self._ready
+        if session is None or not (why := session.lost()):
+            return
+        assert member is not None and ready is not None
+        dropped = core.abort_all()
+        if session.heard:
+            log.warning("the link to the client is lost: %s; %d requests are dropped here", why, dropped)
+            session.heard = False
+        if time.monotonic() - session.opened < REJOIN_INTERVAL_S:
+            return
+        for source in (session.socket, session.monitor):
+            self._poller.unregister(source)
+        session.close(lost=True)
+        self._open_session(member, session.number + 1)
+        self.send(replace(ready, info=replace(ready.info, adapters=core.adapters.list())))
+        if self._recorder is not None:
+            self._recorder.repeat()
 
     def wake(self) -> None:
         """From any thread: there is something to do."""
@@ -132,13 +159,15 @@ class EngineProcess:
         self._beat = time.monotonic()
 
     def send(self, message: ToClient) -> None:
-        self._socket.send(self._encoder.encode(message))
+        with suppress(zmq.Again):  # the connection broke, which its session tells
+            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK if self._session is not None else 0)
         self._sent = time.monotonic()
 
     def serve(self, core: EngineCore) -> bool:
         """Step while there is work, listen always. Whether another process is to follow this one."""
         checked = 0.0
         while True:
+            self._stay_joined(core)
             if not core.busy:
                 core.settle()
             if not core.busy and self._waits(0 if core.idle() else IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
@@ -153,7 +182,7 @@ class EngineProcess:
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
-                self._heard = max(self._heard, now)
+                self._on_heard(now)
                 if isinstance(message, Shutdown):
                     return message.restart
                 for reply in handle(core, message):
@@ -168,11 +197,21 @@ class EngineProcess:
                 events += core.step()
             if events:
                 self.send(Events(events))
-            if self._recorder is not None and (changes := self._recorder.take()):
+            while self._recorder is not None and (changes := self._recorder.take()):
                 self.send(CacheEvents(*changes))
 
+    def _on_heard(self, now: float) -> None:
+        self._heard = max(self._heard, now)
+        if self._session is not None and not self._session.heard:
+            self._session.heard = True
+            if self._session.number:
+                log.info("the client is reached again")
+
     def close(self) -> None:
-        self._socket.close()
+        if self._session is not None:
+            self._session.close()
+        else:
+            self._socket.close()
         self._context.term()
         for descriptor in (self._wake_in, self._wake_out):
             os.close(descriptor)
@@ -186,7 +225,7 @@ def own_address(server: str) -> str:
         return str(way.getsockname()[0])
 
 
-def main(address: str, parent: str, options: str = "") -> int:
+def main(address: str, parent: str, options: str = "", holder: str = "") -> int:
     configure_child("engine")
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when to stop, and drains first
         signal.signal(number, signal.SIG_IGN)
@@ -196,14 +235,20 @@ def main(address: str, parent: str, options: str = "") -> int:
     process = EngineProcess(address, member)
     began = time.perf_counter()
     try:
-        from quire.engine.build import build_engine
+        from quire.engine.build import build_engine, import_kernels
 
         imports = time.perf_counter() - began
+        ahead = ""
+        if not options and not select.select([sys.stdin], [], [], AHEAD_S)[0]:
+            import_kernels()
+            ahead = " (ahead)"
         said = options or sys.stdin.read()
         if not said:  # a spare that is not needed
             return 0
-        ahead = " (ahead)" if time.perf_counter() - began - imports > AHEAD_S else ""
-        core, info = build_engine(EngineOptions.of(**json.loads(said)), progress=sys.stderr.isatty())
+        weights = socket.socket(fileno=int(holder)) if holder else None
+        given = json.loads(said)
+        configure_child("engine", model=given.pop(SERVED_NAME, ""))
+        core, info = build_engine(EngineOptions.of(**given), progress=sys.stderr.isatty(), holder=weights)
         info.reasons[-1] += f", imports {imports:.2f} s{ahead}"
         for reason in info.reasons:
             log.info(reason)

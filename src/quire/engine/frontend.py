@@ -24,7 +24,7 @@ from quire.engine.text_input import (
 from quire.engine.text_output import RequestText, pooled_in
 from quire.text import TextModel, chat_prompt
 from quire.types.beam import BeamParams
-from quire.types.blend import Blend, BlendParams
+from quire.types.blend import Blend, BlendLike
 from quire.types.config import EngineOptions
 from quire.types.events import TokenEvent
 from quire.types.grammar import GrammarSpec
@@ -59,7 +59,7 @@ class Frontend:
         request_id: str | None = None,
         priority: int = 0,
         salt: str = "",
-        blend: BlendParams | Blend | None = None,
+        blend: BlendLike | Blend | None = None,
         prediction: Sequence[int] = (),
         session: str = "",
         hold: float = HOLD,
@@ -189,7 +189,7 @@ class AsyncLLM(Frontend):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        blend: BlendParams | Blend | None = None,
+        blend: BlendLike | Blend | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str = "",
@@ -205,7 +205,7 @@ class AsyncLLM(Frontend):
         messages: list[dict[str, Any]],
         params: SamplingParams | None = None,
         *,
-        blend: BlendParams | None = None,
+        blend: BlendLike | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str = "",

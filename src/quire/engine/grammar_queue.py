@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from quire.types.errors import InputError, OverloadedError, QuireError
+from quire.types.errors import InputError, OverloadedError, QuireError, to_wire
 from quire.types.events import TokenEvent
 from quire.types.request import FinishReason, Request
 
@@ -69,7 +69,7 @@ class GrammarQueue:
 
 def endings(request: Request, reason: FinishReason, error: QuireError | None = None) -> list[TokenEvent]:
     """A request that never ran ends on every branch."""
-    kind, message = (type(error).__name__, str(error)) if error else ("", "")
+    kind, message = to_wire(error) if error else ("", "")
     return [
         TokenEvent(request.id, branch, 0, [], finish=reason, error=kind, message=message) for branch in request.branches
     ]

@@ -22,7 +22,12 @@ from quire.types.hashing import Root
 from quire.types.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 
 KEPT_BATCHES = 10_000  # for those who missed them
-QUEUED_MESSAGES = 100_000  # of a subscriber that lags; then it misses some
+KEPT_BYTES = 64 << 20  # ... of them all
+BATCH_TOKENS = 8192  # told of in one batch, or those of one page: some 40 kB
+BATCH_EVENTS = 1024
+QUEUED_BATCHES = 4096  # of a subscriber that lags; then it misses some
+HEARTBEAT_MS = 5000
+HEARTBEAT_TIMEOUT_MS = 30_000  # after which a subscriber that does not answer, or read, is disconnected
 WAIT_S = 0.1  # between looks for requests of what was missed
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -34,21 +39,25 @@ class KVEventPublisher:
         self._topic = topic.encode()
         self._medium = medium
         self._changes: deque[tuple[bytes, bytes, bytes] | bytes | None] = deque()  # stored, removed, all cleared
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
         self._next = 0
         self._woken = threading.Event()
         self._closed = False
         self._encoder = msgspec.msgpack.Encoder()
         self._context = zmq.Context()
-        self._publisher = self._bind(zmq.PUB, endpoint)
-        self._replay = None if replay is None else self._bind(zmq.ROUTER, replay)
+        self._publisher = self._bind(zmq.PUB, endpoint, QUEUED_BATCHES)
+        self._replay = None if replay is None else self._bind(zmq.ROUTER, replay, KEPT_BATCHES + 1)
+        self.endpoint = self._publisher.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, name="quire-kv-events", daemon=True)
         self._thread.start()
 
-    def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    def _bind(self, kind: int, endpoint: str, queued: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
+        socket.setsockopt(zmq.SNDHWM, queued)
         socket.setsockopt(zmq.LINGER, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -82,13 +91,31 @@ class KVEventPublisher:
         while not self._closed or self._changes:
             self._woken.wait(WAIT_S)
             self._woken.clear()
-            if events := [self._event(self._changes.popleft()) for _ in range(len(self._changes))]:
-                payload = self._encoder.encode(KVEventBatch(time.time(), events))
-                self._kept.append((self._next, payload))
-                self._publisher.send_multipart([self._topic, self._next.to_bytes(8, "big"), payload])
-                self._next += 1
+            left = len(self._changes)
+            while left:
+                events = self._batch(left)
+                left -= len(events)
+                self._publish(self._encoder.encode(KVEventBatch(time.time(), events)))
             while self._replay is not None and self._replay.poll(0):
                 self._send_again(self._replay)
+
+    def _batch(self, most: int) -> list[KVEvent]:
+        """The next events, as many as one batch takes."""
+        events: list[KVEvent] = []
+        tokens = 0
+        while len(events) < min(most, BATCH_EVENTS) and tokens < BATCH_TOKENS:
+            event = self._event(self._changes.popleft())
+            tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
+            events.append(event)
+        return events
+
+    def _publish(self, payload: bytes) -> None:
+        self._kept.append((self._next, payload))
+        self._kept_bytes += len(payload)
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._publisher.send_multipart([self._topic, self._next.to_bytes(8, "big"), payload])
+        self._next += 1
 
     def _event(self, change: tuple[bytes, bytes, bytes] | bytes | None) -> KVEvent:
         if change is None:

@@ -26,8 +26,9 @@ from msgspec.structs import replace
 from quire.engine.core import EngineCore
 from quire.engine.grammar_queue import endings
 from quire.engine.interrupts import uninterrupted
+from quire.engine.weight_holder import WeightHolder
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, QuireError, from_wire
+from quire.types.errors import EngineDeadError, QuireError, from_wire, to_wire
 from quire.types.messages import (
     MAX_FRAME,
     Abort,
@@ -67,6 +68,7 @@ from quire.types.request import FinishReason
 
 START_TIMEOUT = 600.0
 CLOSE_TIMEOUT = 5.0
+SERVED_NAME = "served_name"  # beside the options of an engine process: what its lines in the log call the model
 POLL_INTERVAL_S = 0.25  # between looks at whether the process is still there
 
 
@@ -108,7 +110,7 @@ def handle(core: EngineCore, message: ToEngine) -> list[ToClient]:
         try:
             return [Reply(message.id, answer(core, message.question))]
         except QuireError as error:
-            return [Reply(message.id, Refused(type(error).__name__, str(error)))]
+            return [Reply(message.id, Refused(*to_wire(error)))]
     elif isinstance(message, Reset):
         core.reset()
     return []
@@ -123,8 +125,8 @@ def answer(core: EngineCore, question: Question) -> Answer:
             return View(replace(core.view(), now=time.time()))
         case GetTimelines(request):
             return Timelines([wall_clock(timeline) for timeline in core.timelines(request)])
-        case Power(asleep):
-            core.power(asleep=asleep)
+        case Power(asleep, level):
+            core.power(asleep=asleep, level=level)
             return Powered()
         case Cache(order):
             return Cached(*core.cache(order))
@@ -190,11 +192,18 @@ class LocalLink:
 
 class ProcessLink:
     """The engine in a process of its own. `stop`, once set, ends a start that is under way. Without options it is a
-    spare: a process that has imported all that engines need, and waits to be told to `start` one."""
+    spare: a process that has imported all that engines need, and waits to be told to `start` one. `holder`: of weights
+    that outlast it."""
 
     info: EngineInfo
 
-    def __init__(self, options: EngineOptions | None, stop: threading.Event | None = None):
+    def __init__(
+        self,
+        options: EngineOptions | None,
+        stop: threading.Event | None = None,
+        holder: WeightHolder | None = None,
+        name: str = "",
+    ):
         import zmq
 
         self._directory = Path(tempfile.mkdtemp(prefix="quire-"))  # mode 0700
@@ -215,24 +224,31 @@ class ProcessLink:
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())], stdin=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())]
+        if holder is None:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        else:
+            with holder.connect() as weights:
+                command += ["", str(weights.fileno())]
+                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[weights.fileno()])
         self.pid = self._process.pid
+        self._death = process_descriptor(self.pid)
+        if self._death >= 0:
+            self._poller.register(self._death, zmq.POLLIN)
         self.heard = time.monotonic()
         if options is not None:
-            self.start(options, stop)
+            self.start(options, stop, name)
 
     @property
     def running(self) -> bool:
         """Whether its process is there."""
         return self._process.poll() is None
 
-    def start(self, options: EngineOptions, stop: threading.Event | None = None) -> None:
-        """Returns when the engine is ready."""
+    def start(self, options: EngineOptions, stop: threading.Event | None = None, name: str = "") -> None:
+        """Returns when the engine is ready. `name`: what its model is called, for the log; empty: there is one."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # one that is gone is found to be, below
-            self._process.stdin.write(json.dumps(options.flat()).encode())
+            self._process.stdin.write(json.dumps(options.flat() | {SERVED_NAME: name}).encode())
             self._process.stdin.close()
         self.heard = time.monotonic()
         self.info = self._await_ready(stop)
@@ -312,6 +328,8 @@ class ProcessLink:
                 self._process.wait()
         self._socket.close()
         self._context.term()
+        if self._death >= 0:
+            os.close(self._death)
         with self._wake_lock:
             os.close(self._wake_in)
             os.close(self._wake_out)
@@ -319,12 +337,26 @@ class ProcessLink:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+def process_descriptor(pid: int) -> int:
+    """Readable once a child has ended; -1 where the system has none such, and it is looked for now and then."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return -1
+
+
 def open_link(
-    options: EngineOptions, *, process: bool, progress: bool = False, stop: threading.Event | None = None
+    options: EngineOptions,
+    *,
+    process: bool,
+    progress: bool = False,
+    stop: threading.Event | None = None,
+    holder: WeightHolder | None = None,
+    name: str = "",
 ) -> Link:
     """An engine in this process, or in one of its own."""
     if process:
-        return ProcessLink(options, stop)
+        return ProcessLink(options, stop, holder, name)
     from quire.engine.build import build_engine
 
     return LocalLink(*build_engine(options, progress=progress))

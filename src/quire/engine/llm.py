@@ -20,7 +20,7 @@ from quire.engine.text_output import RequestText, pooled_in
 from quire.text import TextModel, chat_prompt
 from quire.text.pair_scores import cosine, ranked, scores_pairs, text_pairs
 from quire.types.beam import BeamParams
-from quire.types.blend import Blend, BlendParams
+from quire.types.blend import Blend, BlendLike
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, InputError, QuireError, from_wire
 from quire.types.events import EngineStats, TokenEvent
@@ -79,7 +79,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priorities: Sequence[int] | None = None,
-        blend: BlendParams | Blend | None = None,
+        blend: BlendLike | Blend | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str | Sequence[str] = "",
@@ -111,7 +111,7 @@ class LLM:
         conversations: list[dict[str, Any]] | list[list[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        blend: BlendParams | None = None,
+        blend: BlendLike | None = None,
         session_id: str = "",
         session_ttl: float = HOLD,
         lora: str = "",
@@ -209,9 +209,10 @@ class LLM:
         """No new request may name it; those that have it finish with it."""
         self._ask(UnloadAdapter(name), Adapted)
 
-    def sleep(self) -> None:
-        """Free the GPU's memory until `wake` or the next request; cached prefixes are kept."""
-        self._ask(Power(True), Powered)
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until `wake` or the next request. Level 1: weights wait in host memory, on a GPU cached prefixes
+        too; 2: neither does, and weights are loaded again."""
+        self._ask(Power(True, level), Powered)
 
     def wake(self) -> None:
         self._ask(Power(False), Powered)

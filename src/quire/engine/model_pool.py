@@ -5,8 +5,9 @@
         └────────── unloading ◄── idle for keep_alive, or another needs its room
 
 A request holds a lease while it runs; only a model without leases is unloaded. Whoever asks for one that is being
-loaded shares that load, and its failure; the next to ask tries again. Loads make room in the order they were asked for:
-a model that has to go gets no new leases until it has gone, so that a busy one does not keep others out for ever.
+loaded shares that load, and its failure; who asks after a pause tries again. Loads make room in the order they were
+asked for: a model that has to go gets no new leases until it has gone, so that a busy one does not keep others out for
+ever. No room is made for a load that nobody waits for any more.
 Refuses to know: requests, how engines are started.
 """
 
@@ -17,13 +18,14 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Protocol
 
 from quire.engine.client import CLOSED
 from quire.engine.frontend import Frontend
-from quire.engine.keep_policy import Candidate, GreedyDual, victims
-from quire.engine.pooled_model import ModelState, PooledModel, Resident, adapted, bounded
+from quire.engine.model_eviction import Candidate, GreedyDual, victims
+from quire.engine.pooled_model import LoadedModel, ModelState, PooledModel, bound_tokenizer, restore_adapters
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError, OverloadedError, QuireError
 from quire.types.messages import AdapterInfo
@@ -85,11 +87,11 @@ class ModelPool:
         self._limits = limits or PoolLimits()
         self._policy = GreedyDual()
         self._turn = asyncio.Lock()  # to make room
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()  # engines of models that are being unloaded
         self._closed = False
-        self.fixed = False  # one model, which stays
-        self.beside: list[Closable] = []  # what ends with it
+        self.single_model = False  # one model, which stays
+        self.closables: list[Closable] = []  # what ends with it
         self._check_pinned()
 
     @classmethod
@@ -100,10 +102,10 @@ class ModelPool:
             return frontend
 
         pool = cls([ServedModel(frontend.model_name, EngineOptions(), pinned=True)], reopened)
-        pool.fixed = True
+        pool.single_model = True
         [model] = pool._models.values()
-        model.resident = Resident(frontend)
-        model.latest = bounded(frontend)
+        model.resident = LoadedModel(frontend)
+        model.latest = bound_tokenizer(frontend)
         return pool
 
     def _check_pinned(self) -> None:
@@ -111,7 +113,7 @@ class ModelPool:
         most, size = self._limits.models, self._limits.bytes
         others = len(kept) < len(self._models)
         if most is not None and len(kept) + others > most:
-            raise ConfigError(f"{len(kept)} models are pinned; max_loaded_models {most} leaves no room for others")
+            raise ConfigError(f"max_loaded_models {most} leaves no room for others beside {len(kept)} that are pinned")
         for model in self._models.values():
             if size is not None and model.size > size:
                 raise ConfigError(f"{model.name} takes {_gib(model.size)}, more than models_memory {_gib(size)}")
@@ -180,30 +182,43 @@ class ModelPool:
 
     async def acquire(self, name: str) -> Lease:
         """A lease of a model, loaded if need be. OverloadedError: there was no room for it in time."""
+        if (lease := self.acquire_loaded(name)) is not None:
+            return lease
+        model = self._models[name]
+        return self._lease(model, await self._loaded(model))
+
+    def acquire_loaded(self, name: str) -> Lease | None:
+        """A lease of a model that is loaded and may be used; None: it takes a wait."""
         if self._closed:
             raise EngineDeadError(CLOSED)
         model = self._models[name]
-        resident = model.resident
-        if resident is not None and not resident.draining:
-            self._hold(model, resident)
-        else:
-            resident = await self._loaded(model)
-        return Lease(name, resident.frontend, lambda keep_alive: self._released(model, resident, keep_alive))
+        if model.resident is None or model.resident.draining:
+            return None
+        self._hold(model, model.resident)
+        return self._lease(model, model.resident)
 
-    async def _loaded(self, model: PooledModel) -> Resident:
+    def _lease(self, model: PooledModel, held: LoadedModel) -> Lease:
+        return Lease(model.name, held.frontend, lambda keep_alive: self._released(model, held, keep_alive))
+
+    async def _loaded(self, model: PooledModel) -> LoadedModel:
         """The model once it is loaded, held for the caller."""
-        waiter: asyncio.Future[Resident] = asyncio.get_running_loop().create_future()
+        if model.load is None:
+            model.check_failure()
+        waiter: asyncio.Future[LoadedModel] = asyncio.get_running_loop().create_future()
         model.waiters.append(waiter)
         if model.load is None:
             model.load = asyncio.create_task(self._load(model), name=f"load {model.name}")
         try:
             return await waiter
         except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+            if waiter in model.waiters:
+                model.waiters.remove(waiter)
+                self._notify()
+            elif waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._released(model, waiter.result(), None)
             raise
 
-    def _hold(self, model: PooledModel, resident: Resident) -> None:
+    def _hold(self, model: PooledModel, resident: LoadedModel) -> None:
         resident.leases += 1
         if model.timer is not None:
             model.timer.cancel()
@@ -213,7 +228,7 @@ class ModelPool:
         size = max(model.size, 1) / GIB if self._limits.bytes is not None else 1.0
         self._policy.used(model.name, model.load_s, size)
 
-    def _released(self, model: PooledModel, resident: Resident, keep_alive: float | None) -> None:
+    def _released(self, model: PooledModel, resident: LoadedModel, keep_alive: float | None) -> None:
         resident.leases -= 1
         if model.resident is not resident:
             return
@@ -221,26 +236,34 @@ class ModelPool:
             model.keep_alive = keep_alive
         self._used(model)
         if not resident.leases:
-            self._rest(model, resident)
-            self._tell()
+            self._start_idle_timer(model, resident)
+            self._notify()
 
-    def _rest(self, model: PooledModel, resident: Resident) -> None:
+    def _start_idle_timer(self, model: PooledModel, resident: LoadedModel) -> None:
         """Nobody holds it: from now on it may go."""
         model.idle_since = time.monotonic()
         if not model.spec.pinned and model.keep_alive < math.inf and not self._closed:
-            loop = asyncio.get_running_loop()
-            model.timer = loop.call_later(model.keep_alive, self._expire, model, resident)
+            loop, own = asyncio.get_running_loop(), Context()  # not the request's that was the last
+            model.timer = loop.call_later(model.keep_alive, self._expire, model, resident, context=own)
 
-    def _expire(self, model: PooledModel, resident: Resident) -> None:
+    def _expire(self, model: PooledModel, resident: LoadedModel) -> None:
         if model.resident is resident and not resident.leases and not resident.draining:
             self._unload(model, "idle")
 
-    async def unload(self, name: str) -> None:
-        """Once it is idle; a pinned one stays. Returns at once if it is busy."""
+    async def unload(self, name: str) -> bool:
+        """Once it is idle, or loaded and then idle; returns at once if it is busy. False: it is pinned, and stays."""
         model = self._models[name]
-        model.keep_alive = 0.0
-        if model.resident is not None and not model.resident.leases and not model.spec.pinned:
+        if model.spec.pinned:
+            return False
+        if model.resident is not None or model.load is not None:
+            model.keep_alive = 0.0
+        if model.resident is not None and not model.resident.leases:
             await asyncio.shield(self._unload(model, "as asked"))
+        return True
+
+    def forget_failure(self, name: str) -> None:
+        """Who asks for it next has it loaded, however short a time ago that failed."""
+        self._models[name].forget_failure()
 
     # ---- loads and room -------------------------------------------------------------------------------------
 
@@ -248,16 +271,14 @@ class ModelPool:
         """One load, for all who wait for it."""
         failure: Exception = EngineDeadError(CLOSED)
         try:
-            await self._room_in_turn(model)
-            if model.resident is None:
+            await self._wait_for_room(model)
+            if model.opening:
                 await self._open(model)
         except OverloadedError as refusal:
             failure = refusal
             log.warning("%s", refusal)
         except Exception as error:
-            failure = EngineDeadError(f"model {model.name!r} could not be loaded; the server's log says why")
-            failure.__cause__ = error
-            model.failures += 1
+            failure = model.failed(error)
             log.error("model %s could not be loaded: %s", model.name, error)
         finally:
             model.load, model.opening = None, False
@@ -269,15 +290,19 @@ class ModelPool:
                 else:
                     waiter.set_exception(failure)
             if model.resident is not None and not model.resident.leases:
-                self._rest(model, model.resident)
-            self._tell()
+                self._start_idle_timer(model, model.resident)
+            self._notify()
 
-    async def _room_in_turn(self, model: PooledModel) -> None:
+    async def _wait_for_room(self, model: PooledModel) -> None:
+        """Until it may be opened (`opening`), is loaded after all, or nobody waits for it."""
         try:
+            if self._turn.locked():
+                log.info("model %s waits for room, behind others", model.name)
             async with asyncio.timeout(self._limits.wait), self._turn:
                 if model.resident is None:
-                    await self._make_room(model)
-                    model.opening = True
+                    model.opening = await self._make_room(model)
+                    if not model.opening:
+                        log.info("loading model %s is given up: nobody waits for it any more", model.name)
         except TimeoutError:
             busy = ", ".join(repr(other.name) for other in self._others(model) if other.in_memory)
             raise OverloadedError(
@@ -285,15 +310,15 @@ class ModelPool:
                 retry_after=LOAD_RETRY_S,
             ) from None
 
-    async def _make_room(self, model: PooledModel) -> None:
-        """Have others go until this one fits; those that are busy once they are idle."""
-        others = list(self._others(model))
+    async def _make_room(self, model: PooledModel) -> bool:
+        """Have others go until this one fits; those that are busy once they are idle. False: nobody waits for it."""
+        others, told = list(self._others(model)), False
         try:
-            while True:
-                news = self._news
+            while model.waiters:
+                changed = self._changed
                 there = [other for other in others if other.in_memory]
                 if max(self._lacking(model, there)) <= 0 and not model.unloading:
-                    return
+                    return True
                 models, size = self._lacking(model, [other for other in there if not other.unloading])
                 chosen = victims(self._policy.in_order(self._candidates(model)), models, size)
                 if chosen is None and not any(other.opening for other in others):
@@ -309,7 +334,12 @@ class ModelPool:
                         if other.name in going and not other.resident.leases:
                             self._policy.evicted(other.name)
                             self._unload(other, f"room for {model.name}")
-                await news.wait()
+                busy = [other.name for other in others if other.resident is not None and other.resident.draining]
+                if busy and not told:
+                    log.info("model %s waits for room: %s in use", model.name, ", ".join(busy))
+                    told = True
+                await changed.wait()
+            return False
         finally:
             for other in self._others(model):
                 if other.resident is not None:
@@ -334,10 +364,10 @@ class ModelPool:
     async def _open(self, model: PooledModel) -> None:
         log.info("loading model %s", model.name)
         began, earlier = time.monotonic(), model.latest
-        frontend = bounded(await self._open_model(model.spec, earlier))
+        frontend = bound_tokenizer(await self._open_model(model.spec, earlier))
         try:
             if earlier is not None:
-                await adapted(frontend, earlier)
+                await restore_adapters(frontend, earlier)
             stats = await frontend.client.stats()
         except BaseException:
             await frontend.client.close()
@@ -346,9 +376,9 @@ class ModelPool:
         model.load_s = time.monotonic() - began
         model.load_s_total += model.load_s
         model.loads += 1
-        model.keep_alive = model.spec.keep_alive
-        model.latest, model.resident = frontend, Resident(frontend)
-        model.resident.watch = asyncio.create_task(self._watch(model, model.resident))
+        model.forget_failure()
+        model.latest, model.resident = frontend, LoadedModel(frontend)
+        model.resident.watch = asyncio.create_task(self._watch(model, model.resident), context=Context())
         log.info("model %s is loaded: %s in %.2f s", model.name, _gib(model.size), model.load_s)
         if self._limits.bytes is not None and model.size > self._limits.bytes:
             log.warning("model %s alone takes more than models_memory; give it a smaller kv_memory", model.name)
@@ -363,7 +393,7 @@ class ModelPool:
                 self._policy.evicted(one.name)
                 self._unload(self._models[one.name], f"room for {model.name}")
 
-    async def _watch(self, model: PooledModel, resident: Resident) -> None:
+    async def _watch(self, model: PooledModel, resident: LoadedModel) -> None:
         """An engine that is lost for good leaves its place; who asks next has another one started."""
         error = await resident.frontend.client.lost()
         if model.resident is resident:
@@ -377,16 +407,17 @@ class ModelPool:
         assert resident is not None
         log.info("unloading model %s: %s", model.name, why)
         model.resident, model.unloading = None, True
+        model.keep_alive = model.spec.keep_alive  # what was asked for lately was about this stay
         model.unloads += 1
         if model.timer is not None:
             model.timer.cancel()
 
-        task = asyncio.create_task(self._freed(model, resident))
+        task = asyncio.create_task(self._close_engine(model, resident))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    async def _freed(self, model: PooledModel, resident: Resident) -> None:
+    async def _close_engine(self, model: PooledModel, resident: LoadedModel) -> None:
         client = resident.frontend.client
         try:
             if resident.watch is not None:
@@ -395,17 +426,17 @@ class ModelPool:
         finally:
             model.restarts += getattr(client, "restarts", 0)
             model.unloading = False
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     # ---- the end --------------------------------------------------------------------------------------------
 
     async def lost(self) -> QuireError:
         """Wait until the server has nothing left to serve: its one engine is gone for good. Never, of several."""
-        if self.fixed:
+        if self.single_model:
             return await self.default.client.lost()
         await asyncio.Event().wait()
         raise AssertionError
@@ -422,7 +453,7 @@ class ModelPool:
             if model.resident is not None and model.resident.watch is not None:
                 model.resident.watch.cancel()
         engines = [frontend.client.close() for frontend in self.loaded().values()]
-        beside = [asyncio.to_thread(one.close) for one in self.beside]
+        beside = [asyncio.to_thread(one.close) for one in self.closables]
         await asyncio.gather(*loads, *engines, *self._closing, *beside, return_exceptions=True)
 
 

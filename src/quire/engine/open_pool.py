@@ -1,4 +1,4 @@
-"""From entries and options to a pool of models: engines in processes of their own, texts read once.
+"""From entries and options to a pool of models, one that stays or several: engines in processes of their own.
 
 Refuses to know: the command line, HTTP.
 """
@@ -13,25 +13,50 @@ from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.frontend import Frontend
 from quire.engine.model_pool import ModelPool, PoolLimits
 from quire.engine.spare_process import SpareProcess
+from quire.engine.weight_holder import WeightHolder
 from quire.text import TextModel
+from quire.types.config import EngineOptions
 from quire.types.errors import ModelNotFoundError
 from quire.types.models_file import ServedModel
 from quire.types.option_checks import parse_size
 from quire.types.serving import ServeOptions
 
 
+async def open_one_model(
+    local: LocalModel, engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy
+) -> ModelPool:
+    """A pool of one model, which stays."""
+    holder = _holder(serving)
+    spare = SpareProcess(holder=holder) if serving.spare_engine and policy.max_restarts else None
+    client = await AsyncClient.open(engine, process=True, policy=policy, spare=spare, holder=holder)
+    try:
+        pool = ModelPool.of(Frontend(client, _text(local, serving), serving.served_model_name or local.name))
+    except BaseException:
+        await client.close()
+        raise
+    if holder is not None:
+        pool.closables.append(holder)
+    if spare is not None:
+        pool.closables.append(spare)
+        spare.busy = lambda: any(state.requests for state in pool.states())
+        spare.prepare(later=True)
+    return pool
+
+
 async def open_model_pool(
     models: Sequence[ServedModel], serving: ServeOptions, policy: RestartPolicy | None = None
 ) -> ModelPool:
     """A pool in which the default model and those that are pinned are loaded."""
-    spare = SpareProcess() if serving.spare_engine and len(models) > 1 else None
+    holder = _holder(serving)
+    spare = SpareProcess(holder=holder) if serving.spare_engine and len(models) > 1 else None
 
     async def open_model(model: ServedModel, earlier: Frontend | None) -> Frontend:
         local = _local(model)
-        opening = asyncio.ensure_future(AsyncClient.open(model.engine, process=True, policy=policy, spare=spare))
-        parsers = {"tool_call_parser": serving.tool_call_parser, "reasoning_parser": serving.reasoning_parser}
+        name = model.name if len(models) > 1 else ""
+        client = AsyncClient.open(model.engine, name=name, process=True, policy=policy, spare=spare, holder=holder)
+        opening = asyncio.ensure_future(client)
         try:
-            text = earlier.text if earlier is not None else await asyncio.to_thread(TextModel.load, local, **parsers)
+            text = earlier.text if earlier is not None else await asyncio.to_thread(_text, local, serving)
         except BaseException:
             if not opening.cancel() and opening.exception() is None:
                 await opening.result().close()
@@ -44,8 +69,7 @@ async def open_model_pool(
         serving.model_wait,
     )
     pool = ModelPool(models, open_model, limits, expected_bytes)
-    if spare is not None:
-        pool.beside.append(spare)
+    pool.closables += [each for each in (spare, holder) if each is not None]
     try:
         await pool.start()
         if spare is not None:
@@ -54,6 +78,14 @@ async def open_model_pool(
         await pool.close()
         raise
     return pool
+
+
+def _holder(serving: ServeOptions) -> WeightHolder | None:
+    return None if serving.hold_weights is None else WeightHolder(parse_size(serving.hold_weights))
+
+
+def _text(local: LocalModel, serving: ServeOptions) -> TextModel:
+    return TextModel.load(local, tool_call_parser=serving.tool_call_parser, reasoning_parser=serving.reasoning_parser)
 
 
 def expected_bytes(model: ServedModel) -> int:

@@ -14,18 +14,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from quire.engine.frontend import Frontend
-from quire.types.errors import ConfigError, InputError, ModelFileError, ModelNotFoundError
+from quire.types.errors import ConfigError, EngineDeadError, InputError, ModelFileError, ModelNotFoundError
 from quire.types.messages import AdapterInfo
 from quire.types.models_file import ServedModel
 
 log = logging.getLogger(__name__)
+
+FIRST_LOAD_PAUSE_S = 1.0  # after a failed load, before another is tried
+MAX_LOAD_PAUSE_S = 60.0
 
 
 class ModelState(msgspec.Struct, kw_only=True):
     """A model of the server as it is now; times of day in seconds since the epoch, null where it never expires."""
 
     name: str
-    state: str  # unloaded, loading, loaded or unloading
+    state: str  # unloaded, loading, loaded, restarting (its engine) or unloading
     default: bool
     pinned: bool
     requests: int  # that hold it
@@ -39,7 +42,7 @@ class ModelState(msgspec.Struct, kw_only=True):
 
 
 @dataclass(eq=False)
-class Resident:
+class LoadedModel:
     """One stay of a model in memory."""
 
     frontend: Frontend
@@ -52,9 +55,9 @@ class PooledModel:
     def __init__(self, spec: ServedModel, size: int):
         self.spec = spec
         self.size = size
-        self.resident: Resident | None = None
+        self.resident: LoadedModel | None = None
         self.latest: Frontend | None = None  # what is known of it goes on to be, its engine gone or not
-        self.waiters: list[asyncio.Future[Resident]] = []  # each is given a lease
+        self.waiters: list[asyncio.Future[LoadedModel]] = []  # each is given a lease
         self.load: asyncio.Task[None] | None = None
         self.opening = self.unloading = False  # its memory is taken, though it is not loaded
         self.keep_alive = spec.keep_alive
@@ -63,6 +66,8 @@ class PooledModel:
         self.loads = self.failures = self.unloads = 0
         self.load_s = self.load_s_total = 0.0
         self.restarts = 0  # of engines that are gone
+        self._failure: Exception | None = None  # of its latest load
+        self._pause = self._retry_at = 0.0  # until when nothing else is tried
 
     @property
     def name(self) -> str:
@@ -79,10 +84,31 @@ class PooledModel:
     def in_memory(self) -> bool:
         return self.resident is not None or self.opening or self.unloading
 
+    def failed(self, error: Exception) -> EngineDeadError:
+        """A load came to nothing: what those who wait are told, and who asks in the next seconds, twice as many each
+        time. Else every request would start a process, and have another model go for it."""
+        self.failures += 1
+        self._failure, self._pause = error, min(max(FIRST_LOAD_PAUSE_S, 2 * self._pause), MAX_LOAD_PAUSE_S)
+        self._retry_at = time.monotonic() + self._pause
+        return self._told()
+
+    def check_failure(self) -> None:
+        """Raises where the latest load failed a moment ago."""
+        if time.monotonic() < self._retry_at:
+            raise self._told()
+
+    def forget_failure(self) -> None:
+        self._pause = self._retry_at = 0.0
+
+    def _told(self) -> EngineDeadError:
+        error = EngineDeadError(f"model {self.name!r} could not be loaded; the server's log says why")
+        error.retry_after, error.__cause__ = self._retry_at - time.monotonic(), self._failure
+        return error
+
     @property
     def state(self) -> str:
         if self.resident is not None:
-            return "loaded"
+            return "loaded" if getattr(self.resident.frontend.client, "alive", True) else "restarting"
         return "loading" if self.load is not None else "unloading" if self.unloading else "unloaded"
 
     def look(self, default: bool) -> ModelState:
@@ -97,14 +123,14 @@ class PooledModel:
         )  # fmt: skip
 
 
-def bounded(frontend: Frontend) -> Frontend:
+def bound_tokenizer(frontend: Frontend) -> Frontend:
     """No text is tokenised further than the model could take."""
     info = frontend.client.info
     frontend.text.tokenizer = frontend.text.tokenizer.up_to(max(info.max_model_len, info.stream_len))
     return frontend
 
 
-async def adapted(frontend: Frontend, earlier: Frontend) -> None:
+async def restore_adapters(frontend: Frontend, earlier: Frontend) -> None:
     """Bring a new engine to the adapters that the one before had."""
     wanted, there = earlier.client.adapters, frontend.client.adapters
     for one in [one for one in there if one not in wanted]:

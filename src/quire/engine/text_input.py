@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from quire.generation.grammar.sandbox_client import GrammarSandbox
 from quire.text import TextModel, alphabet_of, encode_chunks
 from quire.types.beam import BeamParams
-from quire.types.blend import MAX_CHUNKS, Blend, BlendParams
+from quire.types.blend import Blend, BlendLike, BlendParams, check_chunks
 from quire.types.errors import ContextLengthError, InputError
 from quire.types.grammar import GrammarSpec
 from quire.types.messages import EngineInfo
@@ -102,17 +102,17 @@ def _target(seconds: float, name: str) -> float:
     return seconds
 
 
-def chunked(prompt: Prompt, how: BlendParams | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:
+def chunked(prompt: Prompt, how: BlendLike | Blend | None, text: TextModel) -> tuple[Prompt, Blend | None]:
     """A prompt and where its chunks are: said of token ids, or found by a separator in a text, which then is token ids
     without it."""
-    if not isinstance(how, BlendParams):
+    if how is None or isinstance(how, Blend):
         return prompt, how
+    how = BlendParams.read(how)
     if not isinstance(prompt, str):
         if how.separator:
             raise InputError("blend finds chunks by a separator in a text; token ids have none", param="blend")
-        if len(how.chunks) > MAX_CHUNKS or any(not 0 <= start < end <= len(prompt) for start, end in how.chunks):
-            raise InputError(f"chunks must be at most {MAX_CHUNKS}, each inside the prompt", param="blend")
-        return prompt, how.of(how.chunks)
+        check_chunks(how.chunks or [], len(prompt))
+        return prompt, how.of(how.chunks or [])
     return encode_chunks(text.tokenizer, prompt, how, add_special=True)
 
 

@@ -105,6 +105,16 @@ class Paths:
         return torch.where(positions < base, positions, base + (path >> (4 * deep) & 15))
 
 
+class LayerObserver(Protocol):
+    """Is told how far a step's forward pass has come."""
+
+    layers: frozenset[int]  # after which it is told
+
+    def layer_written(self, layer: int) -> None:
+        """K and V of all layers up to this are in their pages, or on a GPU what puts them there is launched."""
+        ...
+
+
 @dataclass
 class SparseBatch:
     """Rows whose queries read only some pages of each KV head: the first, the last, and of the others those with the
@@ -133,6 +143,7 @@ class Batch:
     states: list[Round] = field(default_factory=list)  # segments for recurrent layers
     adapters: torch.Tensor | None = None  # [tokens] int64: LoRA slot of each, 0: none; None: no token has any
     sparse: SparseBatch | None = None
+    observer: LayerObserver | None = None
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property

@@ -21,6 +21,7 @@ from quire.model.blocks.low_rank import Update, Updates
 from quire.model.blocks.rope_scaling import inverse_frequencies
 from quire.model.decoder_spec import Attention, DecoderSpec, Dense, sparse_at
 from quire.model.families.architecture import Target
+from quire.model.loading.held_model import WeightMemory
 from quire.model.loading.stored_tensor import StoredTensor, not_finite
 from quire.types.errors import ModelFileError
 from quire.types.kv import KVLayout
@@ -128,15 +129,19 @@ class CompiledModel:
         threads: int,
         length: int | None = None,
         isa: str | None = None,
+        held: WeightMemory | None = None,
         progress: Callable[[int, int], None] | None = None,
     ):
+        """`held`: where packed matrices are, if they are held, or are put."""
         self.spec = spec
         self.device = torch.device("cpu")
         self.threads = threads
         self.length = length or spec.max_position
         kinds = {info.kind for name, info in source.tensors().items() if name in targets and len(info.shape) == 2}
         self._kept = "weights stay quantised" if kinds & set(FORMATS) else "weights quantised to 8 bits"
-        weights = _Packer(spec, targets, source, isa, progress).decoder(self.length)
+        packer = _Packer(spec, targets, source, isa, held, progress)
+        weights = packer.decoder(self.length)
+        packer.publish()
         self._program = cpu.NativeProgram(weights, threads=threads, isa=isa)
         self.inverse_frequencies = [weights.inverse_frequencies] * len(spec.layers)
         self.draw = self._program.drawer()
@@ -200,6 +205,12 @@ class CompiledModel:
         """It reads a shared prefix once a row."""
         return None
 
+    def prepared_lengths(self, longest: int) -> list[int]:
+        return []
+
+    def forget_pages(self) -> None:
+        self._program.forget_pages()
+
     def weights(self) -> tuple[()]:
         """They are in the memory of a CPU, and stay there."""
         return ()
@@ -214,6 +225,7 @@ class _Packer:
         targets: Mapping[str, Target],
         source: WeightSource,
         isa: str | None,
+        held: WeightMemory | None,
         progress: Callable[[int, int], None] | None,
     ):
         self._spec = spec
@@ -226,7 +238,27 @@ class _Packer:
         self._total = sum(self._tensors[name].nbytes for name in targets)
         self._done = 0
         matrices = [self._tensors[name] for name in targets if len(self._tensors[name].shape) == 2]
-        self._store = cpu.Store(sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind, isa) for m in matrices))
+        size = sum(cpu.Store.needs(m.shape[0], m.shape[1], m.kind, isa) for m in matrices)
+        self._memory, self._found = held, False
+        self._store = cpu.Store(size, None if held is None else self._held_block(held, size))
+
+    def _held_block(self, held: WeightMemory, size: int) -> torch.Tensor | None:
+        """With all matrices packed, or to pack them into; None: they cannot be held."""
+        if (found := held.find()) is not None:
+            if [len(each) for each in found[0]] == [size]:
+                self._found = True
+                return found[0][0]
+            held.discard("held weights are not those of this model; they are loaded")
+        elif 0 < held.limit < size:
+            held.refuse(f"weights are not held: they take {size:,} bytes, hold_weights allows {held.limit:,}")
+        block = held.create(size) if size <= held.limit else None
+        self._memory = None if block is None else held
+        return block
+
+    def publish(self) -> None:
+        """All matrices are packed."""
+        if self._memory is not None and not self._found:
+            self._memory.publish(b"")
 
     def decoder(self, length: int) -> DecoderWeights:
         spec = self._spec
@@ -281,6 +313,8 @@ class _Packer:
         name = self._names[module, "weight", part]
         info = self._tensors[name]
         packed = cpu.PackedMatrix(self._store, info.shape[0], info.shape[1], info.kind, self._isa)
+        if self._found:
+            return packed
         if not packed.fill(self._stored(name).rows()):
             raise ModelFileError(not_finite(name))
         return packed

@@ -15,6 +15,7 @@ import torch
 from quire.kernels.attention_backend import Batch
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
+from quire.kernels.library.cudnn_prefill import CudnnPrefill
 from quire.model.blocks.attention import AttentionBlock, LinearMaker
 from quire.model.blocks.class_head import ClassHeadBlock
 from quire.model.blocks.dense import DenseBlock
@@ -243,14 +244,18 @@ class Model:
         experts = {"experts" for layer in self.spec.layers if isinstance(layer.feed, Experts)}
         return experts | {"latent up-projections" for layer in self.spec.layers if isinstance(layer.mixer, Latent)}
 
+    def forget_pages(self) -> None:
+        """Nothing: it keeps none."""
+
     def weights(self) -> Iterator[torch.Tensor]:
         """All tensors; a head may be tied to the embeddings, and come twice."""
         for module in self.modules().values():
             yield from module.tensors().values()
 
-    def finish(self) -> None:
-        """Compute what depends on weights or lives beside them, once they are in place."""
-        for linear in (m for m in self.modules().values() if isinstance(m, Linear)):
+    def finish(self, *, mapped: bool = False) -> None:
+        """Compute what depends on weights or lives beside them, once they are in place. `mapped`: they are those of a
+        model for which it was done."""
+        for linear in (m for m in self.modules().values() if isinstance(m, Linear) and not mapped):
             linear.scheme.finish(linear.state)
         self._ropes: dict[int, Scaled] = {}  # inverse frequencies and scale, by kind
         for kind in set(self.spec.rope_kinds):
@@ -287,6 +292,8 @@ class Model:
             if tap is not None and layer.index in tap.layers:
                 here = residual.clone() if x is None else residual + x  # the next norm writes into the residual
                 shown.append(here if len(here) == batch.rows else here[batch.ends])
+            if batch.observer is not None and layer.index in batch.observer.layers:
+                batch.observer.layer_written(layer.index)
         if tap is not None:
             tap.states = shown
         if pipeline is not None:
@@ -388,6 +395,11 @@ class Model:
             return None
         attention = self.spec.attention
         return attention.heads // attention.kv_heads if self.stages.backends[0].shares else None
+
+    def prepared_lengths(self, longest: int) -> list[int]:
+        """Lengths of prompts that attention prepares for when it first meets them."""
+        found = [each.lengths(longest) for each in self.stages.backends.values() if isinstance(each, CudnnPrefill)]
+        return sorted({length for lengths in found for length in lengths})
 
     def attention(self, batch: Batch, kv: KVViews) -> None:
         """Only attention, by queries of zeros: it takes longest to compile, and waits for nothing before it here."""

@@ -116,6 +116,10 @@ class Runnable(Protocol):
         """Query heads of a KV head, where rows with a common prefix are attended together over it; else None."""
         ...
 
+    def prepared_lengths(self, longest: int) -> list[int]:
+        """Lengths of prompts that attention prepares for when it first meets them, which takes long."""
+        ...
+
     def rescale_keys(self, factors: torch.Tensor) -> None:
         """Queries times factors [layers, kv_heads, head_dim], keys by them: what and why, `key_channel_scales` says."""
         ...
@@ -126,6 +130,10 @@ class Runnable(Protocol):
 
     def set_adapter(self, slot: int, updates: Updates) -> None:
         """Tokens of this slot (`Batch.adapters`) run with these updates from now on; with none, as the base."""
+        ...
+
+    def forget_pages(self) -> None:
+        """The KV pages of the steps before are given up."""
         ...
 
     def weights(self) -> Iterable[torch.Tensor]:

@@ -41,8 +41,8 @@ class Prefix(msgspec.Struct, kw_only=True):
     evicted_for: str | None  # which request took the page; told to those who may see all requests
     tier_tokens: dict[str, int]  # of the cached tokens, those that came from each tier below the device
     moved_bytes: int  # loaded for that
-    blended_tokens: int  # of chunks that were cached for another place, and reused here
-    recomputed_tokens: int  # of chunks, computed again because their place changes them
+    blended_tokens: int  # of chunks, whose KV was computed for another place and copied
+    recomputed_tokens: int  # ... of them, computed again because their place changes them
     blend_error: float | None  # deviation of the others, relative to the values of all; None: it was not looked at
     saved_s: float  # estimate: computing them would have taken so much longer
 

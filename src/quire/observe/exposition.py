@@ -122,8 +122,8 @@ class _Exposition(Collector):
         yield from self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.waiting)
         waits = {"capacity": stats.waiting - stats.deferred, "deferred": stats.deferred}
         yield from self._parts("num_requests_waiting_by_reason", "Sequences waiting, by why.", "reason", waits)
-        # vLLM's levels of sleep: here weights wait in the host's memory.
-        sleep = {"awake": not stats.asleep, "weights_offloaded": stats.asleep, "discard_all": 0}
+        level = stats.sleep_level
+        sleep = {"awake": level == 0, "weights_offloaded": level == 1, "discard_all": level == 2}
         yield from self._parts("engine_sleep_state", "Whether the engine lends its memory.", "sleep_state", sleep)
         yield from self._gauge("kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.", used)
         yield from self._gauge("kv_waste_ratio", "Share of KV slots given back unfilled.", stats.kv_waste, shared=False)
@@ -139,7 +139,7 @@ class _Exposition(Collector):
         yield from self._gauge("kv_bytes", "Bytes of the KV page pool.", stats.kv_bytes, shared=False)
         yield from self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prompt_tokens)
         yield from self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.cached_tokens)
-        moved = "Prompt tokens of chunks cached for another place."
+        moved = "Prompt tokens of chunks copied from another place."
         yield from self._counter("blended_tokens", moved, stats.blended_tokens, shared=False)
         again = "Tokens of chunks computed again because their place changes them."
         yield from self._counter("recomputed_tokens", again, stats.recomputed_tokens, shared=False)

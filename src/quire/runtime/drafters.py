@@ -24,7 +24,6 @@ from quire.kernels.cpu.int8_linear import pack_linears
 from quire.model import Runnable, load_model
 from quire.model.loading.mtp_layer import MtpLayer, load_mtp
 from quire.runtime.draft_model import DraftModelProposer
-from quire.runtime.hardware import Resolved
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.worker import ForwardWorker
 from quire.types.config import EngineOptions, SpeculationOptions
@@ -53,8 +52,13 @@ class Drafter:
     layout: KVLayout
 
 
-def load_drafter(options: EngineOptions, resolved: Resolved, target: Runnable) -> Drafter | None:
-    """The draft model, if there is one: before memory is divided, since it takes some."""
+def load_drafter(options: EngineOptions, source: WeightSource, target: Runnable) -> Drafter | MtpLayer | None:
+    """The draft model, or the target's own layer that drafts, if there is one: before memory is divided, since it takes
+    some."""
+    return _load_draft_model(options, target) or _load_mtp_layer(options, target, source)
+
+
+def _load_draft_model(options: EngineOptions, target: Runnable) -> Drafter | None:
     kind, _, name = options.speculation.speculation.partition(":")
     if draft_limit(options.speculation) == 0 or kind != "draft":
         return None
@@ -76,8 +80,8 @@ def load_drafter(options: EngineOptions, resolved: Resolved, target: Runnable) -
     return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
 
 
-def load_mtp_layer(options: EngineOptions, target: Runnable, source: WeightSource) -> MtpLayer | None:
-    """The target's own multi-token-prediction layer, if it is to draft: before memory is divided, too."""
+def _load_mtp_layer(options: EngineOptions, target: Runnable, source: WeightSource) -> MtpLayer | None:
+    """The target's own multi-token-prediction layer, if it is to draft."""
     if options.speculation.speculation != "mtp":
         return None
     dtype = torch.float32 if target.threads is not None else target.dtype

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
-import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +12,7 @@ from quire.model.loading.load import Quantize
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KINDS
+from quire.types.memory_use import available_bytes, command_output
 
 STEP_TARGET_S = 0.3  # as long as a full prefill step takes an 8B model on one of today's GPUs, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -63,7 +62,7 @@ def probe(device: str) -> Hardware:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device == "cpu":
-        return Hardware("cpu", _cpu_name(), _available_memory(), cores)
+        return Hardware("cpu", _cpu_name(), available_bytes(), cores)
     if not torch.cuda.is_available():
         raise ConfigError("no CUDA device is visible to torch; use --device cpu or install a CUDA build of torch")
     index = int(device.partition(":")[2] or 0)
@@ -149,26 +148,6 @@ def _kv_dtype(options: EngineOptions, gpu: bool) -> tuple[str | None, bool]:
     return asked.removesuffix("-kivi"), asked.endswith("-kivi")
 
 
-def _available_memory() -> int:
-    """Memory that can be had without swapping; half of it all where the system does not say."""
-    try:
-        with open("/proc/meminfo") as info:
-            for line in info:
-                if line.startswith("MemAvailable"):
-                    return int(line.split()[1]) * 1024
-    except OSError:  # no Linux
-        if said := _said("vm_stat"):
-            return reclaimable(said)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def reclaimable(vm_stat: str) -> int:
-    """Bytes a Mac has free or can have back at once, by its `vm_stat`."""
-    size = re.search(r"page size of (\d+) bytes", vm_stat)
-    pages = re.findall(r"^Pages (?:free|inactive|speculative|purgeable): +(\d+)", vm_stat, re.MULTILINE)
-    return int(size[1]) * sum(map(int, pages)) if size else 0
-
-
 def _cpu_name() -> str:
     try:
         with open("/proc/cpuinfo") as info:
@@ -176,13 +155,5 @@ def _cpu_name() -> str:
                 if line.startswith(("model name", "CPU part")):
                     return f"CPU ({line.partition(':')[2].strip()})"
     except OSError:  # no Linux
-        return f"CPU ({_said('sysctl', '-n', 'machdep.cpu.brand_string').strip() or platform.machine()})"
+        return f"CPU ({command_output('sysctl', '-n', 'machdep.cpu.brand_string').strip() or platform.machine()})"
     return "CPU"
-
-
-def _said(*command: str) -> str:
-    """What a command of the system prints; nothing where there is no such command."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""

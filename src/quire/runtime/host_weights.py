@@ -1,4 +1,4 @@
-"""Weights in host memory while an engine sleeps.
+"""Weights in host memory while an engine sleeps, and host memory given back to the system.
 
 Page-locked, so that they come back at the speed of the bus; locking memory takes longer than filling it, so it is kept
 for the next time. Refuses to know: models.
@@ -6,9 +6,23 @@ for the next time. Refuses to know: models.
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections.abc import Iterable
 
 import torch
+
+PURGE_DELAY_S = 0.15  # after which mimalloc gives back what was freed, when it next frees something
+PURGE_BYTES = 64 << 20  # ... that is too large for a segment
+
+
+def give_back_freed() -> None:
+    """What allocators keep of freed host memory: glibc's, and mimalloc, which torch has on Arm."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    time.sleep(PURGE_DELAY_S)
+    torch.empty(PURGE_BYTES, dtype=torch.uint8)
 
 
 class HostWeights:

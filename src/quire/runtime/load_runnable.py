@@ -6,6 +6,7 @@ import torch
 
 from quire.model import Runnable, load_model
 from quire.model.decoder_spec import SparseAttention
+from quire.model.loading.held_model import WeightMemory
 from quire.model.loading.load import Progress
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.model.ranks import Ranks
@@ -23,6 +24,7 @@ def load_runnable(
     source: WeightSource,
     *,
     ranks: Ranks | None = None,
+    held: WeightMemory | None = None,
     progress: Progress | None = None,
 ) -> Runnable:
     """torch computes on as many threads as were resolved, unless the model has its own."""
@@ -48,6 +50,7 @@ def load_runnable(
         if hardware.gpu or resolved.kv_residual
         else SparseAttention(cache.sparse_attention, cache.sparse_pages),
         ranks=ranks,
+        held=held,
         progress=progress,
     )
     if model.threads is not None:

@@ -57,15 +57,16 @@ class SlotState:
                 self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
     def _fill(self, admits: list[Admit]) -> None:
-        """All tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
-        count = sum(len(admit.tokens) for admit in admits)
-        packed = struct.pack(f"{count}i", *chain.from_iterable(admit.tokens for admit in admits))
+        """Tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
+        parts = [admit.tokens[admit.unread :] for admit in admits]
+        packed = struct.pack(f"{sum(map(len, parts))}i", *chain.from_iterable(parts))
         flat = np.frombuffer(packed, dtype=np.int32)
         staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
         end = 0
-        for admit in admits:
-            begin, end = end, end + len(admit.tokens)
-            self.tokens[admit.slot, : end - begin].copy_(staged[begin:end], non_blocking=True)
+        for admit, part in zip(admits, parts, strict=True):
+            begin, end = end, end + len(part)
+            target = self.tokens[admit.slot, admit.unread : len(admit.tokens)]
+            target.copy_(staged[begin:end], non_blocking=True)
 
     def _adapt(self, changed: list[Admit]) -> None:
         if changed:

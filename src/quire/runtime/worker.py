@@ -17,7 +17,7 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan, TreeRow
 from quire.generation.sampling.top_k import argmax_tokens
-from quire.kernels.attention_backend import NO_TREE, Batch, Paths
+from quire.kernels.attention_backend import NO_TREE, Batch, LayerObserver, Paths
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.state_views import single_tokens
 from quire.model import KVViews, Runnable, allocate_kv
@@ -89,10 +89,12 @@ class ForwardWorker:
         self._kv = KVViews(self.pages[: capacity.pages], layout, None if self._states is None else self._states.cells)
         self.sparse = SparseSlots(model.spec, self._kv)
         self._tap: HiddenStateTap | None = None
+        self.observer: LayerObserver | None = None  # of the step that is run; captured ones tell nothing
         self._warmup_model = model.sketch()  # few layers, all kernels
         self._sharing = None
         if heads_per_kv := model.prefix_heads(layout):
             self._sharing = SharedPrefixes(capacity.slots, layout.groups[0].tokens_per_page, heads_per_kv)
+        self._unprepared = model.prepared_lengths(min(capacity.max_batch_tokens, capacity.longest))
         self._captured = self._captures(self._decode, self._sharing)
         decode = partial(self._decode, adapted=True)
         self._adapted_steps = self._captures(decode, None) if model.adapter_slots else None
@@ -136,7 +138,7 @@ class ForwardWorker:
 
     @torch.inference_mode()
     def capture(self, *, beside: Sequence[Callable[[], None]] = (), whole: bool = True) -> None:
-        """Record the steps a GPU will replay; if not `whole`, some of them with `capture_next`. `beside`: what else to
+        """Record the steps a GPU will replay; if not `whole`, some of them with `prepare_next`. `beside`: what else to
         compile with their kernels."""
         self._null_batch([1])  # one kernel alone: what Triton looks up once, all threads would look up at once
         if self._states is not None:
@@ -146,9 +148,14 @@ class ForwardWorker:
             self.capture_adapted()
 
     @torch.inference_mode()
-    def capture_next(self) -> bool:
-        """Record one more of those steps; whether there are others."""
-        return self._captured.capture_next()
+    def prepare_next(self) -> bool:
+        """Record one more of those steps or, after the last, have attention prepare for one more length of prompts;
+        whether there is more to do."""
+        if self._captured.capture_next():
+            return True
+        if self._unprepared and self._warmup_model is not None:
+            self._warmup_model.attention(self._null_batch([self._unprepared.pop(0)])[1], self._kv)
+        return bool(self._unprepared)
 
     @torch.inference_mode()
     def capture_adapted(self) -> None:
@@ -253,6 +260,7 @@ class ForwardWorker:
             batch = self._tree_batch(batch, expanded.tree_rows)
         measure_attention(batch, plan.rows)
         batch.sparse = self.sparse.sparse(plan, batch)
+        batch.observer = self.observer
         tap = None if plan.rests else self._tap
         # [tokens or rows, hidden]
         hidden = self.model.forward(input_ids, batch, self._kv, last=not inspected, tap=tap)

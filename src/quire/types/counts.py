@@ -10,7 +10,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True):
     are of the tokens they come with and add up. `+` does both."""
 
     cached: int = 0  # prompt tokens that needed no computing
-    blended: int = 0  # prompt tokens whose KV came from another place
+    blended: int = 0  # prompt tokens whose KV was copied from another place: not exact, unless computed again
     evicted: int = 0  # tokens whose KV was dropped, to keep a budget
     forced: int = 0  # of the tokens drawn, how many a grammar forced: they took no step
     drafted: int = 0  # tokens drafted

@@ -110,9 +110,19 @@ class EngineDeadError(QuireError):
     retry_after = 5.0  # a restart takes a few seconds
 
 
+def to_wire(error: QuireError) -> tuple[str, str]:
+    """An error that is to cross a process boundary: (class name, or class name:param, message)."""
+    param = getattr(error, "param", None)
+    return f"{type(error).__name__}:{param}" if param else type(error).__name__, str(error)
+
+
 def from_wire(kind: str, message: str) -> QuireError:
-    """Rebuild an error that crossed a process boundary as (class name, message)."""
-    found = globals().get(kind)
-    if isinstance(found, type) and issubclass(found, QuireError):
-        return found(message)
-    return QuireError(message)
+    """What `to_wire` told."""
+    name, _, param = kind.partition(":")
+    found = globals().get(name)
+    if not (isinstance(found, type) and issubclass(found, QuireError)):
+        return QuireError(message)
+    error = found(message)
+    if param and isinstance(error, InputError):
+        error.param = param
+    return error

@@ -73,7 +73,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     exchanged_bytes: int = 0  # that a parallel rank sent to others
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    blended_tokens: int = 0  # of chunks that were cached, reused at another place
+    blended_tokens: int = 0  # of chunks, copied from another place
     recomputed_tokens: int = 0  # of chunks, computed again because their place changes them
     output_tokens: int = 0
     forced_tokens: int = 0  # ... of them, forced by a grammar: steps saved
@@ -95,7 +95,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     waiting: int = 0
     deferred: int = 0  # ... of them, for pages on their way or for a grammar, whatever room there is
     running: int = 0
-    asleep: bool = False
+    sleep_level: int = 0  # 0: awake; 1: weights wait in host memory; 2: they are to be loaded again
     pages_total: int = 0
     pages_used: int = 0  # referenced by a sequence
     pages_cached: int = 0  # free to take, but holding a known prefix
@@ -150,7 +150,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
 
 
 GAUGES = (
-    "waiting", "deferred", "running", "asleep", "pages_total", "pages_used", "pages_cached", "states_total",
+    "waiting", "deferred", "running", "sleep_level", "pages_total", "pages_used", "pages_cached", "states_total",
     "states_used", "snapshots", "pages_peak", "kv_bytes", "memory",
 )  # fmt: skip
 TIER_GAUGES = ("capacity", "pages", "bytes")

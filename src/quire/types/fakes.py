@@ -222,6 +222,7 @@ class FakeExecutor:
     def _write(self, slot: _Slot, row: Row, drafted: int) -> None:
         end = row.start + row.count + drafted
         assert end <= len(slot.tokens), "asked to compute tokens that are not known"
+        assert row.start >= slot.admit.unread, "asked to compute tokens that the slot was not given"
         evicted = self._evicted(slot, row)
         for group, spec in enumerate(self.layout.groups):
             size = spec.tokens_per_page
@@ -360,7 +361,9 @@ class FakeExecutor:
             return [sum(column) for column in zip(*states, strict=True)]
         return list(states[0 if row.pool == "cls" else -1])
 
-    def sleep(self, pages: list[int]) -> None:
+    offloads = True
+
+    def sleep(self, pages: list[int], level: int) -> None:
         self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}
 
     def wake(self) -> None:

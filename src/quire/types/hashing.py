@@ -41,7 +41,8 @@ class PageHasher:
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""
-        named = tokens[first * self._size : len(tokens) // self._size * self._size]
+        end = len(tokens) // self._size * self._size
+        named = tokens[first * self._size : end] if first or end < len(tokens) else tokens
         data = struct.pack(f"{len(named)}i", *named)  # several times as fast as an array of them
         page = 4 * self._size
         whole = len(data) // (page * RUN_PAGES) * page * RUN_PAGES

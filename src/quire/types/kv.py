@@ -31,6 +31,7 @@ import msgspec
 from msgspec.structs import replace
 
 NULL_PAGE = 0  # never allocated: padding rows and windows that have moved on point here
+LAYER_PARTS = 4  # that a page is handed over in, at most
 NULL_STATE = 0  # never allocated and always zero: the state before the first token
 
 
@@ -100,6 +101,14 @@ class KVGroup(msgspec.Struct, frozen=True):
         return len(self.layers) * self.parts * self.kv_heads
 
 
+class LayerPart(msgspec.Struct, frozen=True):
+    """Some layers of a page: bytes `start` to `end`, which are final when `layer` is written."""
+
+    layer: int
+    start: int
+    end: int
+
+
 class StateShape(msgspec.Struct, frozen=True):
     """What a recurrent layer keeps of a sequence, in float32."""
 
@@ -146,6 +155,20 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def _token_bytes(self, group: KVGroup) -> int:
         return group.token_heads * self.kind_of(group).head_bytes(group.head_dim)
+
+    def layer_parts(self, group: int) -> list[LayerPart]:
+        """A page of the group in runs of layers, for who sends it as they are written. Scales lie behind all layers'
+        numbers, and go with the last."""
+        spec = self.groups[group]
+        count = min(LAYER_PARTS, len(spec.layers))
+        size = spec.tokens_per_page * spec.parts * spec.kv_heads * spec.head_dim * self.kind_of(spec).bits // 8
+        ends = [len(spec.layers) * (i + 1) // count for i in range(count)]
+        starts = [0, *ends[:-1]]
+        bounds = [*(end * size for end in ends[:-1]), self.page_bytes]
+        return [
+            LayerPart(spec.layers[end - 1], start * size, bound)
+            for start, end, bound in zip(starts, ends, bounds, strict=True)
+        ]
 
     @property
     def state_bytes(self) -> int:

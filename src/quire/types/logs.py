@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 FORMATS = ("text", "json")
@@ -24,29 +25,41 @@ def configure(format: str = "text", level: str = "info", *, request_id: Callable
     _install(format, level, "api", request_id)
 
 
-def configure_child(process: str) -> None:
-    """As the parent process was told."""
+def configure_child(process: str, **fields: str) -> None:
+    """As the parent process was told; each line has the `fields` that are not empty."""
     format, _, level = os.environ.get(_INHERITED, "text:info").partition(":")
-    _install(format, level, process, None)
+    _install(format, level, process, None, {name: value for name, value in fields.items() if value})
 
 
-def _install(format: str, level: str, process: str, request_id: Callable[[], str] | None) -> None:
+def _install(
+    format: str,
+    level: str,
+    process: str,
+    request_id: Callable[[], str] | None,
+    fields: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter((JsonLines if format == "json" else TextLines)(process, request_id))
+    handler.setFormatter((JsonLines if format == "json" else TextLines)(process, request_id, fields))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
 
 
 class _Lines(logging.Formatter):
-    def __init__(self, process: str, request_id: Callable[[], str] | None = None):
+    def __init__(
+        self,
+        process: str,
+        request_id: Callable[[], str] | None = None,
+        fields: Mapping[str, str] = MappingProxyType({}),
+    ):
         super().__init__()
         self._process = process
         self._request_id = request_id
+        self._fields = fields
 
     def fields(self, record: logging.LogRecord) -> dict[str, Any]:
         """What the record carries beside its message, the request's id above all."""
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = dict(self._fields)
         if self._request_id is not None and (id := self._request_id()):
             found["request_id"] = id
         return found | getattr(record, "fields", {})

@@ -1,8 +1,9 @@
 """Messages between a client and an engine process: msgpack by msgspec, tagged, never pickle.
 
 Client → engine: Submit, Abort, FinishAt, Query, Reset, Heartbeat (to a replica on another machine), Shutdown.
-Engine → client: Ready (once, or Failed), Events (one frame a step), CacheEvents (of a replica, to its router), Reply
-(to the Query of the same id), Failed (the engine died), Heartbeat (when there was nothing else to say for a while).
+Engine → client: Ready (once a connection, or Failed), Events (one frame a step), CacheEvents (of a replica, to its
+router), Reply (to the Query of the same id), Failed (the engine died), Heartbeat (when there was nothing else to say
+for a while).
 
 A Query carries an id that its Reply repeats: replies are matched by it and may come in any order.
 
@@ -60,9 +61,11 @@ class GetTimelines(msgspec.Struct, tag=True):
 
 
 class Power(msgspec.Struct, tag=True):
-    """Free the device's memory, or take it again."""
+    """Free the device's memory, or take it again. `level` of sleep, as vLLM's: weights wait in host memory (1), or are
+    given up (2)."""
 
     asleep: bool
+    level: int = 1
 
 
 class Cache(msgspec.Struct, tag=True):
@@ -106,6 +109,7 @@ class Ready(msgspec.Struct, tag=True):
     page_tokens: int = 0  # of the pages that its CacheEvents tell of; 0: it tells of none
     number: int = -1  # of the replica that it was started as; -1: any
     connector: str = ""  # where other replicas ask it for KV pages; empty: it hands none over
+    process: str = ""  # the identity of its process, whichever of its connections this comes over
 
 
 class Events(msgspec.Struct, tag=True):

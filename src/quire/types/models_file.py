@@ -29,6 +29,7 @@ from quire.types.option_names import unknown_option
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 256
+MAX_DURATION = 64  # characters
 OF_ONE_ENGINE = ("kv_disk", "kv_events", "kv_events_replay")  # what no two engines can have
 FOR_EVER_S = 100 * 365 * 86400.0  # so long, and longer
 _UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -40,9 +41,10 @@ _PART = re.compile(rf"({_NUMBER})(ns|us|µs|ms|s|m|h|$)", re.ASCII)
 def parse_keep_alive(value: str | float) -> float:
     """Seconds, as Ollama reads them: a number, or Go's durations such as 5m and 1h30m; below 0: for ever."""
     if isinstance(value, str):
-        found = _DURATION.fullmatch(value.strip()[:64])
+        said = value.strip()
+        found = _DURATION.fullmatch(said) if len(said) <= MAX_DURATION else None
         if found is None:
-            raise ConfigError(f"keep_alive must be seconds, or like 5m or 1h30m, got {value[:64]!r}")
+            raise ConfigError(f"keep_alive must be seconds, or like 5m or 1h30m, got {value[:MAX_DURATION]!r}")
         seconds = sum(float(number) * _UNITS.get(unit, 1.0) for number, unit in _PART.findall(found[2]))
         value = -seconds if found[1] == "-" else seconds
     if math.isnan(value):
@@ -71,10 +73,6 @@ class ModelPoolOptions(Checked):
     )
     model_wait: float = option(
         60.0, "with models: seconds that a request waits for others to end before its model can be loaded", above=0
-    )
-
-    spare_engine: bool = option(
-        True, "with models: keep a process started ahead with everything imported, so that loads do not wait for that"
     )
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ class Admit(msgspec.Struct):
     salt: str = ""  # drafts learnt from this sequence serve none of another salt
     prediction: list[int] = []  # what the caller thinks the answer will be
     adapter: int = 0  # slot of its LoRA adapter; 0: none
+    unread: int = 0  # of its tokens, those at the beginning that neither rows nor samples read
 
 
 class Write(msgspec.Struct):
@@ -189,6 +190,7 @@ class Capacity(msgspec.Struct, frozen=True):
     states: int = 0  # cells for states of recurrent layers, the null cell among them
     whole: bool = False  # an encoder: sequences are computed in one row each, and draw no tokens
     snapshot_tokens: int = 0  # of a prompt, between one snapshot of its state and the next
+    layerwise: bool = False  # whether pages are handed over as layers of the step that fills them are written
 
     @property
     def longest(self) -> int:

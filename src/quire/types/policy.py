@@ -118,6 +118,7 @@ class EventKind(enum.Enum):
     FIRST_TOKEN = enum.auto()  # ... for the first time
     PREEMPTED = enum.auto()
     FINISHED = enum.auto()
+    __hash__ = object.__hash__  # as fast as looking for them should be
 
 
 class PolicyEvent(NamedTuple):

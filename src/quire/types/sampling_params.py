@@ -123,6 +123,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def penalised(self) -> bool:
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether a draw looks at the tokens before it."""
+        return self.penalised or bool(self.bad_words or self.bad_token_ids)
+
     def check_budget(self, page_size: int, longest: int) -> None:
         """Refuse a KV budget that is too small to choose from, or more than a sequence may attend to anyway."""
         least = LEAST_PAGES * page_size

@@ -80,8 +80,14 @@ class Executor(Protocol):
         """No request has this slot's adapter any more."""
         ...
 
-    def sleep(self, pages: list[int]) -> None:
-        """Free the device's memory; the content of these pages is wanted again. Nothing is in flight."""
+    @property
+    def offloads(self) -> bool:
+        """Whether host memory is another than the device's, so that what sleeps can wait there."""
+        ...
+
+    def sleep(self, pages: list[int], level: int) -> None:
+        """Free the device's memory; the content of these pages is wanted again. Nothing is in flight. Weights wait in
+        host memory (level 1), or are given up (2) and loaded again."""
         ...
 
     def wake(self) -> None: ...
@@ -219,7 +225,7 @@ class EngineClient(Protocol):
 
     async def replicas(self) -> list[ReplicaView]: ...
 
-    async def power(self, *, asleep: bool) -> None: ...
+    async def power(self, *, asleep: bool, level: int = 1) -> None: ...
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:
         """Look at the KV cache, or change it; of an export, the bundle too."""
@@ -263,12 +269,17 @@ class ReplicaOperator(Protocol):
     def activate(self, id: str) -> ReplicaView: ...
 
     async def set_role(self, id: str, role: str) -> ReplicaView:
-        """Give an engine the role of computing prompts (prefill), answering (decode), or both."""
+        """Give an engine the role of computing prompts (prefill), answering (decode), or both; it keeps it."""
         ...
 
     @property
     def migrations(self) -> int:
         """Requests that went on on another engine from their KV pages."""
+        ...
+
+    @property
+    def role_switches(self) -> int:
+        """Times that an engine changed its role because the load's shape did."""
         ...
 
     async def restart(self, id: str, timeout: float) -> ReplicaView: ...

@@ -98,6 +98,17 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
     heartbeat: float = option(5.0, "seconds without a sign of life after which the engine counts as not ready", low=1)
     hang_timeout: float = option(120.0, "seconds without a sign of life after which it is replaced; 0: never", low=0)
     max_restarts: int = option(3, "engine restarts within ten minutes before the server gives up", low=0)
+    spare_engine: bool = option(
+        True,
+        "keep a process started ahead with everything imported, so that neither loads nor restarts of an engine wait "
+        "for that; there is none where less than 2 GiB of memory are available",
+    )
+    hold_weights: str | None = option(
+        None,
+        "memory in which weights outlast their engine, such as 20G: one that restarts, or a model that returns, maps "
+        "them instead of loading (Linux)",
+        size=True,
+    )
 
     replicas: int | None = option(
         None,
@@ -118,9 +129,11 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
     )  # fmt: skip
     kv_connector: str = option(
         "auto",
-        "how replicas hand KV pages over: tcp, shared-memory (on one machine), none, or auto (by where they are)",
-        forms=("auto", "tcp", "shared-memory", "none"),
+        "how replicas hand KV pages over: tcp, shared-memory (on one machine), nixl (RDMA where there is any; needs "
+        "quire[nixl]), none, or auto (tcp or shared-memory, by where they are)",
+        forms=("auto", "tcp", "shared-memory", "nixl", "none"),
     )
+    switch_roles: bool = option(True, "let prefill and decode replicas change roles as the load's shape changes")
     handover_timeout: float = option(
         10.0, "seconds without a page after which a replica computes what it waits for", above=0
     )
@@ -157,8 +170,12 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
                 raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
 
     def _check_replicas(self) -> None:
-        pages = ("prefill_replicas", "kv_connector", "handover_timeout", "rebalance")
+        pages = ("prefill_replicas", "kv_connector", "switch_roles", "handover_timeout", "rebalance")
         others = ("router", "ray_address", "replica_cpus", "replica_gpus", "replica_wait")
+        if self.replicas is not None and not self.spare_engine:
+            raise ConfigError("spare_engine has no effect with replicas: another takes over from one that died")
+        if self.replicas is not None and self.hold_weights is not None:
+            raise ConfigError("hold_weights has no effect with replicas: Ray starts them, and their weights are theirs")
         for name in (*others, *pages, *AutoscaleOptions.__dataclass_fields__):
             if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 raise ConfigError(f"{name} has no effect without replicas")
@@ -171,6 +188,8 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
             raise ConfigError("prefill_replicas are a fixed number: leave out min_replicas and max_replicas")
         if self.prefill_replicas and self.prefill_replicas >= (self.replicas or 0):
             raise ConfigError("prefill_replicas must be fewer than replicas: some must answer")
+        if not self.switch_roles and not self.prefill_replicas:
+            raise ConfigError("switch_roles has no effect without prefill_replicas")
         if self.kv_connector == "none" and self.prefill_replicas:
             raise ConfigError("prefill_replicas have no effect with kv_connector none")
         if self.kv_connector == "shared-memory" and self.ray_address is not None:

@@ -9,11 +9,11 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from quire.kernels.attention_backend import SPARSE_LOCAL, Batch
+from quire.kernels.attention_backend import SPARSE_LOCAL, Batch, LayerObserver
 from quire.kernels.cpu import shared_object as lib
 from quire.kernels.cpu.native_draw import CompiledDraw
 from quire.kernels.hidden_state_tap import HiddenStateTap
@@ -64,11 +64,16 @@ def form_of(kind: str, isa: str | None = None) -> Form:
 
 
 class Store:
-    """One block of memory for packed matrices, in huge pages where the system gives them."""
+    """One block of memory for packed matrices, in huge pages where the system gives them; or one that is `given`, of
+    zeros (uint8) or what was packed there before, which stays its owner's."""
 
-    def __init__(self, size: int):
+    def __init__(self, size: int, given: torch.Tensor | None = None):
         self._at = 0
         self._size = max(size, ALIGN)
+        self._given = given
+        if given is not None:
+            self._base = given.data_ptr()
+            return
         base = lib.native().quire_reserve(self._size)
         if not base:
             raise MemoryError(f"no memory for {self._size} bytes of packed weights")
@@ -228,6 +233,18 @@ class _Place(NamedTuple):
     place: int
 
 
+def _callback(observer: LayerObserver, failures: list[Exception]) -> Any:
+    """For the library to call, which no exception may pass through."""
+
+    def written(layer: int) -> None:
+        try:
+            observer.layer_written(layer)
+        except Exception as error:
+            failures.append(error)
+
+    return lib.LAYER_WRITTEN(written)
+
+
 class NativeProgram:
     """A decoder ready to run. Layers' places in the pages come with the KV of the first step."""
 
@@ -298,7 +315,16 @@ class NativeProgram:
             step.sparse, step.sparse_layers, step.sparse_local = budgets.data_ptr(), where.data_ptr(), SPARSE_LOCAL
             for struct, bounds in zip(self._groups, batch.sparse.bounds, strict=True):
                 struct.bounds = None if bounds is None else bounds.data_ptr()
+        failures: list[Exception] = []
+        step.observed = None
+        if batch.observer is not None:
+            observed = torch.zeros(len(self._weights.layers), dtype=torch.uint8)
+            observed[list(batch.observer.layers)] = 1
+            step.observed, step.written = observed.data_ptr(), _callback(batch.observer, failures)
         refusal = self._library.quire_forward(self._program, ctypes.byref(step))
+        step.written = lib.LAYER_WRITTEN()
+        if failures:
+            raise failures[0]
         if refusal:
             raise QuireError(f"the compiled decoder refused a step: {_REFUSALS[refusal]}")
         return hidden
@@ -330,6 +356,10 @@ class NativeProgram:
     def embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
         """Of token ids [tokens]: [tokens, hidden] float32."""
         return self._weights.embed.dense(tokens.tolist())
+
+    def forget_pages(self) -> None:
+        """Those of the steps before are gone; the next comes with others."""
+        self._kv = None
 
     def _build(self, kv: KVViews) -> None:
         """For these pages. Structs point into tensors; `_keep` holds those made here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,6 +62,9 @@ class StepGroup(Structure):
     ]
 
 
+LAYER_WRITTEN = CFUNCTYPE(None, c_int32)
+
+
 class Step(Structure):
     _fields_: ClassVar = [
         ("tokens", c_int32),
@@ -93,6 +96,8 @@ class Step(Structure):
         ("sparse", c_void_p),
         ("sparse_layers", c_void_p),
         ("sparse_local", c_int32),
+        ("observed", c_void_p),
+        ("written", LAYER_WRITTEN),
     ]
 
 

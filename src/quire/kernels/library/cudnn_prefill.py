@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]  # best first
 LONG = 1536  # tokens from which a row is worth calls of its own
-ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 ms
+ROUND = 512  # rows are padded to multiples of this: cuDNN prepares for each new length, some 40 to 80 ms
 
 
 @dataclass
@@ -40,6 +40,10 @@ class CudnnPrefill:
         self._backends = BACKENDS
         self.name = f"{paged.name}, cuDNN for rows of 16 bits without context"
         self.shares = paged.shares
+
+    def lengths(self, longest: int) -> range:
+        """Those that rows are padded to, up to about so many tokens."""
+        return range(-(-self._long // ROUND) * ROUND, longest + 1, ROUND)
 
     def supports(self, spec: AttentionSpec, device: torch.device) -> str | None:
         if spec.softcap is not None:

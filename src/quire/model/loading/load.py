@@ -25,6 +25,7 @@ from quire.model.loading.expert_tensors import ExpertTensors
 from quire.model.loading.formats.published_source import unquantised
 from quire.model.loading.gguf_config import is_gguf
 from quire.model.loading.gguf_tensors import GgufTensors
+from quire.model.loading.held_model import WeightMemory, hold_model, map_model
 from quire.model.loading.keep_quantised import can_keep, four_bit_modules, keep_four_bits
 from quire.model.loading.quantize_on_load import FourBitSource
 from quire.model.loading.stored_tensor import SLICE, StoredTensor
@@ -57,6 +58,7 @@ def load_model(
     invariant: bool = False,
     sparse: SparseAttention | None = None,
     ranks: Ranks | None = None,
+    held: WeightMemory | None = None,
     progress: Progress | None = None,
 ) -> Runnable:
     """The model that `source` holds; with `random_weights`, one of the same shape drawn from `seed`.
@@ -66,7 +68,8 @@ def load_model(
     many bits it packs plain matrices, 8 if not said; with "none" it leaves them to torch; "int4" is for GPUs too, where
     matrices that are stored in 4 bits stay so. `scheme`: how the layers' others are kept; dense in `dtype` if not said.
     `invariant`: a row's bits may not depend on its batch (the compiled decoder's never do). `sparse`: how queries
-    choose pages, where they do. `ranks`: with which it is divided; a rank's part is loaded.
+    choose pages, where they do. `ranks`: with which it is divided; a rank's part is loaded. `held`: where weights are
+    found, or left for the next who loads them.
     """
     family, spec = read_family(source)
     spec = spec if sparse is None else spec.sparsified(sparse)
@@ -78,7 +81,7 @@ def load_model(
         if why_not is None:
             source = _packable(source, quantize)
             targets = checked_targets(family, spec, source)
-            return CompiledModel(spec, targets, source, threads=compiled, length=length, progress=progress)
+            return CompiledModel(spec, targets, source, threads=compiled, length=length, held=held, progress=progress)
     packs = can_keep(torch.device(device), dtype) and scheme is None and not invariant and ranks is None
     if quantize == "int8" or (quantize == "int4" and not packs):
         why = why_not or "it runs on a CPU, with dtype auto"
@@ -88,16 +91,23 @@ def load_model(
     if not random_weights:
         targets = checked_targets(family, spec, source)
     part, whole = (spec, None) if ranks is None else (rank_spec(spec, ranks), spec)
-    model = Model(
-        part, device=torch.device(device), dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks
-    )
-    if packs:
-        keep_four_bits(model, None if quantize == "int4" else four_bit_modules(targets, source))
-    if random_weights:
+
+    def make() -> Model:
+        on = torch.device(device)
+        made = Model(part, device=on, dtype=dtype, length=length, scheme=scheme, invariant=invariant, ranks=ranks)
+        if packs:
+            keep_four_bits(made, None if quantize == "int4" else four_bit_modules(targets, source))
+        return made
+
+    mapped = None if held is None else map_model(make, held)
+    model = mapped or make()
+    if mapped is None and random_weights:
         fill_random(model, seed, whole)
-    else:
+    elif mapped is None:
         fill_weights(model, targets, source, progress, whole)
-    model.finish()
+    model.finish(mapped=mapped is not None)
+    if mapped is None and held is not None:
+        hold_model(model, held)
     model.notes += _other_modalities(family, spec, source)
     if why_not is not None:
         if why_not == cpu.available():  # it could run, were it built

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ from msgspec.structs import replace
 from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.generation.grammar.llguidance_backend import LLGuidanceBackend
+from quire.model.decoder import Model
 from quire.model.decoder_spec import sparse_at
 from quire.model.families.registry import read_family
+from quire.model.loading.held_model import hold_model
 from quire.model.loading.lora_adapter import adapter_rank, read_adapter
 from quire.model.quantization.key_channel_scales import key_factors
 from quire.model.ranks import Ranks
 from quire.runtime.capacity import capacity_for, kv_layout
-from quire.runtime.drafters import load_drafter, load_mtp_layer, make_speculation
+from quire.runtime.drafters import Drafter, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
-from quire.runtime.host_weights import HostWeights
+from quire.runtime.held_weights import HolderLink
+from quire.runtime.host_weights import HostWeights, give_back_freed
 from quire.runtime.load_runnable import load_runnable
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
@@ -58,10 +62,12 @@ class LocalExecutor:
         source: WeightSource,
         *,
         vocabulary: Callable[[int], Vocabulary],  # given how many ids the model knows; called when a grammar needs it
+        holder: HolderLink | None = None,
         progress: bool = False,
         ranks: Ranks | None = None,
     ):
-        """`ranks`: with which the model is divided."""
+        """`holder`: of weights that outlast this process. `ranks`: with which the model is divided."""
+        began = time.perf_counter()
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
         self._device = torch.device(resolved.device)
@@ -69,25 +75,37 @@ class LocalExecutor:
         self._startup_s: dict[str, float] = {}  # by stage
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
         self._host_weights = HostWeights()
-        self._captures_left = False  # whether steps are still to be captured
+        self._unprepared = False  # whether the start left something for later
+        self._unloaded = False  # whether there is no model, while asleep
+        if hardware.gpu:
+            torch.zeros(1, device=self._device)
+            self._startup_s["CUDA context"] = time.perf_counter() - began
+        self._held = None if holder is None else holder.weights(options, resolved)
+        self._load = partial(load_runnable, options, hardware, resolved, source, ranks=ranks, held=self._held)
         began = time.perf_counter()
         with load_bar(progress) as report:
-            self.model = load_runnable(options, hardware, resolved, source, ranks=ranks, progress=report)
+            self.model = self._load(progress=report)
         self._startup_s["weights"] = time.perf_counter() - began
         spec = self.model.spec
         self.layout: KVLayout = kv_layout(options, resolved, spec, self.model.kv_dtype, self.model.kv_kinds)
         self._reasons = [*resolved.reasons, *resolved.idle, *self.model.describe()]
+        if self._held is not None:
+            self._reasons.append(self._held.state)
         for line in resolved.idle:
             log.warning(line)
+        self._kivi = resolved.kivi
         kivi = [self._rescale_keys()] if resolved.kivi else []
         self._source = source
-        if options.adapters.slots:
-            self._reserve_adapters(options.adapters)
-        drafter = load_drafter(options, resolved, self.model)
-        mtp = load_mtp_layer(options, self.model, source)
+        self._adapted: set[int] = set()  # slots with a LoRA adapter
+        self._adapter_room = self._room_for_adapters(options.adapters) if options.adapters.slots else None
+        if self._adapter_room is not None:
+            self.model.reserve_adapters(*self._adapter_room)
+        self._load_drafter = partial(load_drafter, options, source)
+        self._drafter = self._load_drafter(self.model)
+        drafter = self._drafter if isinstance(self._drafter, Drafter) else None
         self._capacity, why = capacity_for(options, resolved, self.layout, self.model, drafter)
         self._reasons.append(why)
-        self._speculation, self._drafter = options.speculation, drafter or mtp
+        self._speculation = options.speculation
         self._graphs = self._device.type == "cuda" and options.device.graphs and not spec.encoder and ranks is None
         if self._graphs and self.layout.states:
             self._reasons.append("captured steps: of one token a row, because layers are recurrent")
@@ -106,7 +124,8 @@ class LocalExecutor:
             how = (*how, ranks.rank, ranks.size)
         self.kind = fingerprint(source, repr(how), weights=not model.random_weights).hex()
         self._tiers = self._open_tiers(options.cache)
-        self._capacity = replace(self._capacity, tiers=tuple(self._tiers.specs), naming=self._tiers.naming)
+        tiers, naming = tuple(self._tiers.specs), self._tiers.naming
+        self._capacity = replace(self._capacity, tiers=tiers, naming=naming, layerwise=True)
         self._reasons += self._tiers.reasons
         self._grammars = GrammarStore(LLGuidanceBackend(), lambda: vocabulary(spec.vocab_size))  # not self: a cycle
 
@@ -118,17 +137,18 @@ class LocalExecutor:
         self._reasons.append(f"keys: {large:.1%} of channels scaled down, by up to {int(factors.max())}")
         return hashlib.blake2b(factors.numpy().tobytes(), digest_size=16).hexdigest()
 
-    def _reserve_adapters(self, options: LoraOptions) -> None:
+    def _room_for_adapters(self, options: LoraOptions) -> tuple[int, int]:
+        """How many there may be, and of which rank."""
         rank = options.max_lora_rank or max(16, *(adapter_rank(path) for path in options.named.values()), 0)
-        self.model.reserve_adapters(options.slots, rank)
-        self._lora_rank = rank
         self._reasons.append(f"LoRA: room for {options.slots} adapters of rank {rank}")
+        return options.slots, rank
 
     def load_adapter(self, slot: int, path: str) -> str:
-        adapter = read_adapter(path, *read_family(self._source))
-        if adapter.rank > self._lora_rank:
+        assert self._adapter_room is not None, "refused where adapters are named"
+        adapter, rank = read_adapter(path, *read_family(self._source)), self._adapter_room[1]
+        if adapter.rank > rank:
             raise ConfigError(
-                f"the LoRA adapter in {path} has rank {adapter.rank}, there is room for {self._lora_rank}; "
+                f"the LoRA adapter in {path} has rank {adapter.rank}, there is room for {rank}; "
                 "start with a larger max_lora_rank"
             )
 
@@ -139,10 +159,12 @@ class LocalExecutor:
                 worker.capture_adapted()
 
         self._in_order(put)
+        self._adapted.add(slot)
         return adapter.digest
 
     def unload_adapter(self, slot: int) -> None:
         self._in_order(lambda _: self.model.set_adapter(slot, {}))
+        self._adapted.discard(slot)
 
     def describe(self) -> ExecutorInfo:
         return ExecutorInfo(
@@ -173,7 +195,7 @@ class LocalExecutor:
                 f"and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
             )
         if self._tiers.stores:
-            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal, self.layout)
             self._transfers.use(made[0].pages)
         return made
 
@@ -190,7 +212,7 @@ class LocalExecutor:
         if self._graphs:
             began = time.perf_counter()
             worker.capture(beside=[head.warm_up], whole=False)
-            self._captures_left = True
+            self._unprepared = True
             self._startup_s["captured steps"] = time.perf_counter() - began
         if self._device.type == "cuda":
             began = time.perf_counter()
@@ -207,27 +229,63 @@ class LocalExecutor:
         pass  # there is nothing that could end by itself
 
     def idle(self) -> bool:
-        if self._captures_left and self._worker is not None:
-            self._captures_left = self._in_order(lambda worker: worker.capture_next())
-        return self._captures_left and self._worker is not None
+        if self._unprepared and self._worker is not None:
+            self._unprepared = self._in_order(lambda worker: worker.prepare_next())
+        return self._unprepared and self._worker is not None
 
-    def sleep(self, pages: list[int]) -> None:
-        if self._device.type == "cpu":
-            raise ConfigError("sleeping frees a GPU's memory; this engine runs on a CPU")
+    @property
+    def offloads(self) -> bool:
+        return self._device.type != "cpu"
+
+    def sleep(self, pages: list[int], level: int) -> None:
+        if level == 2 and self._adapted:
+            raise ConfigError("LoRA adapters are loaded, which would be lost: unload them, or sleep at level 1")
         assert self._worker is not None
         if self._transfers is not None:
             self._transfers.drain()
-        self._saved_pages = (pages, self._worker.read_pages(pages))
+            self._transfers.use(torch.empty_like(self._worker.pages[:0]))
+        self._saved_pages = (pages, self._worker.read_pages(pages) if pages else None)
         self._close_worker()
         gc.collect()  # as in close()
-        self._host_weights.take(self.model.weights())
-        torch.cuda.empty_cache()
+        held = self._held
+        if level == 2 or (held is not None and held.held and not self.offloads and not self._adapted):
+            del self.model
+            self._host_weights = HostWeights()  # which keeps what it had of it
+            self._drafter, self._unloaded = None, True
+        else:
+            self.model.forget_pages()
+            if isinstance(self._drafter, Drafter):
+                self._drafter.model.forget_pages()
+            if self.offloads:
+                self._host_weights.take(self.model.weights())
+        if held is not None and (level == 2 or self.offloads):
+            held.release()
+        elif held is not None and self._unloaded:
+            held.unmap()
+        if self.offloads:
+            torch.cuda.empty_cache()
+        else:
+            give_back_freed()
 
     def wake(self) -> None:
-        self._host_weights.give_back(self._device)
+        if self._unloaded:
+            self._load_again()
+        elif self.offloads:
+            self._host_weights.give_back(self._device)
+            if self._held is not None and isinstance(self.model, Model):
+                hold_model(self.model, self._held)
         self._worker, self._head = self._make_worker()
         self._worker.write_pages(*self._saved_pages)
         self._saved_pages = ([], None)
+
+    def _load_again(self) -> None:
+        """As at the start; what was computed by the first model holds for this one, which is the same."""
+        self.model, self._unloaded = self._load(), False
+        if self._kivi:
+            self.model.rescale_keys(key_factors(self.model))
+        if self._adapter_room is not None:
+            self.model.reserve_adapters(*self._adapter_room)
+        self._drafter = self._load_drafter(self.model)
 
     def _open_tiers(self, cache: CacheOptions) -> Tiers:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
@@ -242,7 +300,7 @@ class LocalExecutor:
         connector = open_connector(peers, signer, self._tiers.signal)
         self._tiers.stores[PEER] = connector
         if self._transfers is None:
-            self._transfers = Transfers(self._tiers.stores, self._tiers.signal)
+            self._transfers = Transfers(self._tiers.stores, self._tiers.signal, self.layout)
             self._transfers.use(self._worker.pages)
         return connector
 
@@ -277,9 +335,19 @@ class LocalExecutor:
 
     def _run(self, plan: StepPlan) -> PendingStep:
         assert self._worker is not None and self._head is not None, "start() comes first"
-        if self._transfers is not None:
-            self._transfers.start(plan)
-        return run_step(plan, self._worker, self._head)
+        layerwise = self._transfers.start(plan) if self._transfers is not None else None
+        if layerwise is None:
+            return run_step(plan, self._worker, self._head)
+        self._worker.observer = layerwise
+        try:
+            step = run_step(plan, self._worker, self._head)
+            layerwise.launched()
+        except BaseException:
+            layerwise.abort()
+            raise
+        finally:
+            self._worker.observer = None
+        return step
 
     def close(self) -> None:
         if self._thread is not None:

@@ -107,7 +107,7 @@ class ParallelExecutor(LocalExecutor):
         step.exchanged_bytes = self._group.sent - before
         return step
 
-    def sleep(self, pages: list[int]) -> None:
+    def sleep(self, pages: list[int], level: int) -> None:
         raise ConfigError("sleeping is for engines of one process")
 
     def read_pages(self, pages: list[int]) -> list[bytes]:

@@ -1,8 +1,8 @@
 """The remote tier: signed pages on a Redis or Valkey server that several engines share.
 
-How long pages stay is the server's own business (`maxmemory-policy allkeys-lru`). A server that does not answer is left
-alone for a while: every job ends at once with nothing done, and what was wanted is computed. Refuses to know: other
-engines.
+How long pages stay is the server's own business (`maxmemory-policy allkeys-lru`). A server that does not answer, or too
+slowly, is left alone for a while: every job ends at once with nothing done, and what was wanted is computed. Refuses to
+know: other engines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from quire.runtime.tiers.worker_thread import ThreadedTier
 from quire.types.errors import ConfigError
 from quire.types.transfer import REMOTE, Bytes, Key
 
-SOCKET_TIMEOUT_S = 2.0
+SOCKET_TIMEOUT_S = 2.0  # without a byte
+READ_TIMEOUT_S = 20.0  # for all pages that one request waits for, however slowly they come
 RETRY_AFTER_S = 5.0  # after a server did not answer
 BATCH_BYTES = 16 << 20  # of one request
 SECRET_NAME = "quire:secret"
@@ -30,7 +31,9 @@ def connect(url: str) -> Any:
         import redis
     except ImportError:
         raise ConfigError("--kv-remote needs the redis package; install it with: pip install 'quire[redis]'") from None
-    return redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S, socket_connect_timeout=SOCKET_TIMEOUT_S)
+    once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)  # what fails is left alone for a while anyway
+    timeouts = {"socket_timeout": SOCKET_TIMEOUT_S, "socket_connect_timeout": SOCKET_TIMEOUT_S}
+    return redis.Redis.from_url(url, retry=once, **timeouts)
 
 
 def shared_secret(client: Any, offered: bytes = b"") -> bytes:
@@ -53,11 +56,17 @@ class RemoteTier(ThreadedTier):
     def _do(self, job: Any) -> list[bool]:
         if time.monotonic() < self._down_until:
             return [False] * len(job.keys)
+        limit = threading.Timer(READ_TIMEOUT_S, self._client.connection_pool.disconnect)
+        limit.daemon = True
+        if job.kind in ("get", "find"):  # for which somebody waits
+            limit.start()
         try:
             return super()._do(job)
         except Exception:
             self._down_until = time.monotonic() + RETRY_AFTER_S
             raise
+        finally:
+            limit.cancel()
 
     def _name(self, key: Key) -> str:
         group, name = key

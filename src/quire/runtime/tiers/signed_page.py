@@ -40,6 +40,7 @@ class PageSigner:
     def __init__(self, secret: bytes, fingerprint: bytes, layout: KVLayout):
         self.fingerprint = fingerprint
         self.page_bytes = layout.page_bytes
+        self.layout = layout
         self._dtype = layout.dtype
         self._layout = [(len(g.layers), g.tokens_per_page, g.kv_heads, g.head_dim) for g in layout.groups]
         kind = msgspec.msgpack.encode((VERSION, fingerprint, self._dtype, self._layout))
@@ -51,16 +52,16 @@ class PageSigner:
     @property
     def overhead(self) -> int:
         """Bytes a signed page has beside the page."""
-        return len(self._header((0, bytes(16)))) + CHECKSUM_BYTES
+        return len(self._header((0, bytes(16)), self.page_bytes)) + CHECKSUM_BYTES
 
     def sign(self, key: Key, page: Bytes) -> bytes:
-        body = self._header(key) + page.tobytes()
+        body = self._header(key, page.nbytes) + page.tobytes()
         return body + self._checksum(body)
 
     def verify(self, key: Key, data: bytes, into: Bytes) -> bool:
         """Put the page where it belongs; False, and nothing is changed, if this is not that page, whole."""
-        header = self._header(key)  # equal pages have equal headers: nothing foreign is ever decoded
-        if len(data) != len(header) + self.page_bytes + CHECKSUM_BYTES or not data.startswith(header):
+        header = self._header(key, into.nbytes)  # equal pages have equal headers: nothing foreign is ever decoded
+        if len(data) != len(header) + into.nbytes + CHECKSUM_BYTES or not data.startswith(header):
             return False
         view = memoryview(data)
         if not hmac.compare_digest(self._checksum(view[:-CHECKSUM_BYTES]), bytes(view[-CHECKSUM_BYTES:])):
@@ -68,9 +69,9 @@ class PageSigner:
         np.copyto(into, np.frombuffer(view[len(header) : -CHECKSUM_BYTES], dtype=np.uint8))
         return True
 
-    def _header(self, key: Key) -> bytes:
+    def _header(self, key: Key, size: int) -> bytes:
         group, name = key
-        fields = Header(VERSION, self.fingerprint, self._dtype, self._layout, group, name, self.page_bytes)
+        fields = Header(VERSION, self.fingerprint, self._dtype, self._layout, group, name, size)
         packed = msgspec.msgpack.encode(fields)
         return _START.pack(MAGIC, len(packed)) + packed
 

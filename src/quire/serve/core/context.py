@@ -8,9 +8,10 @@ Refuses to know: bodies, engines but for a hold on the one that is to answer.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.serve.core.api_keys import OPEN_KEY, Key
 
@@ -35,6 +36,8 @@ class Context:
     traceparent: str = ""  # of the caller's trace, as W3C writes it
     strict_fields: bool = False  # refuse fields that nobody here knows
     ignored: set[str] = field(default_factory=set)  # ... those that were left out instead
+    # Does work unless the client hangs up first, once its body was read; none: the work is for nobody who could.
+    until_gone: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]] | None = None
 
     def release_model(self) -> None:
         """The answer has ended: its model may be unloaded."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from quire.assets import describe, present
 from quire.engine.frontend import Frontend
-from quire.serve.core.server_state import Serving, fingerprint
+from quire.serve.core.server_state import Serving
 from quire.text import TextModel
 from quire.types.errors import ModelNotFoundError
 from quire.types.messages import WeightsInfo
@@ -25,7 +25,6 @@ class ModelFacts:
     max_model_len: int
     vocab_size: int = 0  # of one that was never loaded, its tokenizer tells
     device: str = ""
-    fingerprint: str = "fp_"
     text: TextModel | None = None
 
 
@@ -54,7 +53,6 @@ def _of_engine(frontend: Frontend) -> ModelFacts:
         info.max_model_len,
         info.vocab_size,
         info.device,
-        fingerprint(frontend),
         frontend.text,
     )
 

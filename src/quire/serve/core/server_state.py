@@ -5,7 +5,10 @@ Refuses to know: JSON, HTTP, how models are loaded and kept.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,12 +18,14 @@ from quire.observe.ledger import Ledger
 from quire.observe.metrics import Metrics
 from quire.serve.core.api_keys import KeyRing
 from quire.serve.core.background_lanes import Lanes
-from quire.serve.core.context import current
+from quire.serve.core.context import Context, current
 from quire.serve.core.loop_lag import LagMonitor
 from quire.serve.core.prepare_pool import PreparePool
 from quire.serve.core.rate_limits import RequestAdmission
-from quire.types.errors import EngineDeadError, ModelNotFoundError
+from quire.types.errors import EngineDeadError, InputError, ModelNotFoundError
 from quire.types.serving import ServeOptions
+
+logger = logging.getLogger("quire.serve")
 
 
 @dataclass(frozen=True)
@@ -79,20 +84,40 @@ class Serving:
         answer has ended. Without `engine` its text will do, which outlives an unloaded one."""
         context = current()
         model, context.lora = self.find_model(name)
-        if self.models.fixed or (context.lease is not None and context.lease.model == model):
+        if self.models.single_model or (context.lease is not None and context.lease.model == model):
             return
         context.release_model()
         if not engine and (known := self.models.latest(model)) is not None:
             context.lease = Lease(model, known)
             return
-        context.lease = await self.models.acquire(model)
+        context.lease = self.models.acquire_loaded(model)
+        if context.lease is None:
+            waiting = self._wait_for(model, context)
+            await (waiting if context.until_gone is None else context.until_gone(waiting))
         self.metrics_by_model[model].info = self.frontend.client.info
         if (trouble := self.frontend.client.trouble()) is not None:
             raise EngineDeadError(trouble)
 
+    def loaded(self, name: str | None) -> Frontend:
+        """Of the model that a name means, if it is loaded: for those who only look."""
+        model = self.find_model(name)[0]
+        frontend = self.models.loaded().get(model)
+        if frontend is None:
+            raise InputError(f"model {model!r} is not loaded", param="model")
+        return frontend
+
+    async def _wait_for(self, model: str, context: Context) -> None:
+        began = time.perf_counter()
+        try:
+            context.lease = await self.models.acquire(model)
+        except asyncio.CancelledError:
+            fields = {"key": context.key.name, "model": model, "seconds": round(time.perf_counter() - began, 4)}
+            logger.info("request cancelled", extra={"fields": fields})  # the ledger knows those that have their model
+            raise
+
     def check_entry(self) -> None:
         """Raises where no work could be done now, whichever model it is for."""
-        if self.models.fixed and (trouble := self.models.trouble()) is not None:
+        if self.models.single_model and (trouble := self.models.trouble()) is not None:
             raise EngineDeadError(trouble)
 
 

@@ -12,6 +12,7 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from quire.serve.core import prepare_pool as prepare_pool
 from quire.serve.core.api_keys import ADMIN, INFERENCE, Key
 from quire.serve.core.context import Context, current, enter
 from quire.serve.http.error_bodies import describe
+from quire.serve.http.http_io import until_gone
 from quire.types.errors import ForbiddenError, InputError, QuireError
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Gate:
             response.headers["connection"] = "close"  # nobody reads the body that may follow
             await response(scope, receive, send)
             return
+        context.until_gone = partial(until_gone, receive)
         enter(context)
         prepare_pool.enter(self.serving.prepare_pool)
         try:
@@ -121,7 +124,8 @@ def own_place(serving: Serving) -> Iterator[None]:
     """For work that goes on after the request that ordered it (a line of a batch): a place of its own under the same
     key's limits, behind what others wait for, and no model yet. To be entered in a task of its own, whose context it
     changes."""
-    context = replace(current(), permit=serving.admission.enter(current().key, background=True), lease=None)
+    permit = serving.admission.enter(current().key, background=True)
+    context = replace(current(), permit=permit, lease=None, until_gone=None)
     enter(context)
     try:
         yield

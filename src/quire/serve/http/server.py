@@ -1,6 +1,7 @@
 """Running the server: take the ports, build the engine, say where it listens, serve, leave in good order.
 
     SIGTERM ──► draining: new work is refused, /ready says no ──► all answered, or grace is over ──► closed
+                                                              ──► a second SIGTERM: the rest is ended ──┘
 
 Refuses to know: routes, engines (it is handed a function that builds the frontend).
 """
@@ -155,14 +156,15 @@ class Life:
         self.loop = asyncio.get_running_loop()
         self.servers = [Server(app, serving.options) for app in (create_app(serving), create_admin_app(serving))]
         self._rpc = RpcServer(serving) if serving.options.grpc_port is not None else None
-        self._drain: asyncio.Task[None] | None = None
+        self._stops = 0
+        self._end: asyncio.Task[None] | None = None
 
     async def run(self, listeners: list[socket.socket], ready: Callable[[Life], None]) -> None:
         """Serve until stopped; raises the engine's error if it is lost for good. The third listener is gRPC's."""
         models = self.serving.models
         lag = asyncio.ensure_future(self.serving.lag.run())
         lost = asyncio.ensure_future(models.lost())
-        lost.add_done_callback(lambda _: self.stop())
+        lost.add_done_callback(lambda lost: None if lost.cancelled() else self.stop())
         try:
             with self._signals():
                 pairs = zip(self.servers, listeners[:2], strict=True)
@@ -183,6 +185,7 @@ class Life:
                 await self._rpc.stop(LAST_WORDS)
             self.serving.prepare_pool.close()
             await models.close()
+            logger.info("shut down")
 
     def _warm_up(self) -> None:
         """Start the process that tries grammars, so that the first one does not wait for it."""
@@ -190,22 +193,33 @@ class Life:
             self.serving.frontend.check_grammar(GrammarSpec("json_object"))
 
     def stop(self) -> None:
-        """Begin to drain; a second time, stop at once."""
-        if self._drain is None:
-            self._drain = asyncio.ensure_future(self._drained())
+        """Begin to drain; a second time, end what is open; a third time, leave it as it is."""
+        self._stops += 1
+        if self._end is None:
+            self._end = asyncio.ensure_future(self._drained())
+        elif self._stops == 2:
+            logger.warning("told to stop a second time; requests that are cut off: %d", self.serving.admission.inflight)
+            self._end.cancel()
+            self._end = asyncio.ensure_future(self._cut_off())
         else:
             self._exit(force=True)
 
     async def _drained(self) -> None:
         admission, options, models = self.serving.admission, self.serving.options, self.serving.models
         admission.draining = True
+        logger.info("shutting down; requests that are finishing: %d", admission.inflight)
         try:
             await asyncio.wait_for(admission.idle(), options.grace if models.trouble() is None else LAST_WORDS)
         except TimeoutError:
             logger.warning("%d requests had not finished within the grace period", admission.inflight)
-            await models.close()  # ends them, each with an error its client can read
-            with suppress(TimeoutError):
-                await asyncio.wait_for(admission.idle(), LAST_WORDS)
+            await self._cut_off()
+        else:
+            self._exit()
+
+    async def _cut_off(self) -> None:
+        await self.serving.models.close()  # ends requests, each with an error its client can read
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.serving.admission.idle(), LAST_WORDS)
         self._exit()
 
     def _exit(self, force: bool = False) -> None:
@@ -254,6 +268,11 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.up.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.lifespan.shutdown(), LAST_WORDS)  # uvicorn leaves it out if it is forced
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -187,10 +187,10 @@ class Writer:
         answer.eval_duration = _nanoseconds(end - first)
         return answer
 
-    def loaded(self) -> Answer:
+    def loaded(self, reason: str = "load") -> Answer:
         """Nothing was asked: to Ollama, a wish that the model be loaded, or be let go (`keep_alive` 0)."""
         answer = self.line("", "", [])
-        answer.done, answer.done_reason = True, "unload" if keep_alive_of(self.body) == 0 else "load"
+        answer.done, answer.done_reason = True, reason
         return answer
 
 
@@ -261,8 +261,8 @@ def router(serving: Serving) -> APIRouter:
     ) -> Response:
         name = check(serving, body)
         if turn is None and keep_alive_of(body) == 0:
-            await serving.models.unload(serving.find_model(name)[0])
-            return Response(json(Writer(serving, body, arrived, name).loaded()), media_type="application/json")
+            reason = "unload" if await serving.models.unload(serving.find_model(name)[0]) else "load"
+            return Response(json(Writer(serving, body, arrived, name).loaded(reason)), media_type="application/json")
         load_s = await use_model(serving, body, name)
         writer = Writer(serving, body, arrived, serving.model_name, load_s)
         if turn is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 
 from fastapi import APIRouter
@@ -19,15 +20,16 @@ from quire.serve.openai.response_bodies import ModelCard, ModelList, ModelPermis
 async def cards_of(serving: Serving, model: str) -> list[ModelCard]:
     """Of a model and its adapters; an adapter's root is where it was loaded from, as vLLM has it."""
     facts, pool = await facts_of(serving, model), serving.models
+    digest = hashlib.sha256(f"{model}|{serving.created}".encode()).hexdigest()[:12]
     base = ModelCard(
         id=model,
         created=serving.created,
         root=facts.model,
-        permission=[ModelPermission(id=f"modelperm-{facts.fingerprint[3:]}", created=serving.created)],
+        permission=[ModelPermission(id=f"modelperm-{digest}", created=serving.created)],
         display_name=model,
         created_at=datetime.fromtimestamp(serving.created, UTC).isoformat(),
         max_model_len=facts.max_model_len,
-        loaded=UNSET if pool.fixed else model in pool.loaded(),
+        loaded=UNSET if pool.single_model else model in pool.loaded(),
     )
     adapters = [
         replace(base, id=one.name, root=one.path, parent=model, display_name=one.name) for one in pool.adapters(model)

@@ -14,7 +14,7 @@ from quire.serve.openai.chat_parts import CustomToolCall, ToolCall
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
-    blended_tokens: int | UnsetType = UNSET  # of chunks that were cached for another place
+    blended_tokens: int | UnsetType = UNSET  # of chunks, copied from another place
 
 
 class CompletionTokensDetails(msgspec.Struct):

@@ -72,7 +72,7 @@ def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["cache"])
 
     async def engine(model: str | None) -> EngineClient:
-        """Of the model named, or of the default."""
+        """Of the model named, or of the default; loaded if need be."""
         await serving.use_model(model)
         return serving.frontend.client
 
@@ -84,13 +84,13 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/v1/cache", summary="The KV cache as it is", openapi_extra=answers(CacheReport))
     async def look(model: str | None = None) -> Response:
-        client = await engine(model)
-        return answer((await client.cache(CacheOrder()))[0])
+        frontend = serving.loaded(model)
+        return answer((await frontend.client.cache(CacheOrder()))[0])
 
     @routes.post("/v1/cache/warm", summary="Compute a prompt", openapi_extra=answers(CacheReport, takes=CachePrompt))
     async def warm(request: Request, model: str | None = None) -> Response:
-        client = await engine(model)
         body = await parsed(request, CachePrompt)
+        client = await engine(model)
         wanted = await order(serving, body, "look")
         made = serving.frontend.prepare(
             wanted.tokens, SamplingParams(max_tokens=1), request_id=f"warm-{uuid.uuid4().hex}", salt=wanted.salt
@@ -102,22 +102,23 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/v1/cache/pin", summary="Keep a prompt's pages", openapi_extra=answers(CacheReport, takes=PinBody))
     async def pin(request: Request, model: str | None = None) -> Response:
-        client = await engine(model)
         body = await parsed(request, PinBody)
         assert isinstance(body, PinBody)
+        client = await engine(model)
         return answer((await client.cache(await order(serving, body, "pin", seconds=body.seconds)))[0])
 
     @routes.post("/v1/cache/drop", summary="Forget pages", openapi_extra=answers(CacheReport, takes=DropBody))
     async def drop(request: Request, model: str | None = None) -> Response:
-        client = await engine(model)
         body = await parsed(request, DropBody)
         assert isinstance(body, DropBody)
+        client = await engine(model)
         return answer((await client.cache(await order(serving, body, "drop", tiers=body.tiers)))[0])
 
     @routes.post("/v1/cache/export", summary="A prompt's pages as a file", openapi_extra={"responses": {}})
     async def export(request: Request, model: str | None = None) -> Response:
+        body = await parsed(request, CachePrompt)
         client = await engine(model)
-        _, data = await client.cache(await order(serving, await parsed(request, CachePrompt), "export"))
+        _, data = await client.cache(await order(serving, body, "export"))
         name = f"prefix-{hashlib.blake2b(data, digest_size=6).hexdigest()}-{int(time.time())}.qkv"
         headers = {"content-disposition": f'attachment; filename="{name}"'}
         return Response(data, media_type="application/octet-stream", headers=headers)
@@ -126,8 +127,8 @@ def router(serving: Serving) -> APIRouter:
     async def take_in(
         request: Request, key: str | None = None, cache_salt: str | None = None, model: str | None = None
     ) -> Response:
-        client = await engine(model)
         data = await read_body(request, BUNDLE, "octet-stream")
+        client = await engine(model)
         whose = salt(serving, CachePrompt(key=key, cache_salt=cache_salt))
         return answer((await client.cache(CacheOrder(action="import", data=data, salt=whose)))[0])
 

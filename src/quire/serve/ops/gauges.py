@@ -40,7 +40,7 @@ class _Gauges(Collector):
         yield refused
         restarts = self.serving.models.restarts()
         yield CounterMetricFamily("quire_engine_restarts", "Times the engine was replaced.", restarts)
-        if not self.serving.models.fixed:
+        if not self.serving.models.single_model:
             yield from self._of_models()
         yield from self._of_replicas()
         delays = HistogramMetricFamily("quire_event_loop_lag_seconds", "Lateness of a sleeping task.")
@@ -82,6 +82,8 @@ class _Gauges(Collector):
         if isinstance(client, ReplicaOperator):
             help = "Running requests moved with their KV pages."
             yield CounterMetricFamily("quire_migrations", help, client.migrations)
+            help = "Times that a replica changed its role as the load's shape did."
+            yield CounterMetricFamily("quire_role_switches", help, client.role_switches)
             help = "Requests that wait for a replica while there is none."
             yield GaugeMetricFamily("quire_requests_pending", help, client.pending)
         yield from self._of_autoscaling()

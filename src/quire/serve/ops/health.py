@@ -43,7 +43,7 @@ async def all_replicas(serving: Serving) -> list[ReplicaView]:
     for name, frontend in serving.models.loaded().items():
         with suppress(EngineDeadError):  # of one that is lost meanwhile
             replicas = await frontend.client.replicas()
-            found += replicas if serving.models.fixed else [replace(one, id=name) for one in replicas]
+            found += replicas if serving.models.single_model else [replace(one, id=name) for one in replicas]
     return found
 
 

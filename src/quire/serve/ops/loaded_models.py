@@ -52,7 +52,9 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.post("/models/load", summary="Load a model now", openapi_extra=answers(Done, takes=NamedModel))
     async def load(request: Request) -> Response:
-        await serving.use_model(await named(request))
+        name = await named(request)
+        serving.models.forget_failure(name)  # an operator may have mended it
+        await serving.use_model(name)
         return answer(Done(True))
 
     @routes.post(
@@ -60,9 +62,8 @@ def router(serving: Serving) -> APIRouter:
     )
     async def unload(request: Request) -> Response:
         name = await named(request)
-        if next(one.pinned for one in serving.models.states() if one.name == name):
+        if not await serving.models.unload(name):
             raise InputError(f"{name} stays loaded: it is pinned, or the only model", param="model")
-        await serving.models.unload(name)
         return answer(Done(True))
 
     return routes

@@ -1,7 +1,8 @@
-"""POST /v1/engine/sleep and /v1/engine/wake: lend the GPU's memory to others while nobody asks anything.
+"""POST /v1/engine/sleep and /v1/engine/wake (vLLM's /sleep and /wake_up): lend memory while nobody asks anything.
 
-A request that arrives meanwhile wakes the engine. Of several models, `?model=` names one; without it all that are
-loaded are meant. Refuses to know: what is moved where.
+`?level=` as vLLM's: weights wait in host memory (1), or are loaded again (2). A request that arrives meanwhile wakes
+the engine. Of several models, `?model=` names one; without it all that are loaded are meant. Refuses to know: what is
+moved where.
 """
 
 from __future__ import annotations
@@ -20,28 +21,35 @@ class Power(msgspec.Struct):
     asleep: bool
 
 
+class Sleeping(msgspec.Struct):
+    is_sleeping: bool
+
+
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
-    async def power(model: str | None, asleep: bool) -> None:
-        loaded = serving.models.loaded()
-        wanted = list(loaded) if model is None else [serving.find_model(model)[0]]
-        if not set(wanted) <= loaded.keys():
-            raise InputError(f"model {model!r} is not loaded", param="model")
-        for name in wanted:
-            await loaded[name].client.power(asleep=asleep)
+    async def power(model: str | None, asleep: bool, level: int = 1) -> None:
+        for frontend in serving.models.loaded().values() if model is None else [serving.loaded(model)]:
+            await frontend.client.power(asleep=asleep, level=level)
 
-    @routes.post("/v1/engine/sleep", summary="Free the GPU's memory until woken", openapi_extra=answers(Power))
-    async def sleep(model: str | None = None) -> Response:
+    @routes.post("/sleep", summary="/v1/engine/sleep by vLLM's name", openapi_extra=answers(Power))
+    @routes.post("/v1/engine/sleep", summary="Free the engine's memory until woken", openapi_extra=answers(Power))
+    async def sleep(model: str | None = None, level: int = 1) -> Response:
         try:
-            await power(model, True)
+            await power(model, True, level)
         except ConfigError as error:  # not on this hardware
             raise InputError(str(error)) from None
         return Response(json(Power(True)), media_type="application/json")
 
-    @routes.post("/v1/engine/wake", summary="Take the GPU's memory again", openapi_extra=answers(Power))
+    @routes.post("/wake_up", summary="/v1/engine/wake by vLLM's name", openapi_extra=answers(Power))
+    @routes.post("/v1/engine/wake", summary="Take the memory again", openapi_extra=answers(Power))
     async def wake(model: str | None = None) -> Response:
         await power(model, False)
         return Response(json(Power(False)), media_type="application/json")
+
+    @routes.get("/is_sleeping", summary="Whether all engines sleep", openapi_extra=answers(Sleeping))
+    async def is_sleeping() -> Response:
+        levels = [(await frontend.client.stats()).sleep_level for frontend in serving.models.loaded().values()]
+        return Response(json(Sleeping(all(levels) and bool(levels))), media_type="application/json")
 
     return routes

@@ -11,12 +11,13 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from quire.serve.core.generation import Serving
+from quire.serve.core.model_facts import ModelFacts, facts_of, text_of
 from quire.serve.http.http_io import json
+from quire.text import TextModel
 
 
-def described(serving: Serving) -> dict[str, Any]:
+def described(facts: ModelFacts, text: TextModel) -> dict[str, Any]:
     """Named tokens (bos_token, ...) and their ids, special tokens by id, the template."""
-    text = serving.frontend.text
     tokenizer = text.tokenizer
     special = {token: tokenizer.token_text(token) for token in sorted(tokenizer.special_ids)}
     ids = {name: token for token, name in special.items()}
@@ -27,8 +28,8 @@ def described(serving: Serving) -> dict[str, Any]:
         **{f"{role}_id": ids[name] for role, name in named.items() if name in ids},
         "eos_token_ids": sorted(tokenizer.eos_ids),
         "added_tokens_decoder": {str(token): {"content": name, "special": True} for token, name in special.items()},
-        "vocab_size": serving.frontend.client.info.vocab_size,
-        "model_max_length": serving.frontend.client.info.max_model_len,
+        "vocab_size": facts.vocab_size or tokenizer.vocab_size,
+        "model_max_length": facts.max_model_len,
         "chat_template": text.template,
     }
 
@@ -38,7 +39,7 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/tokenizer_info", summary="The tokenizer's special tokens and chat template")
     async def tokenizer_info(model: str | None = None) -> Response:
-        await serving.use_model(model, engine=False)
-        return Response(json(described(serving)), media_type="application/json")
+        facts = await facts_of(serving, serving.find_model(model)[0])
+        return Response(json(described(facts, await text_of(facts))), media_type="application/json")
 
     return routes

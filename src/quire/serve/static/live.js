@@ -135,7 +135,7 @@ function draw() {
   changed("models", [latest.model, latest.models], () => models(latest.models, latest.model));
   const engine = latest.engine;
   if (!engine) {
-    const there = latest.models.some((one) => one.name === latest.model && one.state === "loaded");
+    const there = latest.models.some((one) => one.name === latest.model && ["loaded", "restarting"].includes(one.state));
     notice(there ? "The engine does not answer." : `${latest.model} is not loaded.`);
     return;
   }

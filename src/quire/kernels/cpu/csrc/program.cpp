@@ -134,6 +134,7 @@ int Program::forward(const Step& step) {
     for (int i = 0; i < std::min(step.layers, d_.layers); i++) {
       layer(step, layers_[i], i, worker);
       if (step.tap_count) tap(step, i, worker);
+      if (step.observed && step.observed[i] && worker == 0) step.written(i);
     }
     if (step.layers < d_.layers) {
       qkv(step, layers_[step.layers], step.layers, worker);

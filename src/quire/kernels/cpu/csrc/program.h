@@ -74,6 +74,8 @@ struct Step {
   const int32_t* sparse;         // [rows] or null: pages that a query of the row reads of each KV head; 0: all
   const uint8_t* sparse_layers;  // [layers] which of them do
   int32_t sparse_local;          // tokens before a query that it always reads
+  const uint8_t* observed;          // [layers] or null: those after which `written` is called, by the caller's thread
+  void (*written)(int32_t layer);  // its keys and values, and those of all before it, are in their pages
 };
 
 class Program {

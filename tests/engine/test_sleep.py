@@ -1,0 +1,69 @@
+"""Sleeping on a CPU: memory is given back, and whoever asks next gets the answer they would have got."""
+
+import gc
+import weakref
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.runtime.executors.local_executor import LocalExecutor
+from quire.types.errors import InputError
+
+PROMPT = "The capital of France is"
+PARAMS = SamplingParams(temperature=0, max_tokens=8)
+FORMS = {
+    "compiled": {},
+    "torch": {"dtype": "float32"},
+    "scaled keys": {"kv_dtype": "int8-kivi"},
+    "draft model": {"speculation": "draft:smollm2-135m"},
+    "tier": {"kv_host": "16M"},
+    "overlap": {"depth": 2},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_after_each_level_are_those_before(default_model, form):
+    with LLM("smollm2-135m", kv_memory="32M", max_model_len=256, **FORMS[form]) as llm:
+        first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+        executor = llm._link.core.executor
+        for level in (1, 2, 1):
+            pages, model = weakref.ref(executor._worker.pages), weakref.ref(executor.model)
+            gc.disable()
+            try:
+                llm.sleep(level)
+                assert pages() is None and (model() is None) == (level == 2), "nothing waits for the garbage collector"
+            finally:
+                gc.enable()
+            assert llm.stats().sleep_level == level and llm.stats().pages_cached == 0
+            again = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+            assert again.token_ids == first.token_ids and llm.stats().sleep_level == 0
+        llm.sleep()
+        llm.wake()
+        assert llm.stats().sleep_level == 0
+        with pytest.raises(InputError, match="levels 1 and 2"):
+            llm.sleep(3)
+
+
+@pytest.mark.slow
+def test_memory_goes_back_to_the_system(default_model):
+    """Pages at level 1, weights at level 2: half a gigabyte in float32."""
+    with LLM("smollm2-135m", kv_memory="128M", max_model_len=2048, dtype="float32", process=True) as llm:
+        llm.generate([list(range(100 + n, 600 + n)) for n in range(3)], PARAMS)
+        awake = llm.stats().memory
+        llm.sleep(1)
+        first = llm.stats().memory
+        llm.sleep(2)
+        second = llm.stats().memory
+        assert awake - first > 40 << 20 and first - second > 300 << 20, (awake, first, second)
+
+
+def test_level_2_gives_up_what_level_1_had_kept(default_model, monkeypatch):
+    """On a GPU, level 1 keeps weights in host memory for the next time; the second level has no next time."""
+    monkeypatch.setattr(LocalExecutor, "offloads", True)
+    with LLM("smollm2-135m", kv_memory="32M", max_model_len=256, **FORMS["torch"]) as llm:
+        executor = llm._link.core.executor
+        weights = [weakref.ref(tensor) for tensor in executor.model.weights()]
+        assert weights
+        llm.sleep()
+        llm.sleep(level=2)
+        assert not any(ref() is not None for ref in weights)
