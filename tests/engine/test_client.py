@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from quire.engine.client import AsyncClient, RestartPolicy
+from quire.engine.link import exit_reason
 from quire.engine.text_output import RequestText
 from quire.text import TextModel
 from quire.types import messages
@@ -184,12 +185,13 @@ async def test_lines_about_an_engine_name_its_model_where_there_are_several(capl
         links.made[-1].die()
         await until(lambda client=client: client.restarts == 1)
         await client.close()
-    told = [(record.getMessage(), record.fields) for record in caplog.records]
-    assert told == [
+    told = [(record.getMessage().split(",")[0], record.fields) for record in caplog.records]
+    assert [each for each in told if not each[0].startswith("the engine is ready again")] == [
         (line, fields)
         for fields in ({"model": "b"}, {})
-        for line in ("the engine link broke", "restarting the engine (1 of 1)")
+        for line in ("the engine is lost", "restarting the engine (1 of 1)")
     ]
+    assert not any(record.exc_info for record in caplog.records)  # a line, no traceback of this process
 
 
 async def test_a_client_that_is_closed_during_a_restart_tells_of_no_failure(caplog: pytest.LogCaptureFixture) -> None:
@@ -205,7 +207,8 @@ async def test_a_client_that_is_closed_during_a_restart_tells_of_no_failure(capl
     link.die()
     await asyncio.to_thread(started.wait, 10)
     await client.close()
-    assert caplog.messages == ["the engine link broke", "restarting the engine (1 of 1)"]
+    why = "the engine process ended with exit code -9"
+    assert caplog.messages == [f"the engine is lost, and 0 requests with it: {why}", "restarting the engine (1 of 1)"]
 
 
 async def test_engines_that_do_not_start_count_as_restarts() -> None:
@@ -234,6 +237,38 @@ async def test_silence_is_trouble_and_long_silence_death() -> None:
     await until(lambda: len(links.made) == 2 and client.trouble() is None)
     assert links.made[0].forced
     await client.close()
+
+
+async def test_an_engine_that_does_not_answer_is_listed_and_its_silence_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.engine.client.STATS_TIMEOUT_S", 0.01)
+    caplog.set_level("INFO")
+    link = FakeLink()
+    monkeypatch.setattr(link, "send", lambda message: None)
+    client = AsyncClient(link, RestartPolicy(heartbeat=0.1))
+    [one] = await asyncio.wait_for(client.replicas(), 10)
+    assert one.state == "ready" and not caplog.messages
+    link.silent = True
+    await until(lambda: any("no sign of life" in line for line in caplog.messages))
+    [one] = await asyncio.wait_for(client.replicas(), 10)
+    assert one.state == "unresponsive" and "no sign of life" in one.lost
+    link.silent = False
+    await until(lambda: client.trouble() is None)
+    [one] = await asyncio.wait_for(client.replicas(), 10)
+    assert one.state == "ready" and not one.lost
+    await until(lambda: caplog.messages[-1] == "the engine gives signs of life again")
+    assert len(caplog.messages) == 2
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(3, "exit code 3"), (-9, "exit code -9 (SIGKILL, which the system sends when memory runs out)"),
+     (-11, "exit code -11 (SIGSEGV)"), (-63, "exit code -63 (signal 63)")],
+)  # fmt: skip
+def test_exit_codes_in_words(code: int, words: str) -> None:
+    assert exit_reason(code) == words
 
 
 async def test_closing_ends_what_is_open_and_a_restart_under_way() -> None:

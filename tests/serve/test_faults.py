@@ -178,6 +178,12 @@ def test_a_stopped_engine_is_not_ready(server: Running) -> None:
         refused = server.http.post("/v1/chat/completions", json=BODY | {"max_tokens": 4})
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert server.http.get("/health").status_code == 200
+        assert server.metric("quire_replica_ready") == 0
+        [listed] = httpx.get(f"{server.admin}/v1/replicas", timeout=60).json()["data"]
+        assert listed["state"] == "unresponsive" and "no sign of life" in listed["lost"]
+        for route in ("/is_sleeping", "/v1/cache"):
+            silent = httpx.get(f"{server.admin}{route}", timeout=60)
+            assert silent.status_code == 503 and silent.json()["error"]["code"] == "engine_dead"
     finally:
         engine.resume()
     wait_for(server.ready, 10)

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -42,6 +43,7 @@ Kind = TypeVar("Kind", bound=messages.Answer)
 RESTART_WINDOW_S = 600.0  # over which restarts are counted
 FIRST_BACKOFF_S = 0.25  # before the first restart; each further one waits twice as long
 POLL_INTERVAL_S = 0.5  # between looks at the clock while the engine is silent
+STATS_TIMEOUT_S = 2.0  # that an engine has to say how much it has to do, when it is listed
 
 # What callers are told; why it happened is in the log.
 STOPPED = "the engine stopped; what it was working on is lost, and new requests must wait for its restart"
@@ -159,13 +161,18 @@ class AsyncClient:
         return (await self._ask(messages.GetStats(), messages.Stats)).stats
 
     async def replicas(self) -> list[ReplicaView]:
-        """This one engine."""
-        stats = await self.stats() if self.alive else EngineStats()
-        state = "ready" if self.alive else "starting"
+        """This one engine, listed whether it answers or not."""
+        stats, trouble = EngineStats(), self.trouble()
+        if trouble is None:
+            with suppress(TimeoutError, EngineDeadError):
+                async with asyncio.timeout(STATS_TIMEOUT_S):
+                    stats = await self.stats()
+            trouble = self.trouble()
+        state = "ready" if trouble is None else "unresponsive" if self.alive else "starting"
         return [
             ReplicaView(
                 id="replica-0", pid=self.pid or os.getpid(), host=socket.gethostname(), role="both", state=state,
-                running=stats.running, waiting=stats.waiting, restarts=self.restarts,
+                running=stats.running, waiting=stats.waiting, restarts=self.restarts, lost=trouble or "",
             )
         ]  # fmt: skip
 
@@ -236,17 +243,20 @@ class AsyncClient:
             if error is None:
                 link.close()
                 return
+            lost = time.monotonic()
             self._on_loop(self._fail, STOPPED)
             link.close(force=True)
             link = self._next(restarts, error)
             if link is None:
                 self._on_loop(self._lose, error)
             else:
+                log.info("the engine is ready again after %.1f s", time.monotonic() - lost, extra=self._extra)
                 outbox = queue.SimpleQueue()  # what the old engine did not take is void
                 self._on_loop(self._revive, link, outbox)
 
     def _pump(self, link: Link, outbox: queue.SimpleQueue[messages.ToEngine]) -> QuireError | None:
         """Carry messages both ways until told to stop (None) or the engine is dead (why)."""
+        unresponsive = False
         try:
             while not self._closing.is_set():
                 while not outbox.empty():
@@ -255,11 +265,25 @@ class AsyncClient:
                     self._on_loop(self._deliver, received)
                 silent = time.monotonic() - link.heard
                 if 0 < self.policy.hang_timeout < silent:
-                    return EngineDeadError(f"the engine gave no sign of life for {silent:.0f} s")
+                    raise EngineDeadError(f"the engine gave no sign of life for {silent:.0f} s")
+                unresponsive = self._note_silence(silent, unresponsive)
             return None
+        except QuireError as error:
+            log.error("the engine is lost, and %d requests with it: %s", len(self._queues), error, extra=self._extra)
+            return error
         except Exception as error:
             log.exception("the engine link broke", extra=self._extra)
-            return error if isinstance(error, QuireError) else EngineDeadError(f"the engine link broke: {error}")
+            return EngineDeadError(f"the engine link broke: {error}")
+
+    def _note_silence(self, silent: float, unresponsive: bool) -> bool:
+        """Whether the engine is unresponsive now, in the log when that changes."""
+        if unresponsive == (silent > self.policy.heartbeat):
+            return unresponsive
+        if unresponsive:
+            log.warning("the engine gives signs of life again", extra=self._extra)
+        else:
+            log.warning("the engine is not ready: no sign of life for %.1f s", silent, extra=self._extra)
+        return not unresponsive
 
     def _next(self, restarts: list[float], error: QuireError) -> Link | None:
         """A new link, after a pause that grows; None if there were too many, or there is no need any more."""

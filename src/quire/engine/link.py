@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -285,7 +286,7 @@ class ProcessLink:
             ended = self._process.poll()  # looked at before the socket is read, so that its last words are heard
             messages = self._drain()
             if ended is not None and not messages:
-                raise EngineDeadError(f"the engine process ended with exit code {ended}")
+                raise EngineDeadError(f"the engine process ended with {exit_reason(ended)}")
             if self._wake_in in ready:
                 os.read(self._wake_in, 4096)
             waited += slice_
@@ -335,6 +336,15 @@ class ProcessLink:
             os.close(self._wake_out)
             self._wake_out = -1
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def exit_reason(code: int) -> str:
+    """An exit code as `subprocess` gives it, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = ", which the system sends when memory runs out" if -code == signal.SIGKILL else ""
+    return f"exit code {code} ({name}{hint})"
 
 
 def process_descriptor(pid: int) -> int:

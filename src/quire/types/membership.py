@@ -47,7 +47,7 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     pid: int
     host: str
     role: str  # prefill, decode, or both
-    state: str  # starting, ready, draining, drained or stopped
+    state: str  # starting, ready, unresponsive, draining, drained or stopped
     running: int
     waiting: int  # for their first token
     restarts: int

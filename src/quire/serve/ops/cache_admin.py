@@ -24,6 +24,7 @@ from quire.serve.core.generation import Serving, off_loop
 from quire.serve.http.auth import salt_of
 from quire.serve.http.http_io import decode, json, read_body
 from quire.serve.http.openapi import answers
+from quire.serve.ops.health import answered
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.errors import InputError
 from quire.types.sampling_params import SamplingParams
@@ -85,7 +86,7 @@ def router(serving: Serving) -> APIRouter:
     @routes.get("/v1/cache", summary="The KV cache as it is", openapi_extra=answers(CacheReport))
     async def look(model: str | None = None) -> Response:
         frontend = serving.loaded(model)
-        return answer((await frontend.client.cache(CacheOrder()))[0])
+        return answer((await answered(frontend.client.cache(CacheOrder())))[0])
 
     @routes.post("/v1/cache/warm", summary="Compute a prompt", openapi_extra=answers(CacheReport, takes=CachePrompt))
     async def warm(request: Request, model: str | None = None) -> Response:

@@ -6,7 +6,9 @@ Refuses to know: requests.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
+from typing import TypeVar
 
 from fastapi import APIRouter
 from msgspec.structs import replace
@@ -23,6 +25,16 @@ from quire.types.membership import ReplicaView
 
 ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
 
+Answer = TypeVar("Answer")
+
+
+async def answered(asked: Awaitable[Answer]) -> Answer:
+    """What an engine says of itself. EngineDeadError: it does not, so that who looks at a hung one does not hang."""
+    try:
+        return await asyncio.wait_for(asked, ENGINE_TIMEOUT)
+    except TimeoutError:
+        raise EngineDeadError(f"the engine gave no answer within {ENGINE_TIMEOUT:g} s") from None
+
 
 async def ask_engine(serving: Serving, model: str) -> None:
     """Have the metrics of a model tell what its engine says of itself now."""
@@ -32,8 +44,8 @@ async def ask_engine(serving: Serving, model: str) -> None:
         return
     metrics.info = frontend.client.info
     try:
-        metrics.engine(await asyncio.wait_for(frontend.client.stats(), ENGINE_TIMEOUT))
-    except (TimeoutError, EngineDeadError):
+        metrics.engine(await answered(frontend.client.stats()))
+    except EngineDeadError:
         metrics.engine(None)
 
 

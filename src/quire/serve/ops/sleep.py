@@ -14,6 +14,7 @@ from starlette.responses import Response
 from quire.serve.core.generation import Serving
 from quire.serve.http.http_io import json
 from quire.serve.http.openapi import answers
+from quire.serve.ops.health import answered
 from quire.types.errors import ConfigError, InputError
 
 
@@ -49,7 +50,8 @@ def router(serving: Serving) -> APIRouter:
 
     @routes.get("/is_sleeping", summary="Whether all engines sleep", openapi_extra=answers(Sleeping))
     async def is_sleeping() -> Response:
-        levels = [(await frontend.client.stats()).sleep_level for frontend in serving.models.loaded().values()]
+        clients = [frontend.client for frontend in serving.models.loaded().values()]
+        levels = [(await answered(client.stats())).sleep_level for client in clients]
         return Response(json(Sleeping(all(levels) and bool(levels))), media_type="application/json")
 
     return routes
