@@ -2,8 +2,10 @@
 
 import os
 import sys
+from pathlib import Path
 
 from quire.runtime import hardware
+from quire.types import cgroups
 from quire.types import memory_use as process
 
 VM_STAT = """Mach Virtual Memory Statistics: (page size of 16384 bytes)
@@ -22,6 +24,7 @@ def no_proc(monkeypatch, said):
     def closed(path, *args, **kwargs):
         raise FileNotFoundError(path)
 
+    monkeypatch.setattr(cgroups, "OWN", Path("no/such/file"))
     for module in (hardware, process):
         monkeypatch.setattr(module, "open", closed, raising=False)
         monkeypatch.setattr(module, "command_output", lambda *command: said.get(command[0], ""))

@@ -14,6 +14,7 @@ from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.memory_use import usable_cores
 from quire.types.serving import ServeOptions
 
 _RANK = "a rank has a part of every KV page, and pages are handed over whole"
@@ -72,8 +73,7 @@ def replica_options(engine: EngineOptions, serving: ServeOptions) -> EngineOptio
     path = Path(engine.model.model)
     said = {"model": str(path.resolve())} if path.exists() else {}
     if alone and engine.device.threads is None:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return engine.but(threads=max(1, cores // serving.most_replicas), **said)
+        return engine.but(threads=max(1, usable_cores() // serving.most_replicas), **said)
     return engine.but(**said)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from quire.model.loading.load import Quantize
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.kv import KINDS
-from quire.types.memory_use import available_bytes, command_output
+from quire.types.memory_use import available_bytes, command_output, usable_cores
 
 STEP_TARGET_S = 0.3  # as long as a full prefill step takes an 8B model on one of today's GPUs, and a half
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -60,7 +59,7 @@ def probe(device: str) -> Hardware:
     """Look at the machine. `auto` takes a GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if device == "cpu":
         return Hardware("cpu", _cpu_name(), available_bytes(), cores)
     if not torch.cuda.is_available():

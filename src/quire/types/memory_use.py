@@ -1,4 +1,4 @@
-"""What the system says of its memory, and of this process's."""
+"""What the system says of its memory and cores, and of this process's."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import re
 import struct
 import subprocess
 import sys
+
+from quire.types import cgroups
 
 TASK_INFO, TASK_BYTES = 4, 96  # PROC_PIDTASKINFO and its struct proc_taskinfo, which begins: virtual, resident
 
@@ -33,7 +35,18 @@ def _resident_on_a_mac() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping; half of it all where the system does not say."""
+    """Memory that can be had without swapping, within the limits of a container; half of it all where the system does
+    not say."""
+    return int(min(_available_on_the_machine(), cgroups.available_bytes()))
+
+
+def usable_cores() -> int:
+    """Those that this process may run on, within the limits of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, cgroups.cpu_limit())))
+
+
+def _available_on_the_machine() -> int:
     try:
         with open("/proc/meminfo", encoding="ascii") as info:
             for line in info:
