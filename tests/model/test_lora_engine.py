@@ -145,8 +145,11 @@ def test_weights_with_adapters_are_not_given_up(files, wanted):
     made = engine(files)
     made.core.power(asleep=True)
     assert made.answers(ASKED, lora=WHOSE) == wanted
-    with pytest.raises(ConfigError, match="unload them, or sleep at level 1"):
-        made.core.power(asleep=True, level=2)
+    for level in (0, 1):  # awake, and asleep at level 1: a refusal changes neither
+        with pytest.raises(ConfigError, match="unload them, or sleep at level 1"):
+            made.core.power(asleep=True, level=2)
+        assert made.core.stats().sleep_level == level
+        made.core.power(asleep=True)
     assert made.answers(ASKED, lora=WHOSE) == wanted
     for name in ("a", "b"):
         made.core.unload_adapter(name)

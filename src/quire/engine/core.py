@@ -16,7 +16,7 @@ from quire.engine.grammar_queue import GrammarQueue
 from quire.scheduling import LengthPredictor, Scheduler, SchedulingFeature
 from quire.types.cache_control import CacheOrder, CacheReport
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError
+from quire.types.errors import ConfigError, EngineDeadError, InputError, OverloadedError, QuireError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.membership import PeerLink
 from quire.types.memory_use import resident_bytes
@@ -83,6 +83,9 @@ class EngineCore:
             raise InputError(f"sleep has levels 1 and 2, not {level}", param="level")
         if asleep and self.busy:
             raise OverloadedError("requests are under way; the engine can sleep when they are done")
+        if asleep and level == 2 and self.adapters.list():
+            raise ConfigError("LoRA adapters are loaded, which would be lost: unload them, or sleep at level 1")
+        began, before = self._clock(), self._sleep_level
         if self._sleep_level and (not asleep or level > self._sleep_level):
             self.executor.wake()
             self._sleep_level = 0
@@ -94,6 +97,9 @@ class EngineCore:
             if not kept:
                 memory.drop_cached()
             self._sleep_level = level
+        if self._sleep_level != before:
+            state = f"asleep at level {level}" if asleep else "awake"
+            log.info("the engine is %s after %.2f s", state, self._clock() - began)
 
     def _rouse(self) -> None:
         if self._sleep_level:

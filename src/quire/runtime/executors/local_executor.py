@@ -238,8 +238,6 @@ class LocalExecutor:
         return self._device.type != "cpu"
 
     def sleep(self, pages: list[int], level: int) -> None:
-        if level == 2 and self._adapted:
-            raise ConfigError("LoRA adapters are loaded, which would be lost: unload them, or sleep at level 1")
         assert self._worker is not None
         if self._transfers is not None:
             self._transfers.drain()
