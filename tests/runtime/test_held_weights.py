@@ -15,6 +15,7 @@ from quire.runtime.executors.open_executor import not_held
 from quire.runtime.hardware import probe, resolve
 from quire.runtime.held_weights import HeldWeights, HolderLink
 from quire.types.config import EngineOptions
+from quire.types.holder_messages import MAX_BLOCKS, Drop, Find, Holding, Keep, receive_message, send_message
 
 SIZE = 10_000
 
@@ -163,6 +164,45 @@ def test_the_holder_leaves_no_descriptor_behind(files):
         link.close()
     assert open_files() > before
     holder.close()
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("message", [Find("a"), Drop("a"), Keep("a", SIZE + 1)])
+def test_descriptors_that_belong_to_nothing_are_closed(message):
+    """And one that more come with than there may be ends its link; others go on."""
+    holder = WeightHolder(SIZE)
+    with holder.connect() as link, holder.connect() as other, open(os.devnull) as file:
+        before = open_files()
+        send_message(link, message, [file.fileno()] * 3)
+        assert not receive_message(link, Holding)[0].held and open_files() == before
+        send_message(link, Keep("a", SIZE), [file.fileno()] * (MAX_BLOCKS + 2))
+        with pytest.raises(EOFError):
+            receive_message(link, Holding)
+        assert open_files() == before - 1 and not holder.held_bytes
+        send_message(other, Keep("a", SIZE), [file.fileno()])
+        assert receive_message(other, Holding)[0].held
+    holder.close()
+
+
+def too_large(patched):
+    patched.setattr("quire.runtime.host_blocks.available_bytes", lambda: SIZE - 1)
+
+
+def unmappable(patched):
+    def refuse(*args):
+        raise OSError(errno.ENOMEM, "no memory")
+
+    patched.setattr("quire.runtime.host_blocks._map", refuse)
+
+
+@pytest.mark.parametrize("shortage", [too_large, unmappable])
+def test_where_memory_is_short_weights_stay_the_engines_own(holder, files, monkeypatch, shortage):
+    held = weights(holder, files)
+    assert held.find() is None
+    before = open_files()
+    with monkeypatch.context() as patched:
+        shortage(patched)
+        assert held.create(SIZE) is None and "weights cannot be held" in held.state
     assert open_files() == before
 
 

@@ -70,8 +70,10 @@ class WeightHolder:
                 message, descriptors = receive_message(link, ToHolder)
                 with self._lock:
                     self._answer(link, message, descriptors)
-        except (EOFError, OSError, msgspec.DecodeError):
+        except (EOFError, ConnectionError):
             pass
+        except (OSError, msgspec.DecodeError) as error:
+            log.warning("weights of an engine are not held: %s", error)
         finally:
             with self._lock:
                 self._links.pop(link, None)
@@ -80,6 +82,8 @@ class WeightHolder:
     def _answer(self, link: socket.socket, message: ToHolder, descriptors: list[int]) -> None:
         identity = message.identity
         found: list[int] = []
+        if not isinstance(message, Keep):
+            close_all(descriptors)  # none belong to it
         match message:
             case Find():
                 if identity in self._held:

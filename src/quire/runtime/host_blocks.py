@@ -8,12 +8,15 @@ Refuses to know: what is in them, who keeps their descriptors.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 from functools import cache
 
 import torch
+
+from quire.types.memory_use import available_bytes
 
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 MAP_FIXED = 0x10
@@ -28,11 +31,17 @@ class HostBlock:
             if os.fstat(at).st_size != size or fcntl.fcntl(at, fcntl.F_GET_SEALS) != SEALS:
                 raise ValueError("this is no sealed block of that size")
             self.descriptor = os.dup(at)
-            self._address = _map(self.descriptor, size, mmap.MAP_PRIVATE)
         else:
+            if (free := available_bytes()) < size:  # who would write there would be killed
+                raise OSError(errno.ENOMEM, f"{size:,} bytes are needed beside the model, {free:,} are available")
             self.descriptor = os.memfd_create("quire-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            os.truncate(self.descriptor, size)
-            self._address = _map(self.descriptor, size, mmap.MAP_SHARED)
+        try:
+            if at is None:
+                os.truncate(self.descriptor, size)
+            self._address = _map(self.descriptor, size, mmap.MAP_SHARED if at is None else mmap.MAP_PRIVATE)
+        except OSError:
+            os.close(self.descriptor)
+            raise
         self.bytes = torch.frombuffer((ctypes.c_uint8 * size).from_address(self._address), dtype=torch.uint8)
 
     def seal(self) -> None:

@@ -10,6 +10,7 @@ what is in either.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Sequence
@@ -50,11 +51,13 @@ def send_message(link: socket.socket, message: msgspec.Struct, descriptors: Sequ
 
 
 def receive_message(link: socket.socket, kind: type | UnionType) -> tuple[Any, list[int]]:
-    """EOFError: the other side is gone."""
-    data, descriptors, _, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, MAX_BLOCKS + 1, socket.MSG_CMSG_CLOEXEC)
+    """EOFError: the other side is gone. OSError: not all descriptors came, as where this process may open no more."""
+    data, descriptors, flags, _ = socket.recv_fds(link, MAX_MESSAGE_BYTES, MAX_BLOCKS + 1, socket.MSG_CMSG_CLOEXEC)
     try:
         if not data:
             raise EOFError("the other side is gone")
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "descriptors of weights were lost: too many files are open")
         return msgspec.json.decode(data, type=kind), descriptors
     except BaseException:
         close_all(descriptors)
