@@ -165,7 +165,7 @@ async def test_while_there_is_no_engine_requests_are_refused() -> None:
     await client.close()
 
 
-async def test_too_many_deaths_are_the_end() -> None:
+async def test_too_many_deaths_are_the_end(caplog: pytest.LogCaptureFixture) -> None:
     links = Links()
     client = AsyncClient(links(threading.Event()), RestartPolicy(max_restarts=2), links)
     for life in range(3):
@@ -174,6 +174,7 @@ async def test_too_many_deaths_are_the_end() -> None:
         await until(lambda: client.trouble() is not None)
     error = await asyncio.wait_for(client.lost(), 10)
     assert "exit code -9" in str(error)  # the operator is told why
+    assert caplog.messages[-1] == "no more restarts: 2 within 10 minutes (max_restarts)"
     assert len(links.made) == 3
     await client.close()
 

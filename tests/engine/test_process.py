@@ -1,6 +1,7 @@
 """The engine in a process of its own: the same answers, errors that cross over, and an orderly death."""
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.engine import spare_process
 from quire.engine.client import AsyncClient, RestartPolicy
+from quire.engine.link import ProcessLink
 from quire.engine.spare_process import SpareProcess
 from quire.engine.weight_holder import WeightHolder
 from quire.types.config import EngineOptions
@@ -100,6 +102,25 @@ def test_a_spare_refuses_what_an_engine_refuses(default_model):
     with pytest.raises(ConfigError, match="needs more KV memory"):
         link.start(EngineOptions.of(max_model_len=4000, kv_pages=10))
     assert not link.running
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing_behind(monkeypatch, tmp_path, caplog):
+    """As where the system allows no more of them. A spare is then not there, and nobody is told of it but the log."""
+
+    def refuse(*args, **kwargs):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="no engine process could be started"):
+            ProcessLink(EngineOptions())
+    assert not list(tmp_path.iterdir()) and len(list(Path("/proc/self/fd").iterdir())) <= before
+    spare = SpareProcess(delay=3600)
+    spare.prepare()
+    assert spare.take() is None and "no spare engine process" in caplog.text
+    spare.close()
 
 
 def test_a_spare_waits_until_the_server_is_idle_but_not_for_ever(monkeypatch):

@@ -106,6 +106,29 @@ async def test_those_who_wait_for_a_model_share_its_load() -> None:
     assert all(client.closed.is_set() for client in open_model.loaded.values())
 
 
+async def test_a_pool_is_busy_while_anyone_waits_for_an_answer_or_an_engine() -> None:
+    """A spare process, whose imports would slow both down, is started afterwards."""
+    open_model = Opener()
+    pool = pool_of(open_model, "a", "b")
+    await pool.start()
+    assert not pool.busy
+    lease = await pool.acquire("a")
+    assert pool.busy
+    lease.release()
+    open_model.loaded["a"].alive = False
+    assert states(pool)["a"] == "restarting" and pool.busy
+    open_model.loaded["a"].alive = True
+    assert not pool.busy
+    open_model.gate.clear()
+    asked = asyncio.create_task(pool.acquire("b"))
+    await settled()
+    assert pool.busy
+    open_model.gate.set()
+    (await asked).release()
+    assert not pool.busy
+    await pool.close()
+
+
 async def test_a_failed_load_is_told_to_all_who_wait_and_tried_again_for_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

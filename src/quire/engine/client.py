@@ -291,6 +291,11 @@ class AsyncClient:
             now = time.monotonic()
             restarts[:] = [then for then in restarts if now - then < RESTART_WINDOW_S]
             if len(restarts) >= self.policy.max_restarts:
+                if restarts:
+                    minutes, most = RESTART_WINDOW_S / 60, self.policy.max_restarts
+                    log.error(
+                        "no more restarts: %d within %.0f minutes (max_restarts)", most, minutes, extra=self._extra
+                    )
                 break
             restarts.append(now)
             if self._closing.wait(FIRST_BACKOFF_S * 2 ** (len(restarts) - 1)):

@@ -225,13 +225,12 @@ class ProcessLink:
         self._poller.register(self._wake_in, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
-        command = [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())]
-        if holder is None:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
-        else:
-            with holder.connect() as weights:
-                command += ["", str(weights.fileno())]
-                self._process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[weights.fileno()])
+        self._death = -1
+        try:
+            self._process = _start_process(address, holder)
+        except OSError as error:  # for want of memory, processes or descriptors
+            self._release()
+            raise EngineDeadError(f"no engine process could be started: {error}") from error
         self.pid = self._process.pid
         self._death = process_descriptor(self.pid)
         if self._death >= 0:
@@ -327,6 +326,9 @@ class ProcessLink:
             except (EngineDeadError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
+        self._release()
+
+    def _release(self) -> None:
         self._socket.close()
         self._context.term()
         if self._death >= 0:
@@ -336,6 +338,15 @@ class ProcessLink:
             os.close(self._wake_out)
             self._wake_out = -1
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _start_process(address: str, holder: WeightHolder | None) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "quire.engine.engine_process", address, str(os.getpid())]
+    if holder is None:
+        return subprocess.Popen(command, stdin=subprocess.PIPE)
+    with holder.connect() as weights:
+        command += ["", str(weights.fileno())]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[weights.fileno()])
 
 
 def exit_reason(code: int) -> str:

@@ -159,6 +159,11 @@ class ModelPool:
     def states(self) -> list[ModelState]:
         return [model.look(name == self.names[0]) for name, model in self._models.items()]
 
+    @property
+    def busy(self) -> bool:
+        """Whether anyone waits for an answer, or for an engine that starts."""
+        return any(state.requests or state.state in ("loading", "restarting") for state in self.states())
+
     def restarts(self) -> int:
         """Times that engines were replaced."""
         there = sum(getattr(frontend.client, "restarts", 0) for frontend in self.loaded().values())

@@ -38,7 +38,7 @@ async def open_one_model(
         pool.closables.append(holder)
     if spare is not None:
         pool.closables.append(spare)
-        spare.busy = lambda: any(state.requests for state in pool.states())
+        spare.busy = lambda: pool.busy
         spare.prepare(later=True)
     return pool
 
@@ -73,6 +73,7 @@ async def open_model_pool(
     try:
         await pool.start()
         if spare is not None:
+            spare.busy = lambda: pool.busy
             spare.prepare()
     except BaseException:
         await pool.close()

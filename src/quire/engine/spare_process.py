@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from quire.engine.link import ProcessLink
 from quire.engine.weight_holder import WeightHolder
+from quire.types.errors import EngineDeadError
 from quire.types.memory_use import available_bytes
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ class SpareProcess:
         if (free := available_bytes()) < LEAST_AVAILABLE_BYTES:
             log.info("no spare engine process: %.1f GiB of memory are available", free / (1 << 30))
             return
-        self._link = ProcessLink(None, holder=self._holder)
+        try:
+            self._link = ProcessLink(None, holder=self._holder)
+        except EngineDeadError as error:
+            log.warning("no spare engine process: %s", error)
 
     def _defer(self, times: int) -> None:
         timer = threading.Timer(self._delay, self._start_next, [times])
