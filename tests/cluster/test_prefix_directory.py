@@ -39,11 +39,10 @@ def test_the_longest_match_is_exact_and_no_match_is_invented(seed: int) -> None:
 
 def test_what_a_replica_holds_is_bounded_and_the_latest_stays() -> None:
     directory = PrefixDirectory(2, capacity=8)
-    directory.add(0, chain("a", 6))
-    directory.add(1, chain("a", 6))
-    directory.touch(0, "a5")
-    directory.add(0, chain("b", 6))
-    assert directory.holds(0) == 8 and [found.replicas for found in directory.match(chain("a", 3))] == [0b10]
+    directory.use(0, chain("a", 6))
+    directory.use(1, chain("a", 6))
+    directory.use(0, chain("b", 6))
+    assert directory.holds(0) == 8 and directory.match(chain("a", 3)) == [(3, 0b10), (2, 0b01)]
     assert directory.match(chain("b", 6)) == [(6, 0b01)]
     directory.resize(1, 2)
     directory.add(1, ["c"])
@@ -51,6 +50,19 @@ def test_what_a_replica_holds_is_bounded_and_the_latest_stays() -> None:
     directory.remove(0, ["b5", "never"])
     assert directory.match(chain("b", 6)) == [(5, 0b01)]
     directory.check()
+
+
+@pytest.mark.parametrize("router", ["cache-aware", "prefix"])
+def test_a_prefix_that_is_used_stays_known_from_its_first_block_on(router: str) -> None:
+    """Its blocks leave the replica's cache when nobody used them for long, the last of them first."""
+    policy = make_router(router, 1, capacity=20)
+    loads = [ReplicaLoad()]
+    for number in range(20):
+        policy.choose(RouteView(16 * 64, [*chain("system", 10), *chain(f"own{number}.", 6)]), loads)
+        assert policy.saved == (10 * 64 if number else 0)
+        policy.directory.check()
+    policy.choose(RouteView(7 * 64, [*chain("system", 5), *chain("branch", 2)]), loads)
+    assert policy.saved == 5 * 64
 
 
 def test_a_prefix_is_chased_as_far_as_it_saves_more_than_waiting_takes() -> None:

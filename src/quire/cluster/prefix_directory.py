@@ -57,24 +57,23 @@ class PrefixDirectory:
                 seen |= replicas
         return found
 
+    def use(self, replica: int, blocks: Sequence[Hashable]) -> None:
+        """A prompt goes there: all its blocks are there or will be, and used last. Its end leaves before its beginning,
+        as in the replica's own cache; what of a prefix is left is then known from its first block on."""
+        self.add(replica, reversed(blocks))
+
     def add(self, replica: int, blocks: Iterable[Hashable]) -> None:
         """The replica has these blocks, or will have computed them when anyone else asks for them."""
         held, where, bit = self._held[replica], self._where, 1 << replica
+        renew = held.move_to_end
         for block in blocks:
-            holders = where.get(block, 0)
-            if holders & bit:
-                held.move_to_end(block)
+            if block in held:
+                renew(block)
             else:
                 held[block] = None
-                where[block] = holders | bit
+                where[block] = where.get(block, 0) | bit
         for _ in range(len(held) - self._capacity[replica]):
             self._clear(held.popitem(last=False)[0], bit)
-
-    def touch(self, replica: int, block: Hashable) -> None:
-        """The replica uses a block again."""
-        held = self._held[replica]
-        if block in held:
-            held.move_to_end(block)
 
     def remove(self, replica: int, blocks: Iterable[Hashable]) -> None:
         held, bit = self._held[replica], 1 << replica

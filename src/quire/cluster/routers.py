@@ -168,12 +168,8 @@ class PrefixAware(PowerOfTwo):
 
     def _note(self, chosen: int, request: RouteView, matched: int) -> None:
         """The replica will have the rest of the prompt too."""
-        blocks, self.saved = request.blocks, 0
-        if matched:
-            self.saved = request.tokens * matched // len(blocks)
-            self.directory.touch(chosen, blocks[matched - 1])
-        if matched < len(blocks):
-            self.directory.add(chosen, blocks[matched:])
+        self.saved = request.tokens * matched // len(request.blocks) if matched else 0
+        self.directory.use(chosen, request.blocks)
 
     def _overloaded(self, chosen: int, loads: Sequence[ReplicaLoad]) -> bool:
         least = loads[self.least(loads)].requests
