@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 drives_a_browser = pytest.mark.slow if BROWSER is None else lambda test: test
 PATIENCE = 60_000  # milliseconds
+expect.set_options(timeout=PATIENCE)  # a page's own timeout does not count for it: 5 s, which busy machines exceed
 
 
 @contextmanager

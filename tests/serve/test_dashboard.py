@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 import httpx
-from browser_pages import PATIENCE, drives_a_browser, keep
+from browser_pages import drives_a_browser, keep
 from fake_frontend import FakeFrontend
 from playwright.sync_api import Route, expect
 
@@ -31,32 +31,32 @@ def without_an_end(route: Route) -> None:
 def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_page: Any) -> None:
     live = open_page(f"{live_server}/#/live")
     pages = live.locator("#tier-device canvas")
-    expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)
+    expect(pages).to_have_attribute("data-used", "0")
     idle = pages.evaluate("canvas => canvas.toDataURL()")
 
     chat = open_page(live_server)
-    expect(chat.locator("#status")).to_have_text("smollm2-135m", timeout=PATIENCE)
+    expect(chat.locator("#status")).to_have_text("smollm2-135m")
     chat.route("**/v1/chat/completions", without_an_end)
-    chat.fill("#p-max_tokens", "4000")
+    chat.fill("#p-max_tokens", "8000")
     chat.fill("#p-system", "You count without ever stopping.")
     chat.fill("#prompt", "Count from one to ten thousand, in words.")
     chat.press("#prompt", "Enter")
     tokens = chat.locator(".turn.model .token")
-    expect(tokens.nth(3)).to_be_attached(timeout=PATIENCE)
+    expect(tokens.nth(3)).to_be_attached()
     expect(chat.locator("#stop")).to_be_visible()
     seen = tokens.count()
-    expect(tokens.nth(seen + 5)).to_be_attached(timeout=PATIENCE)  # they go on coming
+    expect(tokens.nth(seen + 5)).to_be_attached()  # they go on coming
 
-    expect(pages).not_to_have_attribute("data-used", "0", timeout=PATIENCE)
+    expect(pages).not_to_have_attribute("data-used", "0")
     expect(live.locator("#lane-decode li")).to_have_count(1)
     busy = pages.evaluate("canvas => canvas.toDataURL()")
     assert busy != idle, "the page map did not change"
 
     chat.click("#stop")
-    expect(chat.locator(".turn.model .facts")).to_contain_text("stopped", timeout=PATIENCE)
+    expect(chat.locator(".turn.model .facts")).to_contain_text("stopped")
     expect(chat.locator("#send")).to_be_visible()
     ended = tokens.count()
-    expect(pages).to_have_attribute("data-used", "0", timeout=PATIENCE)  # given back
+    expect(pages).to_have_attribute("data-used", "0")  # given back
     expect(live.locator("#lane-decode li")).to_have_count(0)
     assert tokens.count() == ended
     assert live.locator("#tree svg path").count() >= 1
@@ -73,7 +73,7 @@ def test_chat_streams_stops_and_shows_in_the_page_map(live_server: str, open_pag
 def test_stopping_does_not_wait_for_what_is_not_drawn_yet(live_server: str, open_page: Any) -> None:
     """Tokens may come faster than a page draws them: here all 3,000 at once."""
     page = open_page(live_server)
-    expect(page.locator("#status")).to_have_text("smollm2-135m", timeout=PATIENCE)
+    expect(page.locator("#status")).to_have_text("smollm2-135m")
     entry = {"token": "a", "bytes": [97], "logprob": -0.1, "top_logprobs": []}
     event = {"id": "x", "choices": [{"delta": {"content": "a"}, "logprobs": {"content": [entry]}}]}
     answer = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\n" * 3000}
@@ -87,7 +87,7 @@ def test_stopping_does_not_wait_for_what_is_not_drawn_yet(live_server: str, open
     }).observe(document.getElementById("log"), { childList: true, subtree: true })""")
     page.fill("#prompt", "go on")
     page.press("#prompt", "Enter")
-    expect(page.locator(".turn.model .facts")).to_contain_text("stopped", timeout=PATIENCE)
+    expect(page.locator(".turn.model .facts")).to_contain_text("stopped")
     drawn = int(page.locator("body").get_attribute("data-drawn") or 0)
     assert drawn >= 5 and page.locator(".token").count() <= drawn + 1
 
@@ -95,12 +95,12 @@ def test_stopping_does_not_wait_for_what_is_not_drawn_yet(live_server: str, open
 @drives_a_browser
 def test_by_keyboard_alone(live_server: str, open_page: Any) -> None:
     page = open_page(live_server)
-    expect(page.locator("#status")).to_have_text("smollm2-135m", timeout=PATIENCE)
+    expect(page.locator("#status")).to_have_text("smollm2-135m")
     page.fill("#p-max_tokens", "6")
     page.focus("#prompt")
     page.keyboard.type("Say hello")
     page.keyboard.press("Enter")
-    expect(page.locator(".facts")).to_contain_text("tokens/s", timeout=PATIENCE)
+    expect(page.locator(".facts")).to_contain_text("tokens/s")
     page.locator(".turn.model .text").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")

@@ -80,7 +80,7 @@ def answering() -> Answering:
 def ask(page: Page, text: str) -> None:
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
-    expect(page.locator("#send")).to_be_visible(timeout=PATIENCE)
+    expect(page.locator("#send")).to_be_visible()
 
 
 @drives_a_browser
@@ -187,7 +187,7 @@ def test_conversations_and_settings_outlive_a_reload(
 def test_attachments_the_box_and_the_model(fake_server: str, open_page: Any, answering: Answering) -> None:
     page = open_page(fake_server)
     bodies = answering(page, lambda body: streamed("ok"))
-    expect(page.locator("#status")).to_have_text(FakeFrontend.model_name, timeout=PATIENCE)
+    expect(page.locator("#status")).to_have_text(FakeFrontend.model_name)
     before = page.locator("#prompt").bounding_box()
     page.fill("#prompt", "line\n" * 12)
     after = page.locator("#prompt").bounding_box()
@@ -271,13 +271,13 @@ def test_a_request_is_looked_into_and_cancelled(live_server: str, open_page: Any
     expect(page.locator("#request-why")).to_contain_text("cancelled")
     thread.join()
     assert failed and failed[0] >= 400
-    expect(page.locator("#lane-decode li")).to_have_count(0, timeout=PATIENCE)
+    expect(page.locator("#lane-decode li")).to_have_count(0)
     row = page.locator("#ended tbody tr").first
-    expect(row).to_be_visible(timeout=PATIENCE)
+    expect(row).to_be_visible()
     row.get_by_role("button").click()
     expect(page.locator("#request-cancel")).to_be_disabled()
     again = open_page(f"{live_server}/#/live")  # what was before anybody looked is there at once
-    expect(again.locator("#ended tbody tr").first).to_be_visible(timeout=PATIENCE)
+    expect(again.locator("#ended tbody tr").first).to_be_visible()
     expect(again.locator("#c-ttft")).to_have_attribute("data-points", re.compile("[1-9]"))
 
 
@@ -289,13 +289,13 @@ def test_what_ended_last_stands_first(fake_server: str, open_page: Any) -> None:
               for name, ended in (("running", None), ("first", 10.0), ("last", 30.0), ("middle", 20.0))]  # fmt: skip
     page.route("**/v1/requests?*", lambda route: route.fulfill(json={"object": "list", "data": listed}))
     page.goto(f"{fake_server}/#/live")
-    expect(page.locator("#ended tbody button")).to_have_text(["last", "middle", "first"], timeout=PATIENCE)
+    expect(page.locator("#ended tbody button")).to_have_text(["last", "middle", "first"])
 
 
 @drives_a_browser
 def test_replicas_are_shown_where_there_are_several(fake_server: str, open_page: Any, monkeypatch: Any) -> None:
     page = open_page(f"{fake_server}/#/live")
-    expect(page.locator("#tiles .tile").first).to_be_visible(timeout=PATIENCE)
+    expect(page.locator("#tiles .tile").first).to_be_visible()
     expect(page.locator("#cluster")).to_be_hidden()
     many = [
         ReplicaView(id=f"replica-{i}", pid=i, host="h", role="both", state=s, running=i, waiting=0, restarts=0)
@@ -306,7 +306,7 @@ def test_replicas_are_shown_where_there_are_several(fake_server: str, open_page:
         return many
 
     monkeypatch.setattr("fake_frontend.FakeClient.replicas", replicas)
-    expect(page.locator("#cluster-note")).to_have_text("1 of 2 ready", timeout=PATIENCE)
+    expect(page.locator("#cluster-note")).to_have_text("1 of 2 ready")
     expect(page.locator("#replicas tbody tr.error")).to_contain_text("draining")
     page.close()
 
@@ -327,7 +327,7 @@ def test_it_fits_narrow_and_wide(
     for place, sign in (("#/live", "#tiles .tile"), ("docs", ".operation")):
         assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
         page.goto(f"{fake_server}/{place}")
-        expect(page.locator(sign).first).to_be_visible(timeout=PATIENCE)
+        expect(page.locator(sign).first).to_be_visible()
         keep(page, f"{place.strip('#/')}-{width}-{scheme}", full_page=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
 
@@ -355,7 +355,7 @@ def test_axe_finds_no_serious_fault(
     answering(page, lambda body: streamed(ANSWER, "I think.", finish="length"))
     for place, sign in (("", "#p-model option"), ("#/live", "#tiles .tile"), ("docs", ".operation")):
         page.goto(f"{fake_server}/{place}")
-        expect(page.locator(sign).first).to_be_attached(timeout=PATIENCE)
+        expect(page.locator(sign).first).to_be_attached()
         if not place:
             ask(page, "Show me everything")
         page.evaluate(axe)
