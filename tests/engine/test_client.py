@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from quire.engine.client import AsyncClient, RestartPolicy
-from quire.engine.link import exit_reason
 from quire.engine.text_output import RequestText
 from quire.text import TextModel
 from quire.types import messages
 from quire.types.counts import Counts
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats, TokenEvent
+from quire.types.exit_codes import exit_reason
 from quire.types.messages import (
     Abort,
     EngineInfo,

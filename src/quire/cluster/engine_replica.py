@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from quire.types.exit_codes import exit_reason
 from quire.types.membership import RESTART_EXIT_CODE, ReplicaMembership
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class EngineReplica:
         self._process.stdin.write(msgspec.json.encode(member))
         self._process.stdin.close()
         if not os.read(self._heartbeats, HEARTBEATS_READ):
-            raise RuntimeError(f"the engine process ended with exit code {self._process.wait()} before it was ready")
+            raise RuntimeError(f"the engine process ended with {exit_reason(self._process.wait())} before it was ready")
         self._heard = time.monotonic()
 
     def _listen(self) -> None:
@@ -58,7 +59,7 @@ class EngineReplica:
             while self._follow() == RESTART_EXIT_CODE:
                 os.close(self._heartbeats)
                 self._start()
-            log.warning("the engine process ended with exit code %d", self._process.returncode)
+            log.warning("the engine process ended with %s", exit_reason(self._process.returncode))
         finally:
             os._exit(1)  # Ray starts another replica
 

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from quire.engine.interrupts import uninterrupted
 from quire.engine.weight_holder import WeightHolder
 from quire.types.config import EngineOptions
 from quire.types.errors import EngineDeadError, QuireError, from_wire, to_wire
+from quire.types.exit_codes import exit_reason
 from quire.types.messages import (
     MAX_FRAME,
     Abort,
@@ -347,15 +347,6 @@ def _start_process(address: str, holder: WeightHolder | None) -> subprocess.Pope
     with holder.connect() as weights:
         command += ["", str(weights.fileno())]
         return subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[weights.fileno()])
-
-
-def exit_reason(code: int) -> str:
-    """An exit code as `subprocess` gives it, in words."""
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = ", which the system sends when memory runs out" if -code == signal.SIGKILL else ""
-    return f"exit code {code} ({name}{hint})"
 
 
 def process_descriptor(pid: int) -> int:
