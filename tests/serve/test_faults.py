@@ -35,7 +35,7 @@ BODY = {
 class Running:
     """`quire serve` in a directory of its own for temporary files, so that whatever it leaves behind is found."""
 
-    def __init__(self, *flags: str):
+    def __init__(self, *flags: str, await_welcome: bool = True):
         self.directory = Path(tempfile.mkdtemp(prefix="quire-test-"))
         self.log = self.directory / "log"
         command = [
@@ -47,7 +47,7 @@ class Running:
         env = {**os.environ, "TMPDIR": str(self.directory), "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-        self.url, self.admin = self._await_welcome()
+        self.url, self.admin = self._await_welcome() if await_welcome else ("", "")
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def _await_welcome(self) -> tuple[str, str]:
@@ -264,6 +264,17 @@ def test_a_killed_server_takes_its_engine_with_it(default_model: Any) -> None:
         wait_for(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, 10)
         # Uploaded files are what it could not take along; sockets are not.
         assert not [path for path in server.left_behind() if "quire-files-" not in path]
+    finally:
+        server.close()
+
+
+def test_sigterm_before_the_server_is_up_leaves_nothing(default_model: Any) -> None:
+    server = Running(await_welcome=False)
+    try:
+        [engine] = wait_for(psutil.Process(server.process.pid).children, 120)
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        assert not engine.is_running() and server.left_behind() == []
     finally:
         server.close()
 

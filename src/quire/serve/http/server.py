@@ -25,6 +25,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -135,8 +136,9 @@ def _run(
     ready: Callable[[Life], None],
 ) -> None:
     async def serve() -> None:
-        built = frontend_factory()
-        models = await built if inspect.isawaitable(built) else built
+        with _sigterm_ends_the_start():
+            built = frontend_factory()
+            models = await built if inspect.isawaitable(built) else built
         await Life(create_serving(models, options, keys)).run(listeners, ready)
 
     interval = sys.getswitchinterval()
@@ -146,6 +148,24 @@ def _run(
             runner.run(serve())
     finally:
         sys.setswitchinterval(interval)
+
+
+@contextmanager
+def _sigterm_ends_the_start() -> Iterator[None]:
+    """What was begun is undone, as after Ctrl-C; left to itself the signal would end this process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        logger.info("told to stop before the server was up")
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Life:
