@@ -316,7 +316,7 @@ async def test_a_reader_that_leaves_aborts_all_parts() -> None:
 
 
 async def test_a_replica_that_hears_nothing_of_its_client_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "ORPHAN", 0.3)
+    monkeypatch.setattr(engine_process, "ORPHAN_TIMEOUT_S", 0.3)
     async with cluster(1) as (client, made):
         await asyncio.to_thread(client.hub.close)
         await until(made[0].ended.is_set)

@@ -288,7 +288,7 @@ async def test_a_restart_that_was_not_heard_is_ordered_again() -> None:
 async def test_a_slow_start_over_a_slow_link_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that took long to load is not an orphan because its client's first words take a while."""
     monkeypatch.setattr(membership, "JOIN_TIMEOUT_MS", 15_000)
-    monkeypatch.setattr(engine_process, "ORPHAN", 2.5)
+    monkeypatch.setattr(engine_process, "ORPHAN_TIMEOUT_S", 2.5)
     announce = EngineProcess.announce
 
     def late(process: EngineProcess, *args: Any) -> None:

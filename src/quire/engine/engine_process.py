@@ -55,9 +55,9 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 250
 AHEAD_S = 0.1  # seconds that a process with all imports waits for its options before it knows that it is a spare
-BEAT = 0.5  # seconds of silence before a heartbeat
-CHECK = 1.0  # seconds of idleness between looks whether all is in order
-ORPHAN = 60.0  # seconds without a word from its client after which a replica ends
+HEARTBEAT_INTERVAL_S = 0.5  # seconds of silence before a heartbeat
+CHECK_INTERVAL_S = 1.0  # seconds of idleness between looks whether all is in order
+ORPHAN_TIMEOUT_S = 60.0  # seconds without a word from its client after which a replica ends
 REJOIN_INTERVAL_S = 0.5  # between attempts of a replica to join again
 
 
@@ -170,14 +170,15 @@ class EngineProcess:
             self._stay_joined(core)
             if not core.busy:
                 core.settle()
-            if not core.busy and self._waits(0 if core.idle() else IDLE_POLL_MS) and time.monotonic() - checked > CHECK:
+            idle = not core.busy and self._waits(0 if core.idle() else IDLE_POLL_MS)
+            if idle and time.monotonic() - checked > CHECK_INTERVAL_S:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
             now = time.monotonic()
-            if now - self._sent > BEAT:
+            if now - self._sent > HEARTBEAT_INTERVAL_S:
                 self.send(Heartbeat())
-            if now - self._beat > BEAT:
+            if now - self._beat > HEARTBEAT_INTERVAL_S:
                 self.beat()
             events: list[TokenEvent] = []
             while self._socket.poll(0):
@@ -190,7 +191,7 @@ class EngineProcess:
                         events += reply.events
                     else:
                         self.send(reply)
-            if now - self._heard > ORPHAN:  # and nothing is waiting to be heard
+            if now - self._heard > ORPHAN_TIMEOUT_S:  # and nothing is waiting to be heard
                 log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)
                 return False
             if core.busy:

@@ -67,8 +67,8 @@ from quire.types.messages import (
 )  # fmt: skip
 from quire.types.request import FinishReason
 
-START_TIMEOUT = 600.0
-CLOSE_TIMEOUT = 5.0
+START_TIMEOUT_S = 600.0
+CLOSE_TIMEOUT_S = 5.0
 SERVED_NAME = "served_name"  # beside the options of an engine process: what its lines in the log call the model
 POLL_INTERVAL_S = 0.25  # between looks at whether the process is still there
 
@@ -257,14 +257,14 @@ class ProcessLink:
     def _await_ready(self, stop: threading.Event | None) -> EngineInfo:
         try:
             started = time.monotonic()
-            while time.monotonic() - started < START_TIMEOUT:
+            while time.monotonic() - started < START_TIMEOUT_S:
                 if stop is not None and stop.is_set():
                     self._process.kill()
                     raise EngineDeadError("the engine was told to stop before it was ready")
                 for message in self.receive(POLL_INTERVAL_S):
                     if isinstance(message, Ready):
                         return message.info
-            raise EngineDeadError(f"the engine process was not ready within {START_TIMEOUT:.0f} s")
+            raise EngineDeadError(f"the engine process was not ready within {START_TIMEOUT_S:.0f} s")
         except BaseException:
             self.close()
             raise
@@ -322,7 +322,7 @@ class ProcessLink:
                 if force:
                     raise EngineDeadError("it would not listen")
                 self.send(Shutdown())
-                self._process.wait(CLOSE_TIMEOUT)
+                self._process.wait(CLOSE_TIMEOUT_S)
             except (EngineDeadError, subprocess.TimeoutExpired):
                 self._process.kill()
                 self._process.wait()
