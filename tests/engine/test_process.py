@@ -95,6 +95,18 @@ def test_a_spare_that_died_is_not_handed_out():
     assert spare.take() is None and not died._directory.exists()
 
 
+def test_a_spare_that_hangs_is_ended(monkeypatch):
+    """Whoever waits for an engine then starts another, instead of waiting as long as a load may take."""
+    monkeypatch.setattr("quire.engine.link.SPARE_TIMEOUT_S", 0.1)
+    spare = SpareProcess(delay=3600)
+    spare.prepare()
+    link = spare.take()
+    os.kill(link.pid, signal.SIGSTOP)
+    with pytest.raises(EngineDeadError, match="did not take its options"):
+        link.start(EngineOptions())
+    assert not link.running and not link._directory.exists()
+
+
 def test_a_spare_refuses_what_an_engine_refuses(default_model):
     spare = SpareProcess(delay=3600)
     spare.prepare()

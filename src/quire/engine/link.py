@@ -69,6 +69,7 @@ from quire.types.request import FinishReason
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
+SPARE_TIMEOUT_S = 60.0  # that a spare has to take its options: its imports may not be done
 SERVED_NAME = "served_name"  # beside the options of an engine process: what its lines in the log call the model
 POLL_INTERVAL_S = 0.25  # between looks at whether the process is still there
 
@@ -226,6 +227,7 @@ class ProcessLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToClient)
         self._death = -1
+        self._spare = options is None
         try:
             self._process = _start_process(address, holder)
         except OSError as error:  # for want of memory, processes or descriptors
@@ -264,6 +266,8 @@ class ProcessLink:
                 for message in self.receive(POLL_INTERVAL_S):
                     if isinstance(message, Ready):
                         return message.info
+                if self._spare and self.heard <= started and time.monotonic() - started > SPARE_TIMEOUT_S:
+                    raise EngineDeadError(f"the spare process did not take its options within {SPARE_TIMEOUT_S:g} s")
             raise EngineDeadError(f"the engine process was not ready within {START_TIMEOUT_S:.0f} s")
         except BaseException:
             self.close()
