@@ -127,7 +127,7 @@ def test_piped_text_goes_before_the_question(default_model):
 def test_options_of_other_engines_are_known_by_name():
     with pytest.raises(ConfigError, match="it is called kv_memory"):
         run("serve", "--gpu-memory-utilization=0.9")
-    with pytest.raises(ConfigError, match="has no counterpart; tensor_parallel divides"):
+    with pytest.raises(ConfigError, match="it is called context_parallel here"):
         run("run", "--decode-context-parallel-size", "2", "hello")
     with pytest.raises(ConfigError, match="dtype must be"):
         run("run", "--lora-modules", "x=/nonexistent", "--dtype", "x")  # of both engines

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 import torch
+from msgspec.structs import replace
 
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.hidden_state_tap import HiddenStateTap
@@ -24,11 +25,13 @@ def run_model(
     last: bool = False,
     kv_dtype: str | None = None,
     adapters: Sequence[int] | None = None,
+    context: int = 1,
 ) -> list[torch.Tensor]:
     """Logits [len(prompt), vocabulary] of every prompt, or of the last token of each step. All prompts advance
     together, at most `chunk` tokens a step each; their pages lie scattered over the pool. `adapters`: the slot of each
-    prompt's LoRA adapter."""
-    layout = model.spec.kv_layout(page_size=page_size, dtype=kv_dtype or model.kv_dtype)
+    prompt's LoRA adapter. `context`: ranks between which tokens of a page are divided."""
+    layout = model.spec.kv_layout(page_size=context * page_size, dtype=kv_dtype or model.kv_dtype)
+    layout = replace(layout, ranks=context)
     pages = list(range(1, 1 + sum(layout.pages_for(len(p)) for p in prompts)))
     pool = allocate_kv(layout, 1 + len(pages), model.device)
     random.Random(0).shuffle(pages)
@@ -36,7 +39,7 @@ def run_model(
     cells = None
     if layout.states:
         cells = cells_in(allocate_kv(layout, (1 + len(prompts)) * layout.state_pages, model.device), layout)
-    kv = KVViews(pool, layout, cells)
+    kv = KVViews(pool, layout.own, cells)
     done, logits = [0] * len(prompts), [[] for _ in prompts]
     while any(n < len(p) for n, p in zip(done, prompts, strict=True)):
         rows = [

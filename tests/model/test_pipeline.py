@@ -25,7 +25,7 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 class ThreadStages:
     """Stages of one process: queues between them."""
 
-    whole_experts, pipeline = False, True
+    whole_experts, context, pipeline = False, False, True
 
     def __init__(self, rank: int, links: list[queue.Queue]):
         self.rank, self.size, self._links = rank, len(links), links

@@ -19,7 +19,8 @@ from quire.types.serving import ServeOptions
 
 _RANK = "a rank has a part of every KV page, and pages are handed over whole"
 _TIER = "KV pages that such a tier names are not handed over"
-NO_HANDOVERS = {"tensor_parallel": _RANK, "pipeline_parallel": _RANK, "kv_disk": _TIER, "kv_remote": _TIER}
+_RANKS = dict.fromkeys(("tensor_parallel", "pipeline_parallel", "context_parallel"), _RANK)
+NO_HANDOVERS = {**_RANKS, "kv_disk": _TIER, "kv_remote": _TIER}
 
 
 async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ClusterClient:

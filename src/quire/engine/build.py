@@ -94,7 +94,7 @@ def build_engine(
         stream_len=capacity.max_model_len,
         vocab_size=about.vocab_size,
         pages=capacity.pages - 1,
-        page_size=options.cache.page_size,
+        page_size=options.cache.page_size * options.device.context_parallel,
         max_batch_tokens=capacity.max_batch_tokens,
         depth=capacity.depth,
         device=about.device,

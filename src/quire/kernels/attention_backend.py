@@ -144,6 +144,7 @@ class Batch:
     adapters: torch.Tensor | None = None  # [tokens] int64: LoRA slot of each, 0: none; None: no token has any
     sparse: SparseBatch | None = None
     observer: LayerObserver | None = None
+    context: Any = None  # how context-parallel ranks have divided it (`ContextSplit`), where this is a rank's part
     exact: bool = True  # False: host lists are bounds of all that a captured step will be used for
 
     @property
@@ -172,6 +173,7 @@ class Batch:
             paths=self.paths,
             adapters=None if self.adapters is None else self.adapters[ends],
             sparse=self.sparse,
+            context=None if self.context is None else self.context.last(),
         )
 
 

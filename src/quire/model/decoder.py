@@ -13,11 +13,13 @@ from functools import partial
 import torch
 
 from quire.kernels.attention_backend import Batch
+from quire.kernels.context_split import ContextSplit
 from quire.kernels.hidden_state_tap import HiddenStateTap
 from quire.kernels.kv_views import KVViews
 from quire.kernels.library.cudnn_prefill import CudnnPrefill
 from quire.model.blocks.attention import AttentionBlock, LinearMaker
 from quire.model.blocks.class_head import ClassHeadBlock
+from quire.model.blocks.context_stages import ContextStages, whole_step
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
@@ -31,7 +33,7 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
 from quire.model.blocks.short_conv import ShortConvBlock
-from quire.model.blocks.stages import AttendingBlock, MixerBlock, Step
+from quire.model.blocks.stages import AttendingBlock, MixerBlock, Stages, Step
 from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
@@ -72,7 +74,8 @@ class Model:
     ):
         self.spec = spec
         self.pipeline = ranks if ranks is not None and ranks.pipeline else None
-        ranks = self.ranks = None if self.pipeline is not None else ranks
+        self.context = ranks if ranks is not None and ranks.context else None
+        ranks = self.ranks = None if self.pipeline is not None or self.context is not None else ranks
         self.device = device
         self.dtype = dtype
         self.length = length or spec.max_position
@@ -85,7 +88,11 @@ class Model:
         self._dense: QuantScheme = DenseScheme()
         if invariant:
             self.scheme, self._dense = self.scheme.invariant(), self._dense.invariant()
-        self.stages = choose_stages(spec, device, invariant=invariant, ranks=ranks)
+        self.stages: Stages = (
+            choose_stages(spec, device, invariant=invariant, ranks=ranks)
+            if self.context is None
+            else ContextStages(spec, device, self.context)
+        )
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         tokens = spec.vocab_size if ranks is None else vocabulary_rows(spec.vocab_size, ranks.size)
         places = spec.max_position + spec.position_offset
@@ -281,6 +288,9 @@ class Model:
         `last`: of each row's last token only, [rows, hidden]; the others end with their K and V of the last layer that
         keeps any."""
         stages, pipeline = self.stages, self.pipeline
+        if self.context is not None:
+            batch = ContextSplit(batch, self.context.rank, self.context.size).batch()
+            input_ids = input_ids[batch.context.tokens]
         residual, step = self._begin(input_ids, batch, kv)
         x: torch.Tensor | None = None
         shown, cut = [], last and (pipeline is None or pipeline.rank == pipeline.size - 1)
@@ -302,6 +312,8 @@ class Model:
                 return residual  # only the first stage goes on with what the last one has made
             x, residual = None, pipeline.receive(self._hidden(batch.rows if last else batch.tokens))
         hidden = stages.norm(self.final_norm, x, residual)
+        if self.context is not None and not last:
+            return whole_step(hidden, batch.context, self.context)
         return hidden[batch.ends] if last and self.spec.encoder else hidden
 
     def _attend_and_feed(
@@ -391,7 +403,7 @@ class Model:
     def prefix_heads(self, layout: KVLayout) -> int | None:
         """Query heads of a KV head, where rows with a common prefix are attended together over it; else None."""
         alike = len(set(self.spec.mixer_kinds)) == 1 and layout.groups[0].window is None
-        if not alike or self.spec.recurrent or self.spec.encoder:
+        if not alike or self.spec.recurrent or self.spec.encoder or self.context is not None:
             return None
         attention = self.spec.attention
         return attention.heads // attention.kv_heads if self.stages.backends[0].shares else None

@@ -5,17 +5,20 @@ Refuses to know: processes, what carries the bytes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
 
 
 class Ranks(Protocol):
-    """Tensor-parallel ranks, which share every layer, or the stages of a pipeline, which have some layers each."""
+    """Tensor-parallel ranks, which share every layer, the stages of a pipeline, which have some layers each, or
+    context-parallel ranks, which have every layer, and some of the tokens."""
 
     rank: int
     size: int
     pipeline: bool
+    context: bool
     whole_experts: bool  # expert parallelism: each has some of the experts, not a part of every one
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,4 +35,9 @@ class Ranks(Protocol):
 
     def receive(self, into: torch.Tensor) -> torch.Tensor:
         """From the stage before; on the first, from the last."""
+        ...
+
+    def transfer(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        """Begin to send to these ranks, and to receive from these; the function that is returned waits for the end.
+        All ranks begin the same transfers in the same order."""
         ...

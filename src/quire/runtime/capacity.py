@@ -33,7 +33,8 @@ def kv_layout(
     dtype = resolved.kv_dtype or own
     if refusal := spec.kv_refusal(dtype, kinds):
         raise ConfigError(f"KV pages cannot be {dtype}: {refusal}; choose another --kv-dtype")
-    layout = spec.kv_layout(page_size=options.cache.page_size, dtype=dtype, own=own)
+    ranks = options.device.context_parallel
+    layout = replace(spec.kv_layout(page_size=ranks * options.cache.page_size, dtype=dtype, own=own), ranks=ranks)
     if options.scheduler.scheduler == "static":  # reserves all that a sequence may come to, at once
         return layout
     return replace(layout, step_tokens=resolved.max_batch_tokens + draft_limit(options.speculation))
@@ -44,7 +45,7 @@ def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec
     Workers run their largest step at warm-up, so that one for which this is too little does not start."""
     element, slots = DTYPES[resolved.dtype].itemsize, resolved.max_seqs
     rows = min(resolved.max_batch_tokens, slots * (1 + draft_limit(options.speculation)))  # a draft token is a row too
-    length = min(options.model.max_model_len or spec.max_position, left // max(1, layout.token_bytes))
+    length = min(options.model.max_model_len or spec.max_position, left * layout.ranks // max(1, layout.token_bytes))
     drawn = min(rows, SLICE_ROWS)
     forward = (resolved.max_batch_tokens + slots) * spec.token_width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
@@ -167,7 +168,7 @@ def capacity_for(
         snapshot_tokens=options.cache.snapshot_tokens,
         max_model_len=asked if options.model.max_model_len else longest,
         context=longest,
-        rope_shifts=not (model.spec.learned_positions or model.spec.recurrent),
+        rope_shifts=not (model.spec.learned_positions or model.spec.recurrent or layout.ranks > 1),
         max_batch_tokens=max(resolved.max_batch_tokens, longest if model.spec.encoder else 0),
         whole=model.spec.encoder,
         step_target=resolved.step_target,

@@ -77,7 +77,8 @@ def _load_draft_model(options: EngineOptions, target: Runnable) -> Drafter | Non
             f"draft model {name!r} has a vocabulary of {model.spec.vocab_size}, the model it drafts for one of "
             f"{target.spec.vocab_size}; take one with the same tokenizer"
         )
-    return Drafter(model, model.spec.kv_layout(page_size=options.cache.page_size, dtype=model.kv_dtype))
+    size = options.cache.page_size * options.device.context_parallel  # whole tokens of the pages that ranks divide
+    return Drafter(model, model.spec.kv_layout(page_size=size, dtype=model.kv_dtype))
 
 
 def _load_mtp_layer(options: EngineOptions, target: Runnable, source: WeightSource) -> MtpLayer | None:

@@ -47,7 +47,7 @@ def load_runnable(
         scheme=Fp8Scheme() if resolved.fp8 else None,
         invariant=options.device.invariant,
         sparse=None
-        if hardware.gpu or resolved.kv_residual
+        if hardware.gpu or resolved.kv_residual or options.device.context_parallel > 1
         else SparseAttention(cache.sparse_attention, cache.sparse_pages),
         ranks=ranks,
         held=held,

@@ -24,6 +24,7 @@ from quire.model import (
     resident_bytes,
     weight_bytes,
 )
+from quire.model.blocks.context_stages import CONTEXT_ATTENTION, ContextStages
 from quire.model.blocks.fused import choose_stages
 from quire.model.compiled import refusal
 from quire.model.decoder_spec import Experts
@@ -91,12 +92,13 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
         part = check_parallel(spec, options.device)
         backend, itemsize = "NCCL" if hardware.gpu else "gloo", DTYPES[decisions.dtype].itemsize
         kernels.append(describe_parallel(spec, options.device, itemsize, backend))
-        weights = weights // ranks if hardware.gpu else weights  # on CPUs they share one memory
+        copies = options.device.context_parallel  # on CPUs ranks share one memory
+        weights = weights * copies // ranks if hardware.gpu else weights * copies
     layout = kv_layout(options, decisions, part, own, kinds)
     working = working_memory(options, decisions, spec, layout, hardware.memory - weights)
     pages, why = kv_capacity(options, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
     pages = pages if weights < hardware.memory else 0
-    tokens = max(0, pages - 1) * options.cache.page_size // len(layout.groups)
+    tokens = max(0, pages - 1) * options.cache.page_size * layout.ranks // len(layout.groups)
     context = min(options.model.max_model_len or spec.max_position, spec.max_position)
     if not spec.encoder:
         context = min(context, tokens)
@@ -140,11 +142,14 @@ def _weights(
         return weights, form, kernels, CompiledModel.kv_dtype, tuple(CompiledModel.kv_kinds)
     if decisions.quantize == "int8" or (decisions.quantize == "int4" and device.type == "cpu"):
         raise ConfigError(f"quantize {decisions.quantize} is for the compiled CPU decoder: {refused}")
-    stages = choose_stages(spec, device)
-    described = stages.describe(Fp8Scheme() if decisions.fp8 else DenseScheme())
+    if options.device.context_parallel > 1:
+        described, kinds = [CONTEXT_ATTENTION], ContextStages.kv_kinds
+    else:
+        stages = choose_stages(spec, device)
+        described, kinds = stages.describe(Fp8Scheme() if decisions.fp8 else DenseScheme()), stages.kv_kinds
     kernels = [f"decoder: not the compiled one, {refused}", *described]
     form = "fp8" if decisions.fp8 else "int4" if decisions.quantize == "int4" else decisions.dtype
-    return weights, form, kernels, decisions.dtype, (decisions.dtype, *stages.kv_kinds)
+    return weights, form, kernels, decisions.dtype, (decisions.dtype, *kinds)
 
 
 def other_forms(source: WeightSource) -> str:

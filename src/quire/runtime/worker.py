@@ -1,4 +1,4 @@
-"""The forward worker, what every tensor-parallel rank has: slots, KV pages, the forward pass, captured steps.
+"""The forward worker, what every parallel rank has: slots, KV pages, the forward pass, captured steps.
 
     plan, drafts laid out ──► slot state, page copies ──► forward, by a captured step where one fits ──► ForwardOutput
 
@@ -86,7 +86,8 @@ class ForwardWorker:
         self._states = RecurrentStates(layout, capacity, self.pages) if layout.states else None  # of recurrent layers
         self.staging = Staging(device, capacity.depth)
         self.slots = SlotState(layout, capacity, device, self.staging)
-        self._kv = KVViews(self.pages[: capacity.pages], layout, None if self._states is None else self._states.cells)
+        cells = None if self._states is None else self._states.cells
+        self._kv = KVViews(self.pages[: capacity.pages], layout.own, cells)
         self.sparse = SparseSlots(model.spec, self._kv)
         self._tap: HiddenStateTap | None = None
         self.observer: LayerObserver | None = None  # of the step that is run; captured ones tell nothing

@@ -68,6 +68,13 @@ class DeviceOptions(Checked):
         high=1024,
         alias="--pipeline-parallel-size",
     )
+    context_parallel: int = option(
+        1,
+        "processes that divide the tokens of every context, each with all weights and a part of the KV cache: one for "
+        "each GPU, or on the cores of this machine",
+        low=1,
+        high=1024,
+    )
     expert_parallel: bool = option(
         False,
         "with tensor_parallel: each process has some of the experts, whole, instead of a part of every one",
@@ -79,7 +86,7 @@ class DeviceOptions(Checked):
     @property
     def ranks(self) -> int:
         """Processes that a model is divided between."""
-        return self.tensor_parallel * self.pipeline_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
 
 @dataclass(frozen=True)
@@ -249,7 +256,7 @@ class LoraOptions(Checked):
 
 _TIERS = ("kv_host", "kv_disk", "kv_remote")
 _SHARED = "tiers hold shared prefixes"
-_PARALLEL = ("tensor_parallel", "pipeline_parallel")
+_PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 _COMPILED = "the compiled decoder runs in one process"
 _DIVIDED = "ranks have a part of each page"
 _RESIDUAL = "the latest tokens lie in pages of another kind, and pages are read in order"
@@ -274,9 +281,12 @@ PAIRS = (
     Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
     *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
     Pair("pipeline_parallel", "a model is divided in one way or the other", excludes="tensor_parallel"),
+    *(Pair("context_parallel", "ranks have all weights", excludes=how) for how in _PARALLEL[:2]),
+    *(Pair("kv_dtype", _RESIDUAL, value=kind, excludes="context_parallel") for kind in ("kivi4", "kivi2")),
+    *(Pair(name, _DIVIDED, excludes="context_parallel") for name in ("sparse_pages", "sparse_attention")),
     *(Pair(tier, _DIVIDED, excludes=how) for tier in _TIERS for how in _PARALLEL),
     *(Pair(name, "adapters are not divided", excludes=how) for name in ("lora", "max_loras") for how in _PARALLEL),
-    Pair("invariant", "ranks have kernels of their own", excludes="pipeline_parallel"),
+    *(Pair("invariant", "ranks have kernels of their own", excludes=how) for how in _PARALLEL[1:]),
     *(Pair("kv_dtype", "keys are scaled on one rank", value="int8-kivi", excludes=how) for how in _PARALLEL),
     *(Pair("quantize", _COMPILED, value="int8", excludes=how) for how in _PARALLEL),
     *(Pair("quantize", "4 bits are not divided", value="int4", excludes=how) for how in _PARALLEL),

@@ -132,15 +132,22 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype: str  # a name in KINDS
     states: tuple[StateGroup, ...] = ()
     step_tokens: int = 0  # most tokens of a sequence that a step computes; 0: any number
+    ranks: int = 1  # context-parallel ones: each keeps every so many-th token of a page
+
+    @property
+    def own(self) -> KVLayout:
+        """What one of the ranks keeps."""
+        groups = (replace(g, tokens_per_page=g.tokens_per_page // self.ranks) for g in self.groups)
+        return replace(self, groups=tuple(groups), ranks=1)
 
     def kind_of(self, group: KVGroup) -> KVKind:
         return KINDS[group.dtype or self.dtype]
 
     @property
     def page_bytes(self) -> int:
-        """The largest group's need; smaller groups leave a tail unused. Cells for states are made of pages too, and
-        their numbers must lie straight."""
-        size = max(g.tokens_per_page * self._token_bytes(g) for g in self.groups) or 16
+        """The largest group's need, on one rank; smaller groups leave a tail unused. Cells for states are made of pages
+        too, and their numbers must lie straight."""
+        size = max(g.tokens_per_page // self.ranks * self._token_bytes(g) for g in self.groups) or 16
         return -(-size // 16) * 16 if self.states else size
 
     @property

@@ -45,7 +45,8 @@ COUNTERPARTS = {
     "tensor_parallel_size": "tensor_parallel",
     "tp_size": "tensor_parallel",
     "pipeline_parallel_size": "pipeline_parallel",
-    "decode_context_parallel_size": "",
+    "decode_context_parallel_size": "context_parallel",
+    "prefill_context_parallel_size": "context_parallel",
     "data_parallel_size": "replicas (of `quire serve`)",
     "dp_size": "replicas (of `quire serve`)",
     "enable_expert_parallel": "expert_parallel (with tensor_parallel)",
@@ -53,15 +54,13 @@ COUNTERPARTS = {
     "revision": "model (org/name@revision)",
     "download_dir": "QUIRE_CACHE in the environment",
 }
-_ONE_DEVICE = "has no counterpart; tensor_parallel divides a model, `quire serve --replicas N` runs several engines"
 
 
 def unknown_option(name: str, known: Collection[str]) -> str:
     """What to say of an option that there is not."""
     word = name.replace("-", "_")
     if word in COUNTERPARTS:
-        counterpart = COUNTERPARTS[word]
-        return f"unknown option {name!r}: it is called {counterpart} here" if counterpart else f"{name} {_ONE_DEVICE}"
+        return f"unknown option {name!r}: it is called {COUNTERPARTS[word]} here"
     if close := difflib.get_close_matches(word, known, n=3, cutoff=0.6):
         return f"unknown option {name!r}; did you mean {' or '.join(close)}?"
     return f"unknown option {name!r}; known options: {', '.join(sorted(known))}"

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from quire.kernels.attention_backend import AttentionSpec
-from quire.kernels.kv_views import LayerKV
 from quire.kernels.op_signatures import Ops
 from quire.model.blocks.attention import LinearMaker, NormMaker, attention_spec
 from quire.model.blocks.linear import Linear, Module
@@ -86,21 +85,15 @@ class LatentBlock:
             "mixer_post_norm": self.post_norm,
         }
 
-    def queries(
-        self,
-        x: torch.Tensor,
-        rope: tuple[torch.Tensor, torch.Tensor],
-        kv: LayerKV,
-        kv_slots: torch.Tensor,
-        ops: Ops,
-    ) -> torch.Tensor:
-        """Queries in the space of the keys, [tokens, heads, rope + rank]; keys go to their pages."""
+    def queries_and_keys(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], ops: Ops
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries in the space of the keys, [tokens, heads, rope + rank], and keys, [tokens, 1, rope + rank]."""
         rope_dim = self.spec.rope_dim
         rotated, latent = self._keys(x, ops)
         k = torch.cat((ops.rope(rotated[:, None], *rope), latent[:, None]), dim=-1)
-        ops.write_kv(k, k, kv, kv_slots)
         q, absorbed = self._queries(x, ops)
-        return torch.cat((ops.rope(q[..., :rope_dim], *rope), absorbed), dim=-1)
+        return torch.cat((ops.rope(q[..., :rope_dim], *rope), absorbed), dim=-1), k
 
     def unrotated(self, x: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [tokens, heads * (rope + rank)] and keys [tokens, rope + rank] before anything of them is rotated."""

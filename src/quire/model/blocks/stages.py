@@ -53,12 +53,14 @@ class Step:
     plans: dict[int, Any] = field(default_factory=dict)  # by kind of attention
     inputs: torch.Tensor | None = None  # per-layer embeddings, [tokens, layers, width]
     segments: Any = None  # tokens by their adapters, once a layer has asked
+    computed: dict[int, torch.Tensor] = field(default_factory=dict)  # K and V of this step, by layer, not in pages yet
 
     def last(self) -> Step:
         """Of each row's last token alone."""
         ends = self.batch.ends
         rope = {kind: (cos[ends], sin[ends]) for kind, (cos, sin) in self.rope.items()}
-        return Step(self.batch.last(), self.kv, rope, inputs=None if self.inputs is None else self.inputs[ends])
+        inputs = None if self.inputs is None else self.inputs[ends]
+        return Step(self.batch.last(), self.kv, rope, inputs=inputs, computed=self.computed)
 
 
 def adapts(linear: Linear, step: Step) -> bool:
@@ -115,9 +117,9 @@ class Stages:
         if isinstance(block, RecurrentBlock):
             return block.mix(self.norm(block.norm, x, residual), step.kv.states[block.index], step.batch.states)
         if isinstance(block, LatentBlock):
-            kv = step.kv.layers[block.index]
-            slots = step.batch.groups[kv.group].kv_slots
-            return block.queries(self.norm(block.norm, x, residual), step.rope[block.rope], kv, slots, self.ops)
+            q, k = block.queries_and_keys(self.norm(block.norm, x, residual), step.rope[block.rope], self.ops)
+            self.write_kv(block, k, k, step)
+            return q
         heads, kv_heads, dim = block.attention.heads, block.attention.kv_heads, block.attention.head_dim
         flat = self.product(block.qkv, self.norm(block.norm, x, residual), step)
         gates = None
@@ -137,14 +139,18 @@ class Stages:
         if block.bidirectional:
             return torch.cat((qk, v), dim=1)
         if block.kv_parts:
-            kv = step.kv.layers[block.index]
             v = v if block.v_norm is None else self.ops.rms_norm(v, block.v_norm.weight, block.v_norm.eps)
-            if kv.residual is None:
-                self.ops.write_kv(qk[:, heads:], v, kv, step.batch.groups[kv.group].kv_slots)
-            else:
-                write_kivi(kv, qk[:, heads:], v, step.batch)
+            self.write_kv(block, qk[:, heads:], v, step)
         q = self.scale_queries(block, qk[:, :heads], step)
         return q if gates is None else torch.cat((q, gates.unflatten(1, (heads, dim))), dim=-1)
+
+    def write_kv(self, block: AttendingBlock, k: torch.Tensor, v: torch.Tensor, step: Step) -> None:
+        """K and V [tokens, kv_heads, dim] go to their pages, before any row attends."""
+        kv = step.kv.layers[block.index]
+        if kv.residual is None:
+            self.ops.write_kv(k, v, kv, step.batch.groups[kv.group].kv_slots)
+        else:
+            write_kivi(kv, k, v, step.batch)
 
     def scale_queries(self, block: AttentionBlock, q: torch.Tensor, step: Step) -> torch.Tensor:
         if (scaling := block.query_scaling) is None:

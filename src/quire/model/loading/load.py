@@ -17,6 +17,7 @@ import torch
 from quire.kernels import cpu
 from quire.model.blocks.linear import Linear, Module, Plain
 from quire.model.compiled import CompiledModel, refusal
+from quire.model.context_parallel import context_spec
 from quire.model.decoder import Model
 from quire.model.decoder_spec import DecoderSpec, SparseAttention
 from quire.model.families.architecture import IGNORED, OTHER_MODALITY, Architecture, Target
@@ -233,6 +234,8 @@ def rank_spec(spec: DecoderSpec, ranks: Ranks) -> DecoderSpec:
     """What a rank runs of a model."""
     if ranks.pipeline:
         return staged_spec(spec, ranks.rank, ranks.size)
+    if ranks.context:
+        return context_spec(spec, ranks.size)
     return sharded_spec(spec, ranks.size, ranks.rank, whole_experts=ranks.whole_experts)
 
 

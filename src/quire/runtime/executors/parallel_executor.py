@@ -4,9 +4,9 @@
                                                                                                                │
          all ranks: tokens stored in their slots ◄── broadcast ◄── rank 0: samples ◄───────────────────────────┘
 
-Every rank keeps slots and page tables as rank 0 does, and pages with its own KV heads (tensor parallelism) or layers
-(stages of a pipeline, of which rank 0 is the first). A failure leaves ranks out of step with each other, so that it
-ends the engine. Refuses to know: how a model is divided (`model/parallel.py`).
+Every rank keeps slots and page tables as rank 0 does, and pages with its own KV heads (tensor parallelism), layers
+(stages of a pipeline, of which rank 0 is the first) or tokens (context parallelism). A failure leaves ranks out of step
+with each other, so that it ends the engine. Refuses to know: how a model is divided (`model/parallel.py`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ who starts the processes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ COLLECTIVE_TIMEOUT_S = 120.0  # that a rank waits for the others: all begin a st
 
 class RankGroup:
     """`sent` counts the bytes that this rank sends, as rings of ranks do it: 2 (n - 1) / n of what is added up, n - 1
-    times what is gathered, all that goes to the next stage."""
+    times what is gathered, all that goes to the next stage or in a transfer."""
 
     def __init__(self, store: Path, rank: int, options: DeviceOptions, device: torch.device):
         size = options.ranks
@@ -28,6 +29,10 @@ class RankGroup:
         self.size = size
         self.whole_experts = options.expert_parallel
         self.pipeline = options.pipeline_parallel > 1
+        self.context = options.context_parallel > 1
+        self.heads_apart = self.pipeline or self.context  # only rank 0 has logits to compute
+        self._device = device
+        self._transfers = 0
         self.sent = 0
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
         files = dist.FileStore(str(store), size)
@@ -72,6 +77,25 @@ class RankGroup:
     def receive(self, into: torch.Tensor) -> torch.Tensor:
         self._group.recv([into], (self.rank - 1) % self.size, 0).wait()
         return into
+
+    def transfer(self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor]) -> Callable[[], None]:
+        self._transfers += 1
+        tag, nccl = self._transfers % (1 << 24), self.backend == "NCCL"
+        outgoing = {rank: x.contiguous() for rank, x in sent.items() if x.numel()}
+        if nccl:  # which would have every rank send before any receives
+            self._group._start_coalescing(self._device)
+        works = [self._group.send([x], rank, tag) for rank, x in outgoing.items()]
+        works += [self._group.recv([into], rank, tag) for rank, into in received.items() if into.numel()]
+        if nccl:
+            works = [self._group._end_coalescing(self._device)]
+        self.sent += sum(x.nbytes for x in outgoing.values())
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+            outgoing.clear()  # which were to live so long
+
+        return wait
 
     def abort(self) -> None:
         """Nothing waits for the others any more."""

@@ -86,10 +86,10 @@ def follow(message: ToRank, worker: ForwardWorker, group: RankGroup) -> None:
     """What rank 0 does to its own worker, done to this one."""
     match message:
         case Forward(plan, tree_rows):
-            if group.pipeline:  # the first stage alone has the head, and the layers that are probed
+            if group.heads_apart:  # the first rank alone has the head, and the layers that are probed
                 plan = replace(plan, samples=[], probes=[])
             output = worker.forward(ExpandedPlan(plan, [], tree_rows), greedy=False)
-            for _ in () if group.pipeline else output.prompt_logits:  # computed as they are read, by all ranks
+            for _ in () if group.heads_apart else output.prompt_logits:  # computed as they are read, by all ranks
                 pass
         case StoreSamples(slots, positions):
             sampled = torch.empty(len(slots), dtype=torch.int64, device=worker.device)

@@ -53,6 +53,8 @@ def check_blend(request: Request, blend: Blend, memory: KVManager, capacity: Cap
     if memory.layout.states:
         problem = "blend moves cached keys to other positions; states of this model's recurrent layers cannot move"
         raise InputError(problem, param="blend")
+    if memory.layout.ranks > 1:
+        raise InputError("blend moves cached keys, which context-parallel ranks divide by position", param="blend")
     if not capacity.rope_shifts:
         problem = "blend moves cached keys to other positions; this model learned its positions one by one"
         raise InputError(problem, param="blend")

@@ -163,6 +163,8 @@ class KVEviction(SchedulingFeature):
             self._refusal = "this model's sliding windows evict by themselves"
         elif memory.layout.states:
             self._refusal = "this model has recurrent layers, which remember what their states hold, not pages"
+        elif memory.layout.ranks > 1:
+            self._refusal = "context-parallel ranks divide its pages, and what is kept cannot move together"
         elif not capacity.rope_shifts:
             self._refusal = "this model learned its positions one by one, so what it keeps cannot move together"
         elif memory.contiguous:
