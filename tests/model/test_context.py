@@ -149,7 +149,11 @@ def test_what_is_on_its_way_round_the_ring_is_attended_meanwhile(tmp_path, monke
         run_model(model, prompts(30), last=True, context=size)
         return events
 
-    monkeypatch.setattr(context_stages, "partial_attention", lambda *a: (begun.events.append("attend"), attend(*a))[1])
+    def attended(*parts, **how):
+        begun.events.append("attend")
+        return attend(*parts, **how)
+
+    monkeypatch.setattr(context_stages, "partial_attention", attended)
     layer = ["begin", "attend", "wait"] * (size - 1) + ["attend"]
     assert on_ranks(size, source, run) == [layer * 4] * size
 

@@ -34,7 +34,7 @@ class RingBlock(NamedTuple):
 
     queries: slice
     keys: slice
-    diagonal: bool  # whether some of the keys come after some of the queries
+    diagonal: bool  # whether queries and keys are of the same tokens, in order: they see no later ones
     gap: int  # positions from the last key to the first query
 
 
@@ -107,7 +107,7 @@ class ContextSplit:
             elif source > self.rank and not self._ends:
                 begin += len(self._pieces[self.rank][row][0])
             gap = asked[begin - self._begins[row]] - self._starts[row] - last
-            found.append(RingBlock(slice(begin, end), keys, source == self.rank, gap))
+            found.append(RingBlock(slice(begin, end), keys, source == self.rank and not self._ends, gap))
             at += len(early) + len(late)
         return found
 

@@ -26,7 +26,8 @@ class PageQueries:
     """Rows of as many queries each, and the pages they read; the bucket's tokens are places among the queries."""
 
     bucket: Bucket
-    visible: torch.Tensor  # [rows, queries or 1, keys]
+    visible: torch.Tensor | None  # [rows, queries or 1, keys]; None: the first `keys`
+    keys: int | None = None
 
 
 class ContextPlan:
@@ -42,14 +43,14 @@ class ContextPlan:
         self.ring = [self._blocks(source) for source in range(split.size)] if split.rows else []  # by rank it came from
 
     def _blocks(self, source: int) -> list[tuple[RingBlock, torch.Tensor | None]]:
-        """With which keys are visible, [1, queries, keys]; None: all."""
+        """With which keys are visible, [1, queries, keys]; None: all, on the diagonal up to the query's own."""
         split, window, positions = self._split, self._spec.window, self._split.whole.positions
         found: list[tuple[RingBlock, torch.Tensor | None]] = []
         for block in split.ring(source):
             if window is not None and not self._spec.chunked and block.gap >= window:
                 continue
             seen = None
-            if block.diagonal or window is not None:
+            if window is not None:
                 asking, keys = split.tokens[block.queries], split.keys[source][block.keys]
                 seen = visible_keys(self._spec, positions[asking], positions[keys])[None]
             found.append((block, seen))
@@ -85,7 +86,11 @@ class ContextPlan:
             asking = torch.tensor([tokens[i - self.replicated] for i in places], device=whole.positions.device)
             limits = whole.positions[first].view(1, 1) - 1
             pages = self._pages(whole.kv_lens[row] - count, count)
-            found.append(self._read(which, [row], whole.positions[asking][None], limits, pages))
+            read = self._read(which, [row], whole.positions[asking][None], limits, pages)
+            if self._spec.window is None and limits.device.type == "cpu":  # where host lengths are exact
+                seen = len(range(split.rank, whole.kv_lens[row] - count, split.size))
+                read = PageQueries(read.bucket, None, seen)
+            found.append(read)
         return found
 
     def _pages(self, length: int, count: int) -> int:
@@ -121,6 +126,6 @@ class ContextPlan:
             bucket = each.bucket
             k, v = self._plan.gather(bucket, kv, q)
             asked = q[bucket.tokens].unflatten(0, (bucket.rows, bucket.count))
-            part = partial_attention(spec, asked, k, v, each.visible)
+            part = partial_attention(spec, asked, k[:, : each.keys], v[:, : each.keys], each.visible)
             packed[bucket.tokens] = Partial(part.out.flatten(0, 1), part.lse.flatten(0, 1)).packed()
         return packed

@@ -70,10 +70,42 @@ def visible_keys(spec: AttentionSpec, positions: torch.Tensor, keys: torch.Tenso
 
 
 def partial_attention(
-    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None = None
+    spec: AttentionSpec,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None = None,
+    *,
+    causal: bool = False,
 ) -> Partial:
     """q [rows, queries, heads, dim] over k, v [rows, keys, kv_heads, dim], of which each sees those that are `visible`
-    [rows, queries or 1, keys]; None: all. Some queries at a time."""
+    [rows, queries or 1, keys]; None: all, or with `causal`, of as many keys as queries, those up to its own."""
+    flash = q.device.type == "cpu" and spec.softcap is None and spec.value_dim == spec.head_dim
+    if visible is None and flash and k.shape[1]:
+        return _flash(spec, q, k, v, causal)
+    if visible is None and causal:
+        visible = torch.ones(1, q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril_()
+    return _plain(spec, q, k, v, visible)
+
+
+def _flash(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Partial:
+    """By torch's own kernel for CPUs, which says its log-sum-exps."""
+    share, queries = spec.heads // spec.kv_heads, q.shape[1]
+    q, k, v = (x.float().transpose(1, 2) for x in (q, k, v))  # [rows, heads, tokens, dim]
+    if causal:
+        k, v = (x.repeat_interleave(share, dim=1) for x in (k, v))
+    else:  # heads that share keys are as many more queries
+        q = q.reshape(len(q), spec.kv_heads, share * queries, -1)
+    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = attend(q, k, v, 0.0, causal, scale=spec.scale)
+    out, lse = (x.reshape(len(q), spec.heads, queries, *x.shape[3:]).transpose(1, 2) for x in (out, lse))
+    return Partial(out, lse)
+
+
+def _plain(
+    spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor | None
+) -> Partial:
+    """Some queries at a time."""
     rows, queries, heads, _ = q.shape
     share = spec.heads // spec.kv_heads
     k, v = k.float().permute(0, 2, 3, 1), v.float().transpose(1, 2)  # [rows, kv_heads, dim, keys] and keys, dim

@@ -93,8 +93,8 @@ class ContextStages(Stages):
             if block.kept_by == block.index:
                 self._keep(held, split.keys[source], kv, split)
             k, v = held[None, :, 0], held[None, :, -1, :, spec.values_from or 0 :]
-            for (queries, keys, *_), seen in plan.ring[source]:
-                part = partial_attention(spec, q[None, queries], k[:, keys], v[:, keys], seen)
+            for (queries, keys, causal, _), seen in plan.ring[source]:
+                part = partial_attention(spec, q[None, queries], k[:, keys], v[:, keys], seen, causal=causal)
                 found.add(queries, Partial(part.out[0], part.lse[0]))
             if arrive is not None:
                 arrive()
