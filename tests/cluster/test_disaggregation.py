@@ -370,6 +370,7 @@ def test_options_of_disaggregation() -> None:
     "option",
     [
         {"prefix_cache": False}, {"scheduler": "static"}, {"tensor_parallel": 2}, {"pipeline_parallel": 2},
+        {"context_parallel": 2},
         {"kv_remote": "redis://localhost"},
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ from tiny_models import prompts, tiny
 from quire.assets import resolve
 from quire.model import read_spec
 from quire.model.context_parallel import context_bytes
+from quire.runtime.model_fit import model_fit
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, InputError
 from quire.types.request import Request
@@ -62,10 +63,19 @@ def test_a_context_that_one_rank_s_pages_do_not_hold(files):
         two.core.close()
 
 
-@pytest.mark.parametrize(("name", "options"), [("gpt-oss", {}), ("deepseek-v3", {}), ("llama3", {"kv_dtype": "int8"})])
-def test_windows_sinks_latents_and_rounded_pages(name, options, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt-oss", {}),
+        ("llama3", {"speculation": "draft:{}"}),
+        pytest.param("deepseek-v3", {}, marks=pytest.mark.slow),
+        pytest.param("llama3", {"kv_dtype": "int8"}, marks=pytest.mark.slow),
+    ],
+    ids=["windows and sinks", "draft model", "latents", "rounded pages"],
+)
+def test_answers_are_one_process_s_with(name, options, tmp_path):
     tiny(name).save_pretrained(tmp_path)
-    options = {"max_batch_tokens": 19, **options}
+    options = {"max_batch_tokens": 19} | {key: value.format(tmp_path) for key, value in options.items()}
     one, two = Engine(tmp_path, kv_pages=300, **options), Engine(tmp_path, kv_pages=150, context_parallel=2, **options)
     try:
         asked = prompts(33, 21, 40, 5)
@@ -101,6 +111,14 @@ def test_bytes_are_counted_by_the_formula(files):
         assert any(line.startswith("context parallel: 2 ranks by gloo") for line in reasons(engine))
     finally:
         engine.core.close()
+
+
+def test_twice_the_tokens_are_known_from_the_headers(files):
+    """What `quire doctor` says."""
+    source, sizes = resolve(str(files)).open(), {"model": str(files), "dtype": "float32", "kv_memory": "1M"}
+    one, two = (model_fit(source, EngineOptions.of(**sizes, context_parallel=n)) for n in (1, 2))
+    assert two.pages == one.pages and two.tokens == 2 * one.tokens and two.weights == 2 * one.weights
+    assert any(line.startswith("context parallel: 2 ranks by gloo, each with all weights") for line in two.kernels)
 
 
 def reasons(engine):

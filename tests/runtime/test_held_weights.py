@@ -218,7 +218,13 @@ def test_what_cannot_be_mapped_is_loaded_and_held_anew(holder, files, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("flat", "why"), [({"kv_dtype": "int8-kivi"}, "scaled by channel"), ({"tensor_parallel": 2}, "divided"), ({}, "")]
+    ("flat", "why"),
+    [
+        ({"kv_dtype": "int8-kivi"}, "scaled by channel"),
+        ({"tensor_parallel": 2}, "divided"),
+        ({"context_parallel": 2}, "every rank has its own"),
+        ({}, ""),
+    ],
 )
 def test_what_cannot_be_held_says_why(flat, why):
     assert why in not_held(EngineOptions.of(**flat)) and bool(why) == bool(not_held(EngineOptions.of(**flat)))

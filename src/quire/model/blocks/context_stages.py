@@ -21,7 +21,7 @@ from quire.model.blocks.stages import AttendingBlock, Stages, Step
 from quire.model.decoder_spec import DecoderSpec
 from quire.model.ranks import Ranks
 
-CONTEXT_ATTENTION = "attention: partial, in plain torch, put together over context-parallel ranks"
+CONTEXT_ATTENTION = "attention: partial, by torch's own operations, put together over context-parallel ranks"
 
 
 class ContextStages(Stages):

@@ -35,6 +35,8 @@ def open_executor(
 
 def not_held(options: EngineOptions) -> str:
     """Why weights of an engine cannot be held; nothing where they can."""
+    if options.device.context_parallel > 1:
+        return "every rank has its own"
     if options.device.ranks > 1:
         return "they are divided between ranks"
     return "keys are scaled by channel once they are loaded" if options.cache.kv_dtype == "int8-kivi" else ""
