@@ -13,7 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from quire.cluster.routers import ROUTERS, RouterPolicy, make_router
+from quire.cluster.router_policy import RouterPolicy
+from quire.cluster.routers import ROUTERS, make_router
 from quire.simulation import fleet as simulated
 from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise

@@ -10,15 +10,18 @@ import argparse
 import gc
 import time
 from collections import deque
+from collections.abc import Hashable
 from random import Random
 
-from quire.cluster.routers import ROUTERS, ReplicaLoad, RouteView, make_router
+from quire.cluster.router_policy import ReplicaLoad, RouteView
+from quire.cluster.routers import ROUTERS, make_router
 from quire.types.hashing import PageHasher, new_key
 
 TOKENS, BLOCK_TOKENS, SHARED = 2048, 64, 24
 BLOCKS = TOKENS // BLOCK_TOKENS
 PAGE = 16  # tokens that replicas name together
 OPEN = 4096  # requests under way
+RATE = 5000.0  # that arrive in a second, for routers that look at times
 
 
 def routed(name: str, replicas: int, blocks: int, decisions: int) -> float:
@@ -34,10 +37,10 @@ def routed(name: str, replicas: int, blocks: int, decisions: int) -> float:
             router.directory.add(number % replicas, prefix)
     requests = [
         RouteView(TOKENS, prefixes[rng.randrange(len(prefixes))] + [rng.randbytes(16) for _ in range(BLOCKS - SHARED)],
-                  session=str(number % 5000))
+                  session=str(number % 5000), id=number, now=number / RATE, ttft=2.0, tpot=0.05)
         for number in range(decisions)
     ]  # fmt: skip
-    under_way: deque[int] = deque()
+    under_way: deque[tuple[int, Hashable]] = deque()
     gc.collect()
     gc.freeze()  # as the server does when it is ready
     began = time.process_time()
@@ -45,9 +48,12 @@ def routed(name: str, replicas: int, blocks: int, decisions: int) -> float:
         chosen = router.choose(request, loads)
         loads[chosen].sent(request.tokens - router.saved)
         loads[chosen].prefilled(request.tokens - router.saved)
-        under_way.append(chosen)
+        router.first_token(request.id, request.now + 0.2)
+        under_way.append((chosen, request.id))
         if len(under_way) > OPEN:
-            loads[under_way.popleft()].ended(0)
+            ended, id = under_way.popleft()
+            loads[ended].ended(0)
+            router.ended(id, request.now, 64)
     seconds = time.process_time() - began
     if router.directory is not None:
         print(f"  {len(router.directory):,} blocks in the directory")

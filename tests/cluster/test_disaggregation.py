@@ -20,7 +20,8 @@ from quire.cluster import migration, roles
 from quire.cluster.cluster_client import ClusterClient
 from quire.cluster.open_cluster import replica_options
 from quire.cluster.roles import FIXED_TOKENS, MAX_LOCAL_PREFILL_TOKENS, PrefillCosts
-from quire.cluster.routers import ReplicaLoad, make_router
+from quire.cluster.router_policy import ReplicaLoad
+from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, InputError

@@ -8,7 +8,9 @@ from random import Random
 import pytest
 
 from quire.cluster.prefix_directory import PrefixDirectory
-from quire.cluster.routers import PREFILL_WEIGHT, ReplicaLoad, RouteView, make_router, members
+from quire.cluster.prefix_routers import PREFILL_WEIGHT, members
+from quire.cluster.router_policy import ReplicaLoad, RouteView
+from quire.cluster.routers import make_router
 
 
 def chain(name: str, count: int) -> list[str]:

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from quire.cluster.routers import ROUTERS, ReplicaLoad, RouteView, make_router
+from quire.cluster.router_policy import ReplicaLoad, RouteView
+from quire.cluster.routers import ROUTERS, make_router
 from quire.types.errors import ConfigError
 
 

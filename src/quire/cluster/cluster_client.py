@@ -28,7 +28,7 @@ from quire.cluster.replica_scaling import ReplicaHost, ReplicaScaler
 from quire.cluster.request_router import RequestRouter
 from quire.cluster.role_switching import RoleSwitcher
 from quire.cluster.roles import BOTH, DECODE, PREFILL
-from quire.cluster.routers import RouterPolicy
+from quire.cluster.router_policy import RouterPolicy
 from quire.engine.client import CLOSED, RestartPolicy
 from quire.engine.event_queue import EventQueue
 from quire.types.errors import EngineDeadError, InputError, OverloadedError, QuireError, from_wire
@@ -76,9 +76,11 @@ class ClusterClient(ReplicaOperations):
         handover_timeout: float = 10.0,
         rebalance: bool = False,
         switch_roles: bool = False,
+        targets: tuple[float, float] = (0.0, 0.0),
     ):
         """`replica_wait`: seconds that a request waits for a replica while there is none. `prefill`: how many of the
-        replicas only compute prompts; `connector`: by which KV pages are handed over."""
+        replicas only compute prompts; `connector`: by which KV pages are handed over. `targets`: for the first token
+        and for each, in seconds, of requests without their own."""
         super().__init__(ReplicaHub(host, self._on_loop))
         self.autoscaler = autoscaler
         self._scaler: ReplicaScaler | None = None
@@ -92,7 +94,7 @@ class ClusterClient(ReplicaOperations):
         ]
         self._loads = [replica.load for replica in self._replicas]
         self._replica_by_id: dict[str, Replica] = {}  # who has each sub-request
-        self._router = RequestRouter(policy)
+        self._router = RequestRouter(policy, targets)
         self.membership = ReplicaMembership(
             identity="",
             keys=self.hub.keys,
@@ -211,9 +213,16 @@ class ClusterClient(ReplicaOperations):
         return [(self._replica_by_id[id], sub_request) for id, sub_request in active.sub_requests.items()]
 
     def _drop(self, replica: Replica, sub_request: SubRequest) -> None:
-        self._replica_by_id.pop(sub_request.request.id, None)
-        self.handovers.on_finished(sub_request.request.id)
+        self._finished(sub_request)
         replica.remove_request(sub_request)
+
+    def _finished(self, sub_request: SubRequest) -> None:
+        """On the replica that had it."""
+        request, id = sub_request.request, sub_request.request.id
+        self._replica_by_id.pop(id, None)
+        self.handovers.on_finished(id)
+        drawn = max((len(sub_request.active.outputs[branch]) for branch in request.branches), default=0)
+        self._router.ended(id, drawn - len(request.outputs))
 
     def _dispatch(self, active: ActiveRequest, request: Request, on: Replica | None = None) -> None:
         """Send a request, or branches of one, to the replica that the router chooses, or `on` one that has its pages;
@@ -238,6 +247,8 @@ class ClusterClient(ReplicaOperations):
             number, cached = self._router.choose(request, self._loads)
             replica = self._replicas[number]
         request = self.handovers.offload(request, replica, cached)
+        if request.handover is not None:
+            self._router.offloaded(request.id)
         sub_request = active.sub_request(request, cached)
         replica.add_request(sub_request)
         self._replica_by_id[request.id] = replica
@@ -258,8 +269,7 @@ class ClusterClient(ReplicaOperations):
             for event in active.ended():
                 active.events.put(event)
         for sub_request in sub_requests:
-            self._replica_by_id.pop(sub_request.request.id, None)
-            self.handovers.on_finished(sub_request.request.id)
+            self._finished(sub_request)
             for request in sub_request.active.resumed(sub_request):
                 self._remember(sub_request.active.request.id, request.id)
                 self._dispatch(sub_request.active, request, on)
@@ -315,6 +325,7 @@ class ClusterClient(ReplicaOperations):
             return
         if not sub_request.started:
             replica.prefill_done(sub_request)
+            self._router.first_token(sub_request.request.id)
             self.handovers.on_first_token(sub_request, replica, event.counts)
             if sub_request.cached and event.counts is not None:
                 self._router.found(

@@ -41,6 +41,7 @@ async def open_cluster(engine: EngineOptions, serving: ServeOptions, policy: Res
         handover_timeout=serving.handover_timeout,
         rebalance=serving.rebalance and serving.most_replicas > 1,
         switch_roles=serving.switch_roles and serving.prefill_replicas > 0,
+        targets=(engine.scheduler.slo_ttft or 0.0, engine.scheduler.slo_tpot or 0.0),
     )
     try:
         await asyncio.to_thread(

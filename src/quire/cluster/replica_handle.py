@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quire.cluster.active_request import SubRequest
-from quire.cluster.routers import ReplicaLoad
+from quire.cluster.router_policy import ReplicaLoad
 from quire.types.errors import EngineDeadError
 from quire.types.membership import ReplicaView
 from quire.types.messages import Answer, EngineInfo, Ready

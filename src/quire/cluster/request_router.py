@@ -7,9 +7,10 @@ speak of the same names. Refuses to know: links, which policy decides.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
-from quire.cluster.routers import ReplicaLoad, RouterPolicy, RouteView
+from quire.cluster.router_policy import ReplicaLoad, RouterPolicy, RouteView
 from quire.types.hashing import PageHasher, new_key
 from quire.types.messages import CacheEvents, Ready
 from quire.types.request import Request
@@ -22,8 +23,10 @@ MIN_FOUND = 0.5  # share of them that must have been there
 
 
 class RequestRouter:
-    def __init__(self, policy: RouterPolicy):
+    def __init__(self, policy: RouterPolicy, targets: tuple[float, float] = (0.0, 0.0)):
+        """`targets`: for the first token and for each token, in seconds, of requests that have none of their own."""
         self._policy = policy
+        self._targets = targets
         self._directory = policy.directory
         self.page_key = new_key()  # of the names of pages
         self.block_tokens = BLOCK_TOKENS
@@ -35,7 +38,9 @@ class RequestRouter:
     def choose(self, request: Request, loads: Sequence[ReplicaLoad]) -> tuple[int, int]:
         """The replica's number, and how many tokens of the request it is expected to hold."""
         tokens = len(request.prompt) + len(request.outputs)
-        view = RouteView(tokens, self._blocks(request), request.tenant, request.session)
+        ttft, tpot = request.slo_ttft or self._targets[0], request.slo_tpot or self._targets[1]
+        names = self._blocks(request)
+        view = RouteView(tokens, names, request.tenant, request.session, request.id, time.monotonic(), ttft, tpot)
         return self._policy.choose(view, loads), self._policy.saved
 
     def held(self, request: Request, numbers: Sequence[int]) -> dict[int, int]:
@@ -54,6 +59,16 @@ class RequestRouter:
         root = self._hasher.root(f"{salt}\0{request.lora}" if request.lora else salt)
         names = self._hasher.chain(root, request.prompt + request.outputs)
         return names[self._block_pages - 1 :: self._block_pages]
+
+    def offloaded(self, request_id: str) -> None:
+        self._policy.offloaded(request_id)
+
+    def first_token(self, request_id: str) -> None:
+        self._policy.first_token(request_id, time.monotonic())
+
+    def ended(self, request_id: str, tokens: int) -> None:
+        """Its replica has nothing to do with it any more; `tokens`: that it drew there."""
+        self._policy.ended(request_id, time.monotonic(), tokens)
 
     def joined(self, number: int, ready: Ready) -> None:
         """A replica is there: how its pages are named, and how many blocks it holds at most."""

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from quire.cluster.replica_handle import Replica
 from quire.cluster.roles import DECODE, PREFILL, PoolSample, RoleBalancer, RoleDecision
-from quire.cluster.routers import REQUEST_TOKENS
+from quire.cluster.router_policy import REQUEST_TOKENS
 from quire.types.errors import InputError
 
 log = logging.getLogger(__name__)

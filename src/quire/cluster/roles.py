@@ -13,7 +13,7 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from quire.cluster.routers import REQUEST_TOKENS, ReplicaLoad
+from quire.cluster.router_policy import REQUEST_TOKENS, ReplicaLoad
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 ROLES = (PREFILL, DECODE, BOTH)

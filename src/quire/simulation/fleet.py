@@ -24,10 +24,11 @@ from typing import Protocol
 
 import msgspec
 
-from quire.cluster.routers import ReplicaLoad, RouterPolicy, RouteView, make_router
+from quire.cluster.router_policy import ReplicaLoad, RouterPolicy, RouteView
+from quire.cluster.routers import ROUTERS, make_router
 from quire.simulation.fleet_roles import FleetRoles, Routed
 from quire.simulation.fleet_scaling import FleetScaling
-from quire.simulation.records import Result
+from quire.simulation.records import Progress, Result
 from quire.simulation.replica import START, Kind, Replica
 from quire.simulation.traces import TRACE_BLOCK, Arrival
 from quire.types.autoscaling import AutoscaleOptions
@@ -74,7 +75,8 @@ class Fleet:
 
     def build(self, trace: Sequence[Arrival], share: range) -> list[Replica]:
         """Replicas by number."""
-        made = [Replica(self.options, self.model, oracle=self.oracle) for _ in share]
+        observes = ROUTERS[self.router].observes
+        made = [Replica(self.options, self.model, oracle=self.oracle, observes=observes) for _ in share]
         if self.clients:
             for number, replica in zip(share, made, strict=True):
                 own = range(number, len(trace), self.replicas)
@@ -98,6 +100,7 @@ class Report(msgspec.Struct, array_like=True):
     loads: list[tuple[int, int]]  # of all replicas of a worker
     stats: dict[int, EngineStats]  # of those asked for
     prefilled: list[int] = []  # requests whose prompts were computed for others
+    progress: list[Progress] = []  # first tokens and ends, where the router observes them
 
 
 class Worker(Protocol):
@@ -120,8 +123,8 @@ class LocalWorker:
         for replica in orders.ended:
             if replica in self._replicas:
                 self._replicas[replica].core.scheduler.memory.drop_cached()
-        for request, replica, kind in orders.routed:
-            self._replicas[replica].arrives(self._trace[request], request, orders.since, kind)
+        for request, replica, kind, need in orders.routed:
+            self._replicas[replica].arrives(self._trace[request], request, need, orders.since, kind)
         for one in self._replicas.values():
             one.run(inf if orders.until is None else orders.until)
 
@@ -129,8 +132,10 @@ class LocalWorker:
         self._stats = {number: _copied(one.core.scheduler.snapshot()) for number, one in counted.items()}
 
     def report(self) -> Report:
-        done = [int(name) for one in self._replicas.values() for name in one.recorder.take_prefilled()]
-        return Report([one.load for one in self._replicas.values()], self._stats, done)
+        replicas = self._replicas.values()
+        done = [int(name) for one in replicas for name in one.recorder.take_prefilled()]
+        progress = [news for one in replicas for news in one.recorder.take_progress()]
+        return Report([one.load for one in replicas], self._stats, done, progress)
 
     def result(self) -> Result:
         first, *rest = (one.result() for one in self._replicas.values())
@@ -241,7 +246,7 @@ def _routed(
             requests, parked = [], requests
         else:
             parked = []
-        routed = [*handed_over, *(_route(number, trace[number], router, loads, roles) for number in requests)]
+        routed = [*handed_over, *(_route(number, trace[number], fleet, router, loads, roles) for number in requests)]
         if scaling is not None:
             scaling.busy |= bool(routed)
         looks = scaling is not None and until >= scaling.next
@@ -253,6 +258,7 @@ def _routed(
             if router.directory is not None:
                 for number in ended:
                     router.directory.forget(number)
+        _observe(router, reports)
         for share, report in zip(shares, reports, strict=True):
             for number, load in zip(share, report.loads, strict=True):
                 loads[number] = ReplicaLoad(*load, accepts_requests=scaling is None or scaling.ready(number, until))
@@ -266,18 +272,36 @@ def _routed(
 
 
 def _route(
-    number: int, one: Arrival, router: RouterPolicy, loads: list[ReplicaLoad], roles: FleetRoles | None
+    number: int,
+    one: Arrival,
+    fleet: Fleet,
+    router: RouterPolicy,
+    loads: list[ReplicaLoad],
+    roles: FleetRoles | None,
 ) -> Routed:
     """A request to the replica that answers it, or to one that computes its prompt for that."""
-    answers = router.choose(RouteView(one.prompt, one.blocks, one.tenant), loads)
+    targets = fleet.options.scheduler
+    ttft, tpot = one.ttft or targets.slo_ttft or 0.0, one.tpot or targets.slo_tpot or 0.0
+    view = RouteView(one.prompt, one.blocks, one.tenant, id=number, now=one.at + START, ttft=ttft, tpot=tpot)
+    answers = router.choose(view, loads)
     need = one.prompt - router.saved
     prefill = roles.offload(number, need, answers, loads) if roles is not None else None
     if prefill is None:
         loads[answers].sent(need)
-        return Routed(number, answers)
+        return Routed(number, answers, need=need)
+    router.offloaded(number)
     loads[answers].sent(0)
     loads[prefill].sent(need)
-    return Routed(number, prefill, Kind.PREFILL_ONLY)
+    return Routed(number, prefill, Kind.PREFILL_ONLY, need)
+
+
+def _observe(router: RouterPolicy, reports: Sequence[Report]) -> None:
+    """What became of requests, in the order of time."""
+    for at, request, tokens in sorted(news for report in reports for news in report.progress):
+        if tokens:
+            router.ended(request, at, tokens)
+        else:
+            router.first_token(request, at)
 
 
 def _next_report(now: float) -> float:

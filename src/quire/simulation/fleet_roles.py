@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from quire.cluster.roles import DECODE, PREFILL, PoolSample, PrefillCosts, RoleBalancer
-from quire.cluster.routers import REQUEST_TOKENS, ReplicaLoad
+from quire.cluster.router_policy import REQUEST_TOKENS, ReplicaLoad
 from quire.simulation.replica import Kind
 
 INTERVAL_S = 1.0  # between looks at both pools' work
@@ -23,6 +23,7 @@ class Routed(NamedTuple):
     request: int  # its number in the trace
     replica: int
     kind: Kind = Kind.PLAIN
+    need: int = 0  # tokens of its prompt that the router expects to be computed there
 
 
 class FleetRoles:

@@ -27,6 +27,9 @@ COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target"
            "waited", "predicted")  # fmt: skip
 
 
+Progress = tuple[float, int, int]  # when, of which request, and tokens it came to; 0: its first
+
+
 class Gaps(msgspec.Struct):
     """Times between tokens of one answer, over all answers."""
 
@@ -111,7 +114,8 @@ class Result(msgspec.Struct):
 class Recorder(SchedulingFeature):
     """Notes what becomes of requests, as the sequence table tells of it."""
 
-    def __init__(self, clock: Clock, lengths: dict[str, int]):
+    def __init__(self, clock: Clock, lengths: dict[str, int], *, observes: bool = False):
+        """`observes`: first tokens and ends are told of as they come."""
         self._clock = clock
         self._lengths = lengths
         self._arrivals: dict[str, tuple[Arrival, float]] = {}  # and when the engine was told of it
@@ -121,6 +125,10 @@ class Recorder(SchedulingFeature):
         self._refused: Counter[str] = Counter()
         self._served: Counter[str] = Counter()
         self._drew: dict[Sequence, float] = {}  # when it drew last
+        self._needs: dict[str, int] = {}  # tokens to compute, of requests without a first token
+        self.tokens = 0  # ... of all of them
+        self._observes = observes
+        self._progress: list[Progress] = []
         self._prefill_only: set[str] = set()  # requests whose pages others want
         self._handed_over: set[str] = set()  # ... whose pages came from others
         self._counted_twice = Counter[str]()  # tokens of prompts and answers, by the counter that another has too
@@ -129,8 +137,13 @@ class Recorder(SchedulingFeature):
         self._end = 0.0
         self.ended: Callable[[], None] = lambda: None  # called when a request has ended, however
 
-    def expect(self, request: str, one: Arrival, *, prefill_only: bool = False, handed_over: bool = False) -> None:
+    def expect(
+        self, request: str, one: Arrival, need: int, *, prefill_only: bool = False, handed_over: bool = False
+    ) -> None:
+        """`need`: tokens to be computed before its first one."""
         self._arrivals[request] = one, self._clock.now
+        self._needs[request] = need
+        self.tokens += need
         if prefill_only:
             self._prefill_only.add(request)
         if handed_over:
@@ -142,17 +155,27 @@ class Recorder(SchedulingFeature):
         found, self._prefilled = self._prefilled, []
         return found
 
-    @property
-    def computes_for_others(self) -> bool:
-        return bool(self._prefill_only)
+    def take_progress(self) -> list[Progress]:
+        """First tokens and ends since it was last called."""
+        found, self._progress = self._progress, []
+        return found
+
+    def _first_token(self, request: str) -> None:
+        if (need := self._needs.pop(request, None)) is not None:
+            self.tokens -= need
+            if self._observes and request not in self._prefill_only:
+                self._progress.append((self._clock.now, int(request), 0))
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         if hit is not None and seq.request.id in self._handed_over:
             self._handed_over.discard(seq.request.id)
             self._counted_twice["cached_tokens"] += hit.tokens
 
-    def refused(self, one: Arrival, why: str) -> None:
+    def refused(self, number: int, why: str) -> None:
         self._refused[why] += 1
+        self.tokens -= self._needs.pop(str(number), 0)
+        if self._observes:
+            self._progress.append((self._clock.now, number, 1))
         self.ended()
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
@@ -162,7 +185,9 @@ class Recorder(SchedulingFeature):
             if seq.epoch == epoch and seq.status is Status.RUNNING:
                 before = drew.get(seq)
                 drew[seq] = now
-                if before is not None:
+                if before is None:
+                    self._first_token(seq.request.id)
+                else:
                     if before == last:
                         same += 1
                     else:
@@ -174,6 +199,7 @@ class Recorder(SchedulingFeature):
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._drew.pop(seq, None)
+        self._first_token(seq.request.id)
         self._lengths.pop(seq.request.id, None)
         (one, queued), log_ = self._arrivals.pop(seq.request.id), seq.log
         self._end = max(self._end, self._clock.now)
@@ -183,6 +209,8 @@ class Recorder(SchedulingFeature):
             self._counted_twice["output_tokens"] += seq.outputs
             self._prefilled.append(seq.request.id)
             return
+        if self._observes:
+            self._progress.append((self._clock.now, int(seq.request.id), max(1, seq.outputs)))
         self.ended()
         if reason is not FinishReason.STOP and reason is not FinishReason.LENGTH:
             self._lost += 1

@@ -40,12 +40,13 @@ class Kind(enum.IntEnum):
 
 
 class Replica:
-    def __init__(self, options: EngineOptions, model: CostModel, *, oracle: bool = False):
-        """`oracle`: how long answers become is known in advance, to policies that ask."""
+    def __init__(self, options: EngineOptions, model: CostModel, *, oracle: bool = False, observes: bool = False):
+        """`oracle`: how long answers become is known in advance, to policies that ask; `observes`: the router is told
+        of first tokens and ends."""
         self._clock = Clock(START)
         self._lengths: dict[str, int] = {}
         self.executor = SimulatedExecutor(model, self._clock, self._lengths)
-        self.recorder = Recorder(self._clock, self._lengths)
+        self.recorder = Recorder(self._clock, self._lengths, observes=observes)
         self.core = EngineCore(
             options,
             self.executor,
@@ -55,12 +56,18 @@ class Replica:
         )
         self.core.scheduler.memory.name_pages_by(ContentNames)
         self._due: deque[tuple[Arrival, int]] = deque()
+        self._needs: dict[int, int] = {}  # tokens to compute, of requests that are due
         self._kinds: dict[int, Kind] = {}  # of requests that are due and not plain
         self._longest = min(model.machine.max_model_len, model.machine.pages * model.machine.page_size)
         self._params: dict[int, SamplingParams] = {}  # by most tokens: requests share them
 
-    def arrives(self, one: Arrival, number: int, since: float = 0.0, kind: Kind = Kind.PLAIN) -> None:
-        """In the order of arrival; `number` is the request's own. It is not worked on before `since`."""
+    def arrives(
+        self, one: Arrival, number: int, need: int | None = None, since: float = 0.0, kind: Kind = Kind.PLAIN
+    ) -> None:
+        """In the order of arrival; `number` is the request's own; `need`: tokens of its prompt that are expected to be
+        computed, all unless said. It is not worked on before `since`."""
+        if need is not None:
+            self._needs[number] = need
         self._due.append((one, number))
         if kind is not Kind.PLAIN:
             self._kinds[number] = kind
@@ -109,12 +116,12 @@ class Replica:
         memory.import_pages(contents, lambda pages: None)
 
     def _submit(self, one: Arrival, number: int) -> None:
-        kind = self._kinds.pop(number, Kind.PLAIN)
+        kind, need = self._kinds.pop(number, Kind.PLAIN), self._needs.pop(number, one.prompt)
         if kind is Kind.PREFILL_ONLY:
             one = one._replace(outputs=1)
         most = min(max(OUTPUT_CAP, one.outputs), self._longest - one.prompt)
         if most < one.outputs:
-            self.recorder.refused(one, "too long")
+            self.recorder.refused(number, "too long")
             return
         if (params := self._params.get(most)) is None:
             params = self._params[most] = SamplingParams(
@@ -135,20 +142,19 @@ class Replica:
             slo_tpot=one.tpot,
             background=one.background,
         )
-        self.recorder.expect(name, one, prefill_only=kind is Kind.PREFILL_ONLY, handed_over=kind is Kind.HANDED_OVER)
+        prefill_only, handed_over = kind is Kind.PREFILL_ONLY, kind is Kind.HANDED_OVER
+        self.recorder.expect(name, one, need, prefill_only=prefill_only, handed_over=handed_over)
         try:
             self.core.submit(request)
         except QuireError as error:
-            self.recorder.refused(one, type(error).__name__)
+            self.recorder.refused(number, type(error).__name__)
             self._lengths.pop(name, None)
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests under way or due, and tokens of prompts that are not computed yet."""
-        waiting = self.core.scheduler.sequences.waiting
-        tokens = sum(seq.prompt_len for seq in waiting) + sum(one.prompt for one, _ in self._due)
-        if self.recorder.computes_for_others:  # what of a prompt is under way is work of theirs
-            tokens += sum(max(0, seq.prompt_len - seq.computed) for seq in self.core.scheduler.sequences.running)
+        """Requests under way or due, and tokens to be computed of those without a first token: what a cluster's router
+        knows of a replica."""
+        tokens = self.recorder.tokens + sum(self._needs.get(number, one.prompt) for one, number in self._due)
         return len(self.core.scheduler.sequences.requests) + len(self._due), tokens
 
     def result(self) -> Result:

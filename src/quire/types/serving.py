@@ -120,8 +120,9 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
     )
     router: str = option(
         "cache-aware",
-        "which replica a request goes to: cache-aware, prefix, session, power-of-two, least-load or round-robin",
-        forms=("cache-aware", "prefix", "session", "power-of-two", "least-load", "round-robin"),
+        "which replica a request goes to: cache-aware, prefix, slo-aware, session, power-of-two, least-load or "
+        "round-robin",
+        forms=("cache-aware", "prefix", "slo-aware", "session", "power-of-two", "least-load", "round-robin"),
     )
     prefill_replicas: int = option(
         0, "of the replicas, those that compute prompts for the others, which answer (prefill-decode disaggregation)",
