@@ -18,7 +18,8 @@ MODEL = "smollm2-135m"
 @contextmanager
 def live_server(*flags: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
     """Where its API and its admin API listen, and its process."""
-    command = [sys.executable, "-m", "quire", "serve", MODEL, *flags]
+    model = [] if "--models" in flags else [MODEL]
+    command = [sys.executable, "-m", "quire", "serve", *model, *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"RAY_DEDUP_LOGS": "0"})
     assert process.stdout is not None
     welcome = next((line for line in process.stdout if line.startswith("Quire serves")), "")

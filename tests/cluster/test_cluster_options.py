@@ -20,7 +20,7 @@ from quire.types.serving import ServeOptions
 def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_host.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'quire\[ray\]'"):
-        ray_host.RayHost(None, "here")
+        ray_host.RaySession(None)
 
 
 def test_a_ray_of_ones_own_is_for_this_machine_alone(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

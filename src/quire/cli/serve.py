@@ -80,12 +80,14 @@ async def open_model(engine: EngineOptions, serving: ServeOptions, policy: Resta
 async def open_pool(engine: EngineOptions, serving: ServeOptions, policy: RestartPolicy) -> ModelPool:
     """Several models. Their files are fetched now, where there is a terminal to show progress."""
     from quire.assets import present
+    from quire.cluster.open_cluster import PooledClusters
     from quire.engine.open_pool import open_model_pool
     from quire.types.models_file import parse_keep_alive, read_models_file
 
     assert serving.models is not None
-    models = read_models_file(serving.models, engine, parse_keep_alive(serving.keep_alive))
+    models = read_models_file(serving.models, engine, parse_keep_alive(serving.keep_alive), serving.ray_address)
+    clusters = PooledClusters(models, serving, policy) if any(model.replicas for model in models) else None
     for model in models:
         if present(model.engine.model.model) is None:
             fetch(model.engine)
-    return await open_model_pool(models, serving, policy)
+    return await open_model_pool(models, serving, policy, clusters)

@@ -36,28 +36,67 @@ INSTALL = "replicas run on Ray, which is not installed; install it with: pip ins
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 60.0  # that replicas of others have to end before Ray does
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
 # What makes a Ray of one machine listen on its loopback interface only (named for where that is the default), and not
 # serve its own metrics, for which it wants no token.
 LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_enable_metrics_collection": "false"}
 
 
-class RayHost:
-    """A connection to Ray and the applications that are this server's."""
+class RaySession:
+    """The connection of this process to Ray, of which there is one at a time; ends when those that use it have."""
 
-    def __init__(self, address: str | None, name: str):
-        """`name`: of the server among others on the same cluster; what it left behind there is replaced."""
+    def __init__(self, address: str | None):
         if importlib.util.find_spec("ray") is None:
             raise ConfigError(INSTALL)
-        self._local = address is None
+        self.local = address is None
+        self.starting = threading.Lock()  # Ray Serve itself, once
+        self._token = tempfile.TemporaryDirectory(prefix="quire-ray-") if self.local else None
+        self._hosts = 0
+        self._left = threading.Condition()
+        self._closed = False
+        self.ray = _connect(address, Path(self._token.name) if self._token else None)
+        self.node_address = "127.0.0.1" if self.local else self.ray.util.get_node_ip_address()
+
+    def join(self) -> None:
+        """Somebody uses it."""
+        with self._left:
+            self._hosts += 1
+
+    def leave(self) -> None:
+        with self._left:
+            self._hosts -= 1
+            self._left.notify_all()
+
+    def close(self) -> None:
+        """Waits for those that use it; a second time does nothing."""
+        with self._left:
+            self._left.wait_for(lambda: not self._hosts, CLOSE_TIMEOUT_S)
+            if self._closed:
+                return
+            self._closed = True
+        self.ray.shutdown()
+        if self._token is not None:
+            self._token.cleanup()
+
+
+class RayHost:
+    """The applications of one model's replicas."""
+
+    def __init__(self, session: RaySession, name: str, *, shared: bool = False):
+        """`name`: of the model among others on the same cluster; what was left behind there by that name is replaced.
+        `shared`: the session outlasts it."""
+        self._session = session
+        self._shared = shared
+        self._local = session.local
         self._stopped = False
         self._calls = 0  # of Ray under way, in whatever threads
         self._ended = threading.Condition()  # ... one of them
         self._bind: Callable[[int], Any] | None = None  # the application of a replica
         self._name = "quire-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
-        self._token = tempfile.TemporaryDirectory(prefix="quire-ray-") if self._local else None
-        self._ray = _connect(address, Path(self._token.name) if self._token else None)
-        self.node_address = "127.0.0.1" if self._local else self._ray.util.get_node_ip_address()
+        self._ray = session.ray
+        self.node_address = session.node_address
+        session.join()
 
     def start(
         self,
@@ -83,7 +122,8 @@ class RayHost:
                 have = f"the Ray cluster has {there.get(name, 0.0):g}"
                 raise ConfigError(f"{replicas} replicas with {each:g} {name} each need more than {have}")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        with self._session.starting:
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         plain: Any = serve.deployment(EngineReplica)
         deployment = plain.options(
             name="replica",
@@ -142,7 +182,7 @@ class RayHost:
                 self._ended.notify_all()
 
     def _delete_all(self) -> None:
-        """What is this server's."""
+        """What is this model's."""
         from ray import serve
 
         own = re.compile(re.escape(self._name) + r"-replica-\d+")
@@ -156,11 +196,13 @@ class RayHost:
                 return
             self._stopped = True
             self._ended.wait_for(lambda: not self._calls)
-        if not self._local:
-            self._delete_all()
-        self._ray.shutdown()
-        if self._token is not None:
-            self._token.cleanup()
+        try:
+            if self._shared or not self._local:
+                self._delete_all()
+        finally:
+            self._session.leave()
+        if not self._shared:
+            self._session.close()
 
 
 def _connect(address: str | None, secret: Path | None) -> Any:

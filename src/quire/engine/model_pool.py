@@ -374,10 +374,11 @@ class ModelPool:
             if earlier is not None:
                 await restore_adapters(frontend, earlier)
             stats = await frontend.client.stats()
+            engines = max(1, sum(one.pid > 0 for one in await frontend.client.replicas()))
         except BaseException:
             await frontend.client.close()
             raise
-        model.size = max(frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
+        model.size = max(engines * frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
         model.load_s = time.monotonic() - began
         model.load_s_total += model.load_s
         model.loads += 1

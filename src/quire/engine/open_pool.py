@@ -6,7 +6,8 @@ Refuses to know: the command line, HTTP.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Protocol
 
 from quire.assets import LocalModel, present
 from quire.engine.client import AsyncClient, RestartPolicy
@@ -16,10 +17,19 @@ from quire.engine.spare_process import SpareProcess
 from quire.engine.weight_holder import WeightHolder
 from quire.text import TextModel
 from quire.types.config import EngineOptions
-from quire.types.errors import ModelNotFoundError
+from quire.types.errors import ConfigError, ModelNotFoundError
 from quire.types.models_file import ServedModel
 from quire.types.option_checks import parse_size
+from quire.types.seams import EngineClient
 from quire.types.serving import ServeOptions
+
+
+class ModelClusters(Protocol):
+    """Opens models that have replicas."""
+
+    def open(self, model: ServedModel) -> Coroutine[None, None, EngineClient]: ...
+
+    def close(self) -> None: ...
 
 
 async def open_one_model(
@@ -44,16 +54,29 @@ async def open_one_model(
 
 
 async def open_model_pool(
-    models: Sequence[ServedModel], serving: ServeOptions, policy: RestartPolicy | None = None
+    models: Sequence[ServedModel],
+    serving: ServeOptions,
+    policy: RestartPolicy | None = None,
+    clusters: ModelClusters | None = None,
 ) -> ModelPool:
-    """A pool in which the default model and those that are pinned are loaded."""
+    """A pool in which the default model and those that are pinned are loaded. `clusters`: of those with replicas."""
+    alone = [model for model in models if model.replicas is None]
+    if serving.hold_weights is not None and not alone:
+        raise ConfigError("hold_weights has no effect: all models have replicas, whose weights are theirs")
+    if serving.ray_address is not None and len(alone) == len(models):
+        raise ConfigError(f"ray_address has no effect: no model of {serving.models} has replicas")
     holder = _holder(serving)
-    spare = SpareProcess(holder=holder) if serving.spare_engine and len(models) > 1 else None
+    spare = SpareProcess(holder=holder) if serving.spare_engine and alone and len(models) > 1 else None
 
     async def open_model(model: ServedModel, earlier: Frontend | None) -> Frontend:
         local = _local(model)
         name = model.name if len(models) > 1 else ""
-        client = AsyncClient.open(model.engine, name=name, process=True, policy=policy, spare=spare, holder=holder)
+        client: Coroutine[None, None, EngineClient]
+        if model.replicas is not None:
+            assert clusters is not None
+            client = clusters.open(model)
+        else:
+            client = AsyncClient.open(model.engine, name=name, process=True, policy=policy, spare=spare, holder=holder)
         opening = asyncio.ensure_future(client)
         try:
             text = earlier.text if earlier is not None else await asyncio.to_thread(_text, local, serving)
@@ -69,7 +92,7 @@ async def open_model_pool(
         serving.model_wait,
     )
     pool = ModelPool(models, open_model, limits, expected_bytes)
-    pool.closables += [each for each in (spare, holder) if each is not None]
+    pool.closables += [each for each in (spare, holder, clusters) if each is not None]
     try:
         await pool.start()
         if spare is not None:
@@ -92,7 +115,8 @@ def _text(local: LocalModel, serving: ServeOptions) -> TextModel:
 def expected_bytes(model: ServedModel) -> int:
     """About what a model will take: its files, and the KV pages it asks for. A load tells more."""
     asked = model.engine.cache.kv_memory
-    return _local(model).size() + (parse_size(asked) if asked is not None else 0)
+    each = _local(model).size() + (parse_size(asked) if asked is not None else 0)
+    return each * (model.replicas.replicas or 1) if model.replicas is not None else each
 
 
 def _local(model: ServedModel) -> LocalModel:

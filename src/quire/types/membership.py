@@ -53,3 +53,4 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     restarts: int
     rejoins: int = 0  # times that its connection was lost and the same process joined again
     lost: str = ""  # why it, or its connection, was lost last
+    model: str = ""  # that it serves, of several

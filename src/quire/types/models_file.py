@@ -5,6 +5,7 @@
         model: qwen3:8b       # hub id, directory or GGUF file, as on the command line
         keep_alive: 10m       # how long it stays loaded while nobody asks it
         max_model_len: 8192   # any option of an engine
+        replicas: 2           # engines of it, on Ray; any option of replicas
       - name: embed
         model: org/name-GGUF:Q8_0
         pinned: true          # loaded at start, never unloaded
@@ -14,6 +15,7 @@ Refuses to know: where models are, what they need.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from quire.types.config import EngineOptions, flat_fields
 from quire.types.errors import ConfigError
 from quire.types.option_checks import Checked, option
 from quire.types.option_names import unknown_option
+from quire.types.replica_options import ReplicaOptions
 
 MAX_FILE_BYTES = 1 << 20
 MAX_MODELS = 256
@@ -91,10 +94,14 @@ class ServedModel:
     engine: EngineOptions
     pinned: bool = False  # loaded at start, never unloaded
     keep_alive: float = math.inf  # seconds without a request after which it is unloaded
+    replicas: ReplicaOptions | None = None  # None: one engine of the server's own
 
 
-def read_models_file(path: str, engine: EngineOptions, keep_alive: float) -> list[ServedModel]:
-    """Entries of a file, the default first; each has the options of `engine` and `keep_alive` where it says nothing."""
+def read_models_file(
+    path: str, engine: EngineOptions, keep_alive: float, ray_address: str | None = None
+) -> list[ServedModel]:
+    """Entries of a file, the default first; each has the options of `engine` and `keep_alive` where it says nothing.
+    `ray_address`: where their replicas run."""
     file = Path(path)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
@@ -108,7 +115,7 @@ def read_models_file(path: str, engine: EngineOptions, keep_alive: float) -> lis
     models: list[ServedModel] = []
     for number, entry in enumerate(entries, 1):
         try:
-            model = _entry(entry, engine, keep_alive)
+            model = _entry(entry, engine, keep_alive, ray_address)
         except ConfigError as error:
             raise ConfigError(f"{path}, model {number}: {error}") from None
         if any(model.name == other.name for other in models):
@@ -127,11 +134,12 @@ def _decoded(data: bytes) -> Any:
     return msgspec.yaml.decode(data)
 
 
-def _entry(entry: Any, engine: EngineOptions, keep_alive: float) -> ServedModel:
+def _entry(entry: Any, engine: EngineOptions, keep_alive: float, ray_address: str | None) -> ServedModel:
     if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
         raise ConfigError("an entry has options by name, model among them")
     said = dict(entry)
-    known = ["name", "pinned", "keep_alive", *(field.name for field in flat_fields())]
+    of_replicas = [field.name for field in dataclasses.fields(ReplicaOptions) if field.name != "ray_address"]
+    known = ["name", "pinned", "keep_alive", *of_replicas, *(field.name for field in flat_fields())]
     if strange := [key for key in said if key not in known]:
         raise ConfigError(unknown_option(strange[0], known))
     if not isinstance(said.get("model"), str):
@@ -145,5 +153,8 @@ def _entry(entry: Any, engine: EngineOptions, keep_alive: float) -> ServedModel:
         raise ConfigError("keep_alive must be seconds, or like 5m or 1h30m")
     if pinned and kept is not None:
         raise ConfigError("keep_alive has no effect beside pinned: it is never unloaded")
+    cluster = {key: said.pop(key) for key in of_replicas if key in said}
+    replicas = ReplicaOptions(**cluster, ray_address=ray_address) if cluster else None
     options = EngineOptions.of(**(engine.flat() | said))
-    return ServedModel(name, options, pinned, keep_alive if kept is None else parse_keep_alive(kept))
+    kept = keep_alive if kept is None else parse_keep_alive(kept)
+    return ServedModel(name, options, pinned, kept, replicas)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 
-from quire.types.autoscaling import AutoscaleOptions
 from quire.types.errors import ConfigError
 from quire.types.logs import FORMATS, LEVELS
 from quire.types.models_file import ModelPoolOptions
 from quire.types.option_checks import option, parse_size
+from quire.types.replica_options import ReplicaOptions
 
 
 @dataclass(frozen=True)
-class ServeOptions(ModelPoolOptions, AutoscaleOptions):
+class ServeOptions(ModelPoolOptions, ReplicaOptions):
     """Serving."""
 
     host: str = option("127.0.0.1", "address of the API; any but loopback needs keys", common=True)
@@ -110,55 +109,18 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
         size=True,
     )
 
-    replicas: int | None = option(
-        None,
-        "engines of the model behind this server, started and watched by Ray (at first, with max_replicas or "
-        "min_replicas); needs quire[ray]",
-        low=1,
-        high=1024,
-        common=True,
-    )
-    router: str = option(
-        "cache-aware",
-        "which replica a request goes to: cache-aware, prefix, slo-aware, session, power-of-two, least-load or "
-        "round-robin",
-        forms=("cache-aware", "prefix", "slo-aware", "session", "power-of-two", "least-load", "round-robin"),
-    )
-    prefill_replicas: int = option(
-        0, "of the replicas, those that compute prompts for the others, which answer (prefill-decode disaggregation)",
-        low=0,
-    )  # fmt: skip
-    kv_connector: str = option(
-        "auto",
-        "how replicas hand KV pages over: tcp, shared-memory (on one machine), nixl (RDMA where there is any; needs "
-        "quire[nixl]), none, or auto (tcp or shared-memory, by where they are)",
-        forms=("auto", "tcp", "shared-memory", "nixl", "none"),
-    )
-    switch_roles: bool = option(True, "let prefill and decode replicas change roles as the load's shape changes")
-    handover_timeout: float = option(
-        10.0, "seconds without a page after which a replica computes what it waits for", above=0
-    )
-    rebalance: bool = option(True, "move running requests from replicas that have many to those that have few")
-    ray_address: str | None = option(
-        None, "Ray cluster to run replicas on, HOST:PORT or auto (default: a Ray of the server's own, on this machine)"
-    )
-    replica_cpus: float = option(1.0, "CPUs that Ray sets aside for a replica on a cluster", low=0)
-    replica_gpus: float | None = option(
-        None, "GPUs that Ray sets aside for a replica (default: one, or an equal part where there are fewer)", low=0
-    )
-
-    replica_wait: float = option(
-        120.0, "seconds that a request waits for a replica to start while there is none", above=0
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_replicas()
-        for name in ("replicas", "served_model_name"):
-            if self.models is not None and getattr(self, name) is not None:
-                raise ConfigError(f"{name} is one model's: leave it out beside models")
-        if self.ray_address is None and self.replica_cpus != 1.0:
-            raise ConfigError("replica_cpus has no effect without ray_address: this machine's cores are shared evenly")
+        if self.models is not None and self.replicas is not None:
+            raise ConfigError("replicas is one model's: say it in the file of models, of those that are to have some")
+        if self.models is not None and self.served_model_name is not None:
+            raise ConfigError("served_model_name is one model's: leave it out beside models")
+        if self.replicas is None and self.models is None and self.ray_address is not None:
+            raise ConfigError("ray_address has no effect without replicas")
+        if self.replicas is not None and not self.spare_engine:
+            raise ConfigError("spare_engine has no effect with replicas: another takes over from one that died")
+        if self.replicas is not None and self.hold_weights is not None:
+            raise ConfigError("hold_weights has no effect with replicas: Ray starts them, and their weights are theirs")
         for cert, key in (("grpc_cert", "grpc_key"), ("ssl_certfile", "ssl_keyfile")):
             if (getattr(self, cert) is None) != (getattr(self, key) is None):
                 raise ConfigError(f"{cert} and {key} need each other")
@@ -169,46 +131,6 @@ class ServeOptions(ModelPoolOptions, AutoscaleOptions):
         for origin in self.origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s*?#@]+", origin):
                 raise ConfigError(f"cors takes origins like https://example.org, or *, got {origin!r}")
-
-    def _check_replicas(self) -> None:
-        pages = ("prefill_replicas", "kv_connector", "switch_roles", "handover_timeout", "rebalance")
-        others = ("router", "ray_address", "replica_cpus", "replica_gpus", "replica_wait")
-        if self.replicas is not None and not self.spare_engine:
-            raise ConfigError("spare_engine has no effect with replicas: another takes over from one that died")
-        if self.replicas is not None and self.hold_weights is not None:
-            raise ConfigError("hold_weights has no effect with replicas: Ray starts them, and their weights are theirs")
-        for name in (*others, *pages, *AutoscaleOptions.__dataclass_fields__):
-            if self.replicas is None and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(f"{name} has no effect without replicas")
-        if self.replicas is not None:
-            self.validate_initial(self.replicas)
-            for name in ("router", *pages):
-                if self.most_replicas == 1 and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                    raise ConfigError(f"{name} has no effect with one replica")
-        if self.prefill_replicas and self.autoscales:
-            raise ConfigError("prefill_replicas are a fixed number: leave out min_replicas and max_replicas")
-        if self.prefill_replicas and self.prefill_replicas >= (self.replicas or 0):
-            raise ConfigError("prefill_replicas must be fewer than replicas: some must answer")
-        if not self.switch_roles and not self.prefill_replicas:
-            raise ConfigError("switch_roles has no effect without prefill_replicas")
-        if self.kv_connector == "none" and self.prefill_replicas:
-            raise ConfigError("prefill_replicas have no effect with kv_connector none")
-        if self.kv_connector == "shared-memory" and self.ray_address is not None:
-            raise ConfigError(
-                "kv_connector shared-memory is for replicas on this machine, not for ray_address; use tcp"
-            )
-
-    @property
-    def most_replicas(self) -> int:
-        """That there are at any time."""
-        return self.max_replicas or self.replicas or 1
-
-    @property
-    def connector(self) -> str:
-        """How replicas hand KV pages over; empty: they do not."""
-        if self.kv_connector == "auto":
-            return "tcp" if self.ray_address is not None or sys.platform != "linux" else "shared-memory"
-        return "" if self.kv_connector == "none" else self.kv_connector
 
     @property
     def origins(self) -> list[str]:

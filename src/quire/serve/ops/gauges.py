@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from quire.types.membership import ReplicaView
-from quire.types.seams import ReplicaOperator
+from quire.types.seams import EngineClient, ReplicaOperator
 
 if TYPE_CHECKING:
     from quire.serve.core.generation import Serving
@@ -65,43 +65,65 @@ class _Gauges(Collector):
             yield metric
 
     def _of_replicas(self) -> Iterator[Metric]:
-        labels = ("replica",)
+        labels = ("replica", *self._labels)
         up = GaugeMetricFamily("quire_replica_ready", "Whether a replica takes requests.", labels=labels)
         running = GaugeMetricFamily("quire_replica_requests_running", "Requests a replica works on.", labels=labels)
         waiting = GaugeMetricFamily("quire_replica_requests_waiting", "... without a first token.", labels=labels)
         restarts = CounterMetricFamily("quire_replica_restarts", "Times a replica was replaced.", labels=labels)
         for one in self.replicas:
-            up.add_metric((one.id,), one.state == "ready")
-            running.add_metric((one.id,), one.running)
-            waiting.add_metric((one.id,), one.waiting)
-            restarts.add_metric((one.id,), one.restarts)
+            who = (one.id, one.model) if self._labels else (one.id,)
+            up.add_metric(who, one.state == "ready")
+            running.add_metric(who, one.running)
+            waiting.add_metric(who, one.waiting)
+            restarts.add_metric(who, one.restarts)
         yield from (up, running, waiting, restarts)
-        failovers = getattr(self.serving.frontend.client, "failovers", 0)
-        yield CounterMetricFamily("quire_failovers", "Requests that went on on another replica.", failovers)
-        client = self.serving.frontend.client
-        if isinstance(client, ReplicaOperator):
-            help = "Running requests moved with their KV pages."
-            yield CounterMetricFamily("quire_migrations", help, client.migrations)
-            help = "Times that a replica changed its role as the load's shape did."
-            yield CounterMetricFamily("quire_role_switches", help, client.role_switches)
-            help = "Requests that wait for a replica while there is none."
-            yield GaugeMetricFamily("quire_requests_pending", help, client.pending)
+        yield from self._of_clusters()
         yield from self._of_autoscaling()
 
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        """Of what each model has."""
+        return () if self.serving.models.single_model else ("model_name",)
+
+    def _loaded(self) -> list[tuple[tuple[str, ...], EngineClient]]:
+        """Clients of models that are loaded, each with the values of its labels."""
+        found = self.serving.models.loaded().items()
+        return [((name,) if self._labels else (), frontend.client) for name, frontend in found]
+
+    def _of_clusters(self) -> Iterator[Metric]:
+        gauge, counter, labels = GaugeMetricFamily, CounterMetricFamily, self._labels
+        failovers = counter("quire_failovers", "Requests that went on on another replica.", labels=labels)
+        migrations = counter("quire_migrations", "Running requests moved with their KV pages.", labels=labels)
+        help = "Times that a replica changed its role as the load's shape did."
+        switches = counter("quire_role_switches", help, labels=labels)
+        help = "Requests that wait for a replica while there is none."
+        pending = gauge("quire_requests_pending", help, labels=labels)
+        for who, client in self._loaded():
+            failovers.add_metric(who, getattr(client, "failovers", 0))
+            if isinstance(client, ReplicaOperator):
+                migrations.add_metric(who, client.migrations)
+                switches.add_metric(who, client.role_switches)
+                pending.add_metric(who, client.pending)
+        yield from (one for one in (failovers, migrations, switches, pending) if one.samples)
+
     def _of_autoscaling(self) -> Iterator[Metric]:
-        autoscaler = getattr(self.serving.frontend.client, "autoscaler", None)
-        if autoscaler is None:
-            return
-        view = autoscaler.view()
-        yield GaugeMetricFamily("quire_autoscaler_replicas_wanted", "Replicas that the load asks for.", view.target)
-        yield GaugeMetricFamily("quire_autoscaler_queue_delay_seconds", "Wait for admission, p90.", view.queue_delay_s)
-        if view.slo_attainment is not None:
-            help = "Share of the latest answers that met their targets."
-            yield GaugeMetricFamily("quire_autoscaler_slo_attainment", help, view.slo_attainment)
-        scaled = CounterMetricFamily("quire_autoscaler_scalings", "Changes of the number.", labels=("direction",))
-        for direction, times in autoscaler.scaled.items():
-            scaled.add_metric((direction,), times)
-        yield scaled
+        gauge, counter, labels = GaugeMetricFamily, CounterMetricFamily, self._labels
+        wanted = gauge("quire_autoscaler_replicas_wanted", "Replicas that the load asks for.", labels=labels)
+        delay = gauge("quire_autoscaler_queue_delay_seconds", "Wait for admission, p90.", labels=labels)
+        help = "Share of the latest answers that met their targets."
+        attainment = gauge("quire_autoscaler_slo_attainment", help, labels=labels)
+        scaled = counter("quire_autoscaler_scalings", "Changes of the number.", labels=(*labels, "direction"))
+        for who, client in self._loaded():
+            if (autoscaler := getattr(client, "autoscaler", None)) is None:
+                continue
+            view = autoscaler.view()
+            wanted.add_metric(who, view.target)
+            delay.add_metric(who, view.queue_delay_s)
+            if view.slo_attainment is not None:
+                attainment.add_metric(who, view.slo_attainment)
+            for direction, times in autoscaler.scaled.items():
+                scaled.add_metric((*who, direction), times)
+        yield from (one for one in (wanted, delay, attainment, scaled) if one.samples)
 
 
 def render(serving: Serving, replicas: Sequence[ReplicaView]) -> bytes:

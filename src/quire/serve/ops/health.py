@@ -22,6 +22,7 @@ from quire.serve.core.rate_limits import DRAIN_RETRY
 from quire.serve.ops import gauges
 from quire.types.errors import EngineDeadError, OverloadedError
 from quire.types.membership import ReplicaView
+from quire.types.seams import ReplicaOperator
 
 ENGINE_TIMEOUT = 2.0  # seconds the engine has to answer before it counts as gone
 
@@ -50,12 +51,17 @@ async def ask_engine(serving: Serving, model: str) -> None:
 
 
 async def all_replicas(serving: Serving) -> list[ReplicaView]:
-    """The engines of all models that are loaded; of several models, each is called like its model."""
+    """The engines of all models that are loaded. Of several models, an engine is called like its model, one of its
+    replicas MODEL:ID."""
     found: list[ReplicaView] = []
     for name, frontend in serving.models.loaded().items():
         with suppress(EngineDeadError):  # of one that is lost meanwhile
             replicas = await frontend.client.replicas()
-            found += replicas if serving.models.single_model else [replace(one, id=name) for one in replicas]
+            if serving.models.single_model:
+                found += replicas
+                continue
+            several = isinstance(frontend.client, ReplicaOperator)
+            found += [replace(one, id=f"{name}:{one.id}" if several else name, model=name) for one in replicas]
     return found
 
 
