@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import httpx
-from fake_frontend import CONTEXT, EOS, VOCAB, FakeFrontend
+from fake_frontend import CONTEXT, EOS, VOCAB, FakeClient, FakeFrontend
 
 from quire import __version__
-from quire.serve.http.server import ServerUrl
+from quire.engine.model_pool import ModelPool
+from quire.serve.http.server import ServerUrl, background_server
+from quire.types.config import EngineOptions
+from quire.types.errors import OverloadedError
+from quire.types.models_file import ServedModel
 
 
 def test_ping_says_what_ready_says(fake_server: str, fake_frontend: FakeFrontend) -> None:
@@ -91,3 +95,37 @@ def test_an_engine_sleeps_and_is_woken_by_a_request(live_server: ServerUrl) -> N
     refused = admin.post("/sleep?level=3")
     assert refused.status_code == 400 and "levels 1 and 2" in refused.text
     assert httpx.post(f"{live_server}/sleep").status_code == 404  # users must not
+
+
+class SleepyClient(FakeClient):
+    """Sleeps, unless it is busy."""
+
+    def __init__(self, busy: bool) -> None:
+        super().__init__()
+        self.busy, self.level = busy, 0
+
+    async def power(self, *, asleep: bool, level: int = 1) -> None:
+        if self.busy:
+            raise OverloadedError("requests are under way; the engine can sleep when they are done")
+        self.level = level if asleep else 0
+
+
+def test_of_several_models_those_sleep_that_can() -> None:
+    clients = {"a": SleepyClient(busy=True), "b": SleepyClient(busy=False)}
+
+    async def open_model(model: ServedModel, earlier: object) -> FakeFrontend:
+        frontend = FakeFrontend()
+        frontend.model_name, frontend.client = model.name, clients[model.name]
+        return frontend
+
+    async def started() -> ModelPool:
+        pool = ModelPool([ServedModel(name, EngineOptions(), pinned=True) for name in clients], open_model)  # type: ignore[arg-type]
+        await pool.start()
+        return pool
+
+    with background_server(started) as url:
+        refused = httpx.post(f"{url.admin}/sleep?level=2")
+        assert refused.status_code == 503 and "requests are under way" in refused.text
+        assert (clients["a"].level, clients["b"].level) == (0, 2)
+        clients["a"].busy = False
+        assert httpx.post(f"{url.admin}/sleep").status_code == 200 and clients["a"].level == 1

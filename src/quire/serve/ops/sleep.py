@@ -7,6 +7,8 @@ moved where.
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -30,8 +32,12 @@ def router(serving: Serving) -> APIRouter:
     routes = APIRouter(tags=["operations"])
 
     async def power(model: str | None, asleep: bool, level: int = 1) -> None:
-        for frontend in serving.models.loaded().values() if model is None else [serving.loaded(model)]:
-            await frontend.client.power(asleep=asleep, level=level)
+        """All that can; then, why another could not."""
+        frontends = serving.models.loaded().values() if model is None else [serving.loaded(model)]
+        told = [frontend.client.power(asleep=asleep, level=level) for frontend in frontends]
+        for outcome in await asyncio.gather(*told, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     @routes.post("/sleep", summary="/v1/engine/sleep by vLLM's name", openapi_extra=answers(Power))
     @routes.post("/v1/engine/sleep", summary="Free the engine's memory until woken", openapi_extra=answers(Power))
