@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from quire.cluster.latency_model import LatencyLine, prefill_work
 from quire.cluster.prefix_directory import DEFAULT_CAPACITY
@@ -19,6 +18,7 @@ from quire.cluster.prefix_routers import PREFILL_WEIGHT, CacheAware, members
 from quire.cluster.router_policy import MAX_COMPARED, ReplicaLoad, RouteView
 
 MARGIN = 0.95  # of a target that a prediction must be within: some take longer
+MEAN_WEIGHT = 0.01  # of the latest prompt in their mean length
 
 
 @dataclass(slots=True)
@@ -35,17 +35,10 @@ class Routed:
     first_token: float = 0.0
 
 
-class Misses(NamedTuple):
-    """What sending a request somewhere is expected to come to; less is better."""
-
-    count: int  # of targets missed because of it, its own included
-    lateness: float  # of one that is late wherever it goes, in seconds; 0: it is not
-    cost: float  # as `cache-aware` weighs it, in tokens
-
-
 class SloAware(CacheAware):
-    """The fewest targets missed, of this request and of those that are there; of equals the least lateness, then the
-    least cost. As `cache-aware` while nothing is known of how long things take, and for requests without targets."""
+    """The least cost, as `cache-aware` weighs it, with the targets that are missed because of the decision: each counts
+    as much as computing a prompt of mean length. As `cache-aware` while nothing is known of how long things take, and
+    for requests without targets."""
 
     observes = True
 
@@ -53,14 +46,16 @@ class SloAware(CacheAware):
         super().__init__(replicas, seed, capacity)
         self.ttft = LatencyLine()  # by prompt work
         self.tpot = LatencyLine()  # by requests under way
+        self._mean_prompt = 0.0  # tokens
         self._requests: dict[Hashable, Routed] = {}
         self._under_way = [0] * replicas
         self._prompts: list[dict[Hashable, Routed]] = [{} for _ in range(replicas)]  # not computed yet, by replica
         self._answers: list[dict[Hashable, Routed]] = [{} for _ in range(replicas)]  # with a target for each token
 
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
-        ttft, tpot = request.ttft or inf, request.tpot or inf
-        if not self.ttft.known or (ttft == inf and tpot == inf):
+        known = self._mean_prompt or request.tokens
+        self._mean_prompt = known + MEAN_WEIGHT * (request.tokens - known)
+        if not self.ttft.known or not (request.ttft or request.tpot):
             chosen = super().choose(request, loads)
             self._send(request, chosen, late=False)
             return chosen
@@ -68,14 +63,15 @@ class SloAware(CacheAware):
         held: dict[int, int] = {}
         for found in self.directory.match(blocks) if blocks else ():
             held.update((replica, found.blocks) for replica in members(found.replicas))
-        best, chosen = Misses(1 << 60, inf, inf), -1
+        weighed = []
         for replica in self._candidates(loads, held):
             saved = request.tokens * held[replica] // len(blocks) if replica in held else 0
-            misses = self._misses(request, saved, replica, loads[replica])
-            if misses < best:
-                best, chosen = misses, replica
+            missed, late = self.missed(request, saved, replica, loads[replica])
+            cost = loads[replica].cost + PREFILL_WEIGHT * (request.tokens - saved + missed * self._mean_prompt)
+            weighed.append((cost, replica, late))
+        _, chosen, late = min(weighed, key=lambda one: one[0])
         self._note(chosen, request, held.get(chosen, 0))
-        self._send(request, chosen, late=best.lateness > 0)
+        self._send(request, chosen, late=late)
         return chosen
 
     def _candidates(self, loads: Sequence[ReplicaLoad], held: dict[int, int]) -> list[int]:
@@ -86,18 +82,14 @@ class SloAware(CacheAware):
         others = [replica for replica in turn if loads[replica].accepts_requests]
         return list(dict.fromkeys([*ready, *others[:MAX_COMPARED]])) or [first]
 
-    def _misses(self, request: RouteView, saved: int, replica: int, load: ReplicaLoad) -> Misses:
-        rate, work = self.ttft.slope, prefill_work(request.tokens, saved)
-        prompts = self._prompts[replica].values()
-        ahead = sum(one.work for one in prompts if not one.late)
-        behind = sum(one.work for one in prompts if one.late)
-        late = self.ttft.seconds(ahead + work) - MARGIN * (request.ttft or inf)
+    def missed(self, request: RouteView, saved: int, replica: int, load: ReplicaLoad) -> tuple[int, bool]:
+        """Targets that are expected to be missed if it goes there, its own included; and whether it would be late."""
+        work = prefill_work(request.tokens, saved)
+        ahead = sum(one.work for one in self._prompts[replica].values() if not one.late)
+        late = self.ttft.seconds(ahead + work) > MARGIN * (request.ttft or inf)
         slow = self.tpot.known and self.tpot.seconds(load.requests + 1) > (request.tpot or inf)
-        count = (late > 0 or slow) + self._slowed(replica, load)
-        if late <= 0:
-            count += self._delayed(request, work, replica)
-        cost = load.cost + PREFILL_WEIGHT * (request.tokens - saved)
-        return Misses(count, late + rate * behind if late > 0 else 0.0, cost)
+        delayed = 0 if late else self._delayed(request, work, replica)
+        return (late or slow) + delayed + self._slowed(replica, load), late
 
     def _delayed(self, request: RouteView, work: float, replica: int) -> int:
         """How many longer prompts would be late because this one goes before them."""
