@@ -120,7 +120,7 @@ def test_bitsandbytes_as_its_library_packs_them(tmp_path, kind):
         nested = kind == "nf4-nested"
         packed, state = functional.quantize_4bit(weight, quant_type=kind[:3], blocksize=64, compress_statistics=nested)
         parts = {f"weight.{name}": value for name, value in state.as_dict(packed=True).items()}
-        state.shape = torch.Size((weight.numel() // 64, 64))  # on x86 CPUs 0.50 misreads blocks that go over a row's end
+        state.shape = torch.Size((weight.numel() // 64, 64))  # 0.50 misreads on x86 blocks over a row's end
         return {"weight": packed, **parts}, functional.dequantize_4bit(packed, state).view_as(weight)
 
     check(tmp_path, {"quant_method": "bitsandbytes", "load_in_4bit": True}, pack)

@@ -99,7 +99,7 @@ def test_some_modules_stay(tmp_path):
 def test_the_compressed_tensors_package_reads_the_same(tmp_path, recipe):
     pytest.importorskip("compressed_tensors", reason="the library that reads this format elsewhere")
     _, out, _ = quantised(tmp_path, "block-sized", recipe)
-    shifted = recipe.scheme in ("awq", "gptq")  # with zero points, which transformers 5.23 reads this way alone, in groups of one size
+    shifted = recipe.scheme in ("awq", "gptq")  # with zero points: transformers 5.23 needs one group size
     how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if shifted else {}
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, **how)
     (prompt,) = prompts(33)
