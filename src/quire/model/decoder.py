@@ -19,7 +19,7 @@ from quire.kernels.kv_views import KVViews
 from quire.kernels.library.cudnn_prefill import CudnnPrefill
 from quire.model.blocks.attention import AttentionBlock, LinearMaker
 from quire.model.blocks.class_head import ClassHeadBlock
-from quire.model.blocks.context_stages import ContextStages, whole_step
+from quire.model.blocks.context_stages import whole_step
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.fused import choose_stages
@@ -33,7 +33,7 @@ from quire.model.blocks.norms import Norm
 from quire.model.blocks.recurrent import CausalConv
 from quire.model.blocks.rope_scaling import NO_ROTATION, Scaled, inverse_frequencies
 from quire.model.blocks.short_conv import ShortConvBlock
-from quire.model.blocks.stages import AttendingBlock, MixerBlock, Stages, Step
+from quire.model.blocks.stages import AttendingBlock, MixerBlock, Step
 from quire.model.decoder_spec import DecoderSpec, Experts, Latent, Norms
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.scheme import QuantScheme
@@ -88,11 +88,7 @@ class Model:
         self._dense: QuantScheme = DenseScheme()
         if invariant:
             self.scheme, self._dense = self.scheme.invariant(), self._dense.invariant()
-        self.stages: Stages = (
-            choose_stages(spec, device, invariant=invariant, ranks=ranks)
-            if self.context is None
-            else ContextStages(spec, device, self.context)
-        )
+        self.stages = choose_stages(spec, device, invariant=invariant, ranks=self.context or ranks)
         self.notes: list[str] = []  # what whoever made it adds to `describe`
         tokens = spec.vocab_size if ranks is None else vocabulary_rows(spec.vocab_size, ranks.size)
         places = spec.max_position + spec.position_offset

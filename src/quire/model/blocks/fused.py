@@ -17,6 +17,7 @@ import torch
 from quire.kernels.library import cublas
 from quire.kernels.triton import why_not
 from quire.model.blocks.attention import AttentionBlock
+from quire.model.blocks.context_stages import ContextStages
 from quire.model.blocks.dense import DenseBlock
 from quire.model.blocks.experts import ExpertsBlock
 from quire.model.blocks.linear import Linear
@@ -31,8 +32,10 @@ from quire.types.errors import ConfigError
 def choose_stages(
     spec: DecoderSpec, device: torch.device, *, invariant: bool = False, ranks: Ranks | None = None
 ) -> Stages:
-    """Fused stages where they can run, plain ones elsewhere; `reasons` says which. `invariant`: a row's bits may not
-    depend on what runs beside it."""
+    """Fused stages where they can run, plain ones elsewhere, those of a context-parallel rank for such; `reasons` says
+    which. `invariant`: a row's bits may not depend on what runs beside it."""
+    if ranks is not None and ranks.context:
+        return ContextStages(spec, device, ranks)
     refusal = why_not(device)
     if invariant and (varying := batch_dependent(spec)):
         raise ConfigError(f"invariant results are not to be had with {varying}: their bits depend on the batch")
