@@ -160,6 +160,7 @@ def test_a_reader_that_lags_gets_all_of_it_in_fewer_chunks(server: str, link: To
     tokens = 40_000  # 9 MB of events, more than sockets hold
     link.burst = 100
     with connect(server, "/v1/completions", tokens) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # which else grows with what comes
         connection.recv(1, socket.MSG_PEEK)
         until = time.monotonic() + 60
         while link.running:

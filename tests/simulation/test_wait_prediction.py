@@ -61,7 +61,7 @@ def test_what_would_wait_longer_than_it_may_is_refused_and_leaves_nothing():
 
     def ask(name, **more):
         one._lengths[name] = 50
-        one.recorder.expect(name, Arrival(0.0, 64, 50))
+        one.recorder.expect(name, Arrival(0.0, 64, 50), 64)
         core.submit(Request(id=name, prompt=[1] * 64, params=params, arrival=one._clock.now, **more))
 
     ask("first", longest_wait=1e-6)  # the engine is idle
@@ -83,7 +83,7 @@ def test_a_first_impression_refuses_nobody():
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=2)
     for name in "abc":
         one._lengths[name] = 2
-        one.recorder.expect(name, Arrival(0.0, 64, 2))
+        one.recorder.expect(name, Arrival(0.0, 64, 2), 64)
         one.core.submit(Request(id=name, prompt=[1] * 64, params=params, arrival=one._clock.now, longest_wait=30.0))
     assert len(one.core.scheduler.sequences.requests) == 3
 
