@@ -477,3 +477,12 @@ def test_numbers_left_out_beyond_a_bound_do_not_move_it(judge, out):
     grammar = judge.compile({"type": "integer", "exclusiveMinimum": 2, "maximum": 5, "not": {"const": out}})
     fitting = [str(n) for n in (3, 4, 5) if n != out]
     assert taken(judge, grammar, map(str, range(-1, 12))) == fitting
+
+
+def test_options_that_are_there_twice_cost_nothing(judge):
+    """Each copy doubled the ways to read an object: this was refused as too ambiguous, or for the time that took."""
+    option = {"properties": {f"p{i}": {"enum": [i, 318]} for i in range(100)}}
+    texts = ['{"p7": 318, "p99": 99}', '{"p7": 8}']
+    assert taken(judge, judge.compile({"anyOf": [option] * 20}), texts) == texts[:1]
+    grammar = judge.compile({"anyOf": [{"const": 1}, {"const": True}, {"const": 1}]})
+    assert taken(judge, grammar, ["1", "true", "false"]) == ["1", "true"]

@@ -6,6 +6,7 @@ Refuses to know: anything that needs to be rewritten.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from quire.generation.grammar.json_schema.formats import KNOWN_FORMATS
@@ -19,6 +20,7 @@ REWRITTEN = ("allOf", "oneOf", "not", "if", "then", "else", "dependencies", "dep
              "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "patternProperties",
              "minProperties", "maxProperties", "unevaluatedItems", "unevaluatedProperties", "additionalItems",
              "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")  # fmt: skip
+MAX_COMPARED = 64  # options of an anyOf
 NAMED_TYPES = TYPES - {"fraction"} | {"number"}
 
 
@@ -72,6 +74,8 @@ def _copied(node: Node, closed: bool) -> Node | None:
             if not isinstance(node[key], kind):
                 return None
             copy[key] = kind(node[key])
+    if "anyOf" in copy:
+        copy["anyOf"] = _distinct(copy["anyOf"])
     for key in ("items", "additionalProperties"):
         if key in node:
             copy[key] = node[key]
@@ -91,6 +95,18 @@ def _copied(node: Node, closed: bool) -> Node | None:
             copy["properties"] |= {name: True for name in required if name not in copy["properties"]}
             copy["additionalProperties"] = False
     return copy
+
+
+def _distinct(options: list[Any]) -> list[Any]:
+    """Each once: every copy of an option doubles the ways in which a value may be read."""
+    found: list[Any] = []
+    try:
+        for option in options if len(options) <= MAX_COMPARED else ():
+            if not any(option == one and json.dumps(option) == json.dumps(one) for one in found):  # 1 equals True
+                found.append(option)
+    except RecursionError:
+        return options
+    return found or options
 
 
 def _exact(copy: Node) -> bool:
