@@ -40,9 +40,9 @@ async function agents(api) {
   const about = (more, settings) =>
     new Agent({ name: "tester", instructions: "Be brief.", model, ...more, modelSettings: { temperature: 0, ...settings } });
   const schema = await schemas();
-  if (task === "chat") return (await runner.run(about({}, { maxTokens: limit }), sum)).finalOutput;
+  if (task === "chat") return (await runner.run(about({}, { maxTokens: 200 }), sum)).finalOutput;
   if (task === "stream") {
-    const run = await runner.run(about({}, { maxTokens: limit }), sum, { stream: true });
+    const run = await runner.run(about({}, { maxTokens: 200 }), sum, { stream: true });
     const parts = [];
     for await (const part of run.toTextStream()) parts.push(part);
     await run.completed;

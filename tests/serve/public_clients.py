@@ -332,13 +332,13 @@ class OpenAIAgents(Client):
     def chat(self) -> str:
         from agents import Runner
 
-        return str(asyncio.run(Runner.run(self._agent(), SUM)).final_output)
+        return str(asyncio.run(Runner.run(self._agent(200), SUM)).final_output)
 
     def stream(self) -> list[str]:
         from agents import Runner
 
         async def parts() -> list[str]:
-            run = Runner.run_streamed(self._agent(), SUM)
+            run = Runner.run_streamed(self._agent(200), SUM)
             events = [event.data async for event in run.stream_events() if event.type == "raw_response_event"]
             return [event.delta for event in events if event.type == "response.output_text.delta"]
 
