@@ -27,9 +27,6 @@ from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
-
-
 class Processes:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
@@ -84,6 +81,15 @@ async def eventually(condition) -> None:
             await asyncio.sleep(0.02)
 
 
+async def test_an_engine_process_joins_and_stays(default_model) -> None:
+    """Whatever it says before it is ready is taken for the word of one that was given up: it would be told to end."""
+    async with engines(str(default_model.path), 1) as (client, _, processes):
+        done = await asyncio.wait_for(Reader(client, requests("one")[0]).task, 120)
+        assert len(done.tokens[0]) == 96 and client._replicas[0].pid == processes.started[0].pid
+        assert [(view.state, view.restarts, view.lost) for view in await client.replicas()] == [("ready", 0, "")]
+
+
+@pytest.mark.slow
 async def test_answers_are_those_of_an_undisturbed_run(default_model, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="quire.cluster")
     async with engines(str(default_model.path), 2) as (client, proxies, processes):

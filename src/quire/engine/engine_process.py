@@ -246,7 +246,8 @@ def main(address: str, parent: str, options: str = "", holder: str = "") -> int:
         said = options or sys.stdin.read()
         if not said:  # a spare that is not needed
             return 0
-        process.send(Heartbeat())  # the options are here; loading says nothing until it is done
+        if not replica:  # which joins by its first word, once it is ready
+            process.send(Heartbeat())  # the options are here; loading says nothing until it is done
         weights = socket.socket(fileno=int(holder)) if holder else None
         given = json.loads(said)
         configure_child("engine", model=given.pop(SERVED_NAME, ""))
