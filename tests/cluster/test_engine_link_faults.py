@@ -27,6 +27,7 @@ from quire.types.grammar import GrammarSpec
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
+
 class Processes:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[bytes]] = []
