@@ -87,15 +87,9 @@ def test_answers_are_one_process_s_with(name, options, tmp_path):
 
 def test_prompt_log_probabilities_are_one_process_s(engines):
     """Hidden states of all tokens come together."""
-    (prompt,), found = prompts(70), []
-    for engine in engines:
-        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
-        engine.core.submit(Request(id="p", prompt=prompt[:60], params=params))
-        scores = []
-        while engine.core.busy:
-            scores += [entry for event in engine.core.step() for entry in event.prompt_logprobs or []]
-        found.append([entry.logprob for entry in scores])
-    assert len(found[0]) >= 59 and found[1] == pytest.approx(found[0], abs=1e-4)
+    (prompt,) = prompts(60)
+    one, two = (engine.prompt_logprobs(prompt) for engine in engines)
+    assert len(one) >= 59 and two == pytest.approx(one, abs=1e-4)
 
 
 def test_bytes_are_counted_by_the_formula(files):

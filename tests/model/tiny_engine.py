@@ -23,6 +23,14 @@ class Engine:
         self.core = EngineCore(options, open_executor(options, resolve(str(path)).open(), vocabulary=None))
         self.count = 0
 
+    def prompt_logprobs(self, prompt: list[int]) -> list[float]:
+        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1, ignore_eos=True)
+        self.core.submit(Request(id="p", prompt=prompt, params=params))
+        found: list[float] = []
+        while self.core.busy:
+            found += [entry.logprob for event in self.core.step() for entry in event.prompt_logprobs or []]
+        return found
+
     def answers(
         self,
         asked: list[list[int]],
