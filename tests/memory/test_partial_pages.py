@@ -42,7 +42,7 @@ def test_the_longest_beginning_is_found_among_many_as_by_comparing_all():
                 gone = rng.choice(list(held))
                 partial.remove(gone)
                 del held[gone]
-            partial.enter(page, ROOT, pack(tokens))
+            partial.enter([(page, ROOT, pack(tokens))])
             held[page] = tokens
         wanted = [rng.randrange(3) << rng.choice([0, 8, 30]) for _ in range(6)]
         best = max((shared(wanted, tokens) for tokens in held.values()), default=0)
@@ -54,6 +54,16 @@ def test_the_longest_beginning_is_found_among_many_as_by_comparing_all():
             partial.match((0, b"other"), pack(wanted)) == (0, 0) and partial.match((1, b"root"), pack(wanted))[0] == 0
         )
         partial.check()
+
+
+def test_few_and_many_new_pages_find_their_places_among_those_known():
+    rng, partial, held = Random(4), PartialPages(), 0
+    for count in (40, 1, 2, 0, 90, 3, 1):
+        partial.enter((page, ROOT, pack([rng.randrange(50)])) for page in range(held + 1, held + 1 + count))
+        held += count
+        partial.settle()
+        partial.check()
+    assert sum(partial.filled(page) for page in range(held + 1)) == held
 
 
 class Engine:

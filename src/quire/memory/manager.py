@@ -138,19 +138,11 @@ class KVManager:
         for group, size in enumerate(self._sizes):
             first, last = table.published[group], min(upto // size, len(table.hashes[group]))
             if last > first:
-                self._publish_pages(table, group, first, last, pack(tokens[first * size : last * size]))
+                names, pages = table.hashes[group][first:last], table.pages[group][first:last]
+                content = pack(tokens[first * size : last * size])
+                self.index.publish_run(group, names, pages, table.name_before(group, first), content)
                 table.published[group] = last
         table.next_publish = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
-
-    def _publish_pages(self, table: PageTable, group: int, first: int, last: int, content: bytes) -> None:
-        """Enter full pages from `first` up to `last`, whose tokens `content` has."""
-        publish, parent = self.index.publish, table.name_before(group, first)
-        size = len(content) // (last - first)
-        named = zip(table.hashes[group][first:last], table.pages[group][first:last], strict=True)
-        for i, (name, page) in enumerate(named):
-            if page != NULL_PAGE:
-                publish((group, name), page, parent, content[i * size : (i + 1) * size])
-            parent = name
 
     def publish_tail(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """As `publish`, with the page that the first `upto` of `tokens` fill in part."""

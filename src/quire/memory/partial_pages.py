@@ -14,8 +14,10 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
+FEW = 16  # times fewer entries are found their places one by one
 TOKEN_BYTES = 8  # a simulator numbers tokens beyond 32 bits
 Parent = tuple[int, bytes]  # group, name of the page before (of the first one: the root of its salt)
+Entry = tuple[int, Parent, bytes]  # a page, what it stands behind, its tokens
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -41,6 +43,16 @@ def _longest(known: list[tuple[bytes, int]], tokens: bytes) -> tuple[int, int]:
     return best
 
 
+def _merge(known: list[tuple[bytes, int]], new: list[tuple[bytes, int]]) -> None:
+    """Into one sorted list another one."""
+    if len(new) * FEW < len(known):
+        for entry in new:
+            insort(known, entry)
+    else:
+        known += new
+        known.sort()  # two sorted runs: merged, not sorted anew
+
+
 class PartialPages:
     def __init__(self) -> None:
         self._after: dict[Parent, list[tuple[bytes, int]]] = {}
@@ -48,24 +60,26 @@ class PartialPages:
         self._planned: dict[Parent, list[tuple[bytes, int]]] = {}  # entered since the last plan began
         self._tails: set[int] = set()  # pages that the index has no name for
 
-    def enter(self, page: int, parent: Parent, tokens: bytes, *, tail: bool = False) -> None:
-        """The page, which is not entered yet, holds, or will after the plan in the making, these tokens behind
-        `parent`."""
-        self._of[page] = parent, tokens
-        if (planned := self._planned.get(parent)) is None:
-            self._planned[parent] = [(tokens, page)]
-        else:
-            insort(planned, (tokens, page))
-        if tail:
-            self._tails.add(page)
+    def enter(self, entries: Iterable[Entry]) -> None:
+        """Pages that are not entered yet hold, or will after the plan in the making, these tokens."""
+        of, by_parent = self._of, self._planned
+        for page, parent, tokens in entries:
+            of[page] = parent, tokens
+            if (planned := by_parent.get(parent)) is None:
+                by_parent[parent] = [(tokens, page)]
+            else:
+                insort(planned, (tokens, page))
+
+    def enter_tail(self, entry: Entry) -> None:
+        """As `enter`, a page that the index has no name for."""
+        self.enter([entry])
+        self._tails.add(entry[0])
 
     def settle(self) -> None:
         """A new plan begins: what was entered before may be copied in it."""
         planned, after = self._planned, self._after
         for parent in planned.keys() & after.keys():
-            known = after[parent]
-            known += planned.pop(parent)
-            known.sort()  # two sorted runs: merged, not sorted anew
+            _merge(after[parent], planned.pop(parent))
         after.update(planned)
         planned.clear()
 

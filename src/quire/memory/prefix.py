@@ -10,15 +10,16 @@ too (`partial_pages.py`), those that are filled in part by these alone.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
-from itertools import islice, repeat
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from math import inf
 from typing import Any, NamedTuple
 
 from quire.memory.cache_events import PageListener
-from quire.memory.partial_pages import TOKEN_BYTES, Parent, PartialPages
+from quire.memory.partial_pages import TOKEN_BYTES, Entry, Parent, PartialPages
 from quire.types.clock import Clock
+from quire.types.kv import NULL_PAGE
 from quire.types.transfer import Key
 
 LOOKUP_BATCH = 64  # names looked up together
@@ -35,7 +36,7 @@ class Eviction(NamedTuple):
 class PrefixIndex:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or Clock()
-        self._page: dict[Key, int] = {}
+        self._pages: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # by group and name
         self._key: dict[int, Key] = {}
         self._parent: dict[Key, bytes] = {}
         self._evicted: OrderedDict[Key, Eviction] = OrderedDict()
@@ -44,21 +45,21 @@ class PrefixIndex:
         self.listeners: list[PageListener] = []  # to changes of the first group's pages
 
     def __len__(self) -> int:
-        return len(self._page)
+        return len(self._key)
 
     def run(self, group: int, names: Iterable[bytes]) -> list[int]:
         """Pages of consecutive names, up to the first that is not held."""
         pages: list[int] = []
-        held: Callable[[Key], Any] = self._page.get
-        keys = zip(repeat(group), names, strict=False)
-        while found := list(map(held, islice(keys, LOOKUP_BATCH))):
+        held: Callable[[bytes], Any] = self._pages[group].get
+        names = iter(names)
+        while found := list(map(held, islice(names, LOOKUP_BATCH))):
             if None in found:
                 return pages + found[: found.index(None)]
             pages += found
         return pages
 
     def holds(self, key: Key) -> bool:
-        return key in self._page
+        return key[1] in self._pages[key[0]]
 
     def key_of(self, page: int) -> Key | None:
         return self._key.get(page)
@@ -74,21 +75,38 @@ class PrefixIndex:
     def publish(self, key: Key, page: int, parent: bytes = b"", tokens: bytes = b"") -> None:
         """Enter a page, the name of the one before it and, to be found by them, its tokens. If another page holds the
         content, that stays the entry."""
-        if self._promised:
-            self._promised.pop(key, None)
-        if self.partial.is_tail(page):
-            self.partial.remove(page)
-        if key in self._page or page in self._key:
-            return
-        self._page[key] = page
-        self._key[page] = key
-        self._parent[key] = parent
-        if self._evicted:
-            self._evicted.pop(key, None)
+        self.publish_run(key[0], [key[1]], [page], parent, tokens)
+
+    def publish_run(
+        self, group: int, names: Sequence[bytes], pages: Sequence[int], parent: bytes, tokens: bytes
+    ) -> None:
+        """Enter consecutive pages behind `parent`; null pages are passed over."""
+        held, keys, parents, size = self._pages[group], self._key, self._parent, len(tokens) // len(names)
+        is_tail, entered, start = self.partial.is_tail, [], 0
+        for name, page in zip(names, pages, strict=True):
+            if page != NULL_PAGE:
+                key = group, name
+                if self._promised:
+                    self._promised.pop(key, None)
+                if is_tail(page):
+                    self.partial.remove(page)
+                if name not in held and page not in keys:
+                    held[name] = page
+                    keys[page] = key
+                    parents[key] = parent
+                    entered.append((page, (group, parent), tokens[start : start + size]))
+            parent = name
+            start += size
         if tokens:
-            self.partial.enter(page, (key[0], parent), tokens)
-        if self.listeners and not key[0]:
-            for listener in self.listeners:
+            self.partial.enter(entered)
+        if self._evicted or self.listeners:
+            self._tell_entered(entered)
+
+    def _tell_entered(self, entered: list[Entry]) -> None:
+        for page, (group, parent), tokens in entered:
+            key = self._key[page]
+            self._evicted.pop(key, None)
+            for listener in self.listeners if group == 0 else ():
                 listener.published(key[1], parent, tokens)
 
     def publish_tail(self, parent: Parent, page: int, tokens: bytes) -> None:
@@ -96,17 +114,18 @@ class PrefixIndex:
         count = len(tokens) // TOKEN_BYTES
         if max(self.partial.match(parent, tokens)[0], self.partial.planned(parent, tokens)) < count:
             self.partial.remove(page)
-            self.partial.enter(page, parent, tokens, tail=True)
+            self.partial.enter_tail((page, parent, tokens))
 
     def remove(self, page: int, taker: str = "") -> None:
         """The page is about to hold something else."""
         self.partial.remove(page)
         key = self._key.pop(page, None)
         if key is not None:
-            del self._page[key], self._parent[key]
-            if not key[0]:
+            group, name = key
+            del self._pages[group][name], self._parent[key]
+            if not group:
                 for listener in self.listeners:
-                    listener.removed(key[1])
+                    listener.removed(name)
             self._evicted[key] = Eviction(self._clock.now, taker)
             if len(self._evicted) > MAX_EVICTED_NAMES:
                 self._evicted.popitem(last=False)
@@ -117,11 +136,11 @@ class PrefixIndex:
 
     def entries(self, group: int) -> Iterable[tuple[bytes, bytes, int]]:
         """(name, name of the page before it, page) of a group's pages."""
-        return ((key[1], self._parent[key], page) for key, page in self._page.items() if key[0] == group)
+        return ((name, self._parent[group, name], page) for name, page in self._pages[group].items())
 
     def promise(self, keys: Iterable[Key], owner: Hashable) -> list[Key]:
         """Announce content `owner` will compute; returns the keys that were not already held or promised."""
-        fresh = [k for k in keys if k not in self._page and k not in self._promised]
+        fresh = [key for key in keys if not self.holds(key) and key not in self._promised]
         for key in fresh:
             self._promised[key] = owner
         return fresh
@@ -139,7 +158,7 @@ class PrefixIndex:
         return self._promised.get(key)
 
     def clear(self) -> None:
-        self._page.clear()
+        self._pages.clear()
         self._key.clear()
         self._parent.clear()
         self._evicted.clear()
@@ -148,7 +167,8 @@ class PrefixIndex:
             listener.cleared()
 
     def check(self) -> None:
-        assert {p: k for k, p in self._page.items()} == self._key, "prefix index maps disagree"
-        assert self._parent.keys() == self._page.keys(), "a page in the index has no parent, or the other way round"
+        held = {page: (group, name) for group, pages in self._pages.items() for name, page in pages.items()}
+        assert held == self._key, "prefix index maps disagree"
+        assert self._parent.keys() == set(held.values()), "a page in the index has no parent, or the other way round"
         self.partial.check()
-        assert not self._promised.keys() & self._page.keys(), "content is both promised and present"
+        assert not self._promised.keys() & self._parent.keys(), "content is both promised and present"

@@ -32,6 +32,7 @@ class PageHasher:
 
     def __init__(self, key: bytes, tokens_per_page: int):
         self._key = key
+        self._page = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=b"quire-page")  # copied for each
         self._size = self.tokens_per_page = tokens_per_page
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}  # (hash before, tokens) → hashes; oldest first
 
@@ -63,9 +64,10 @@ class PageHasher:
         return found
 
     def _hash(self, parent: bytes, data: bytes, page: int) -> list[bytes]:
-        hashes = []
+        hashes, blank = [], self._page.copy
         for start in range(0, len(data), page):
-            content = parent + data[start : start + page]
-            parent = hashlib.blake2b(content, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-page").digest()
+            one = blank()
+            one.update(parent + data[start : start + page])
+            parent = one.digest()
             hashes.append(parent)
         return hashes
