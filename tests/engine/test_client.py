@@ -57,8 +57,12 @@ class FakeLink:
         self._late: Query | None = None
         self._inbox: queue.Queue[ToClient | Exception | None] = queue.Queue()
 
-    def send(self, message: ToEngine) -> None:
-        self.sent.append(message)
+    def send(self, *messages: ToEngine) -> None:
+        for message in messages:
+            self.sent.append(message)
+            self._answer(message)
+
+    def _answer(self, message: ToEngine) -> None:
         if isinstance(message, Submit):
             self._inbox.put(Events([TokenEvent(message.request.id, 0, 0, [1])]))
         elif isinstance(message, Query) and isinstance(message.question, GetView):
@@ -246,7 +250,7 @@ async def test_an_engine_that_does_not_answer_is_listed_and_its_silence_logged(
     monkeypatch.setattr("quire.engine.client.STATS_TIMEOUT_S", 0.01)
     caplog.set_level("INFO")
     link = FakeLink()
-    monkeypatch.setattr(link, "send", lambda message: None)
+    monkeypatch.setattr(link, "send", lambda *messages: None)
     client = AsyncClient(link, RestartPolicy(heartbeat=0.1))
     [one] = await asyncio.wait_for(client.replicas(), 10)
     assert one.state == "ready" and not caplog.messages

@@ -107,6 +107,28 @@ def test_depth_two_plans_the_next_step_before_the_first_is_read():
     assert [e.index for e in engine.step()] == [0]
 
 
+@pytest.mark.parametrize(("depth", "count", "first"), [(2, 150, 64), (2, 64, 64), (2, 40, 40), (1, 150, 150)])
+def test_of_a_burst_the_first_step_is_launched_before_all_is_taken_in(depth, count, first):
+    capacity = Capacity(pages=1024, slots=200, max_model_len=60, max_batch_tokens=16, depth=depth)
+    engine = LocalLink(EngineCore(EngineOptions(), Flaky(LAYOUT, capacity, vocab=VOCAB)), None)
+    known, submit = [], engine.core.executor.submit
+
+    def launch(plan):
+        known.append(len(engine.core.scheduler.sequences.requests))
+        return submit(plan)
+
+    engine.core.executor.submit = launch
+    prompts = {f"r{i}": [i % 90, 1 + i // 90] for i in range(count)}
+    engine.send(*(Submit(ask(name, prompt)) for name, prompt in prompts.items()))
+    out = {}
+    while engine.core.busy:
+        for message in engine.receive(None):
+            for event in message.events:
+                out.setdefault(event.request, []).extend(event.tokens)
+    assert known[0] == first
+    assert out == {name: expected(prompt, 6) for name, prompt in prompts.items()}
+
+
 def test_a_failed_step_ends_its_requests_and_the_engine_keeps_serving():
     engine = core(2)
     engine.submit(ask("doomed", [1, 2]))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.engine.interrupts import uninterrupted
+from quire.engine.interrupts import deferrable, uninterrupted
 from quire.engine.link import LocalLink
 from quire.types.messages import Events
 
@@ -45,3 +45,29 @@ def test_nothing_changes_elsewhere() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_around_many_steps_an_interrupt_still_waits_for_the_one_it_meets() -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), deferrable():
+        with uninterrupted():
+            done.append("first")
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("met")
+        done.append("after")
+    assert done == ["first", "met"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with uninterrupted():  # which nothing is left over in
+        done.append("later")
+
+
+def test_between_two_of_many_steps_an_interrupt_is_raised_at_once() -> None:
+    before, done = signal.getsignal(signal.SIGINT), []
+    with pytest.raises(KeyboardInterrupt), deferrable():
+        with deferrable(), uninterrupted():
+            done.append("first")
+        signal.raise_signal(signal.SIGINT)
+        done.append("after")
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is before

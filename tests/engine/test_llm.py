@@ -55,7 +55,7 @@ def test_each_prompt_may_have_its_own_parameters(llm):
 
 def test_whoever_may_take_longest_begins_first(llm, monkeypatch):
     sent, send = [], llm._link.send
-    monkeypatch.setattr(llm._link, "send", lambda message: (sent.append(message), send(message)))
+    monkeypatch.setattr(llm._link, "send", lambda *messages: (sent.extend(messages), send(*messages)))
     lengths = [3, 8, 2, 8]
     results = llm.generate([[5 + n] for n in range(4)], [greedy(max_tokens=n, ignore_eos=True) for n in lengths])
     assert [m.request.prompt[0] - 5 for m in sent if isinstance(m, Submit)] == [1, 3, 0, 2]

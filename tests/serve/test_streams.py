@@ -43,12 +43,13 @@ class TokenLink:
         self.burst = 1  # tokens a step
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def send(self, message: ToEngine) -> None:
-        self.sent.append(message)
-        if isinstance(message, Submit):
-            self.running[message.request.id] = message.request, 0
-        elif isinstance(message, Abort | FinishAt):
-            self.running.pop(message.request, None)
+    def send(self, *messages: ToEngine) -> None:
+        self.sent += messages
+        for message in messages:
+            if isinstance(message, Submit):
+                self.running[message.request.id] = message.request, 0
+            elif isinstance(message, Abort | FinishAt):
+                self.running.pop(message.request, None)
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         self.heard = time.monotonic()

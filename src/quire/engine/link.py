@@ -82,7 +82,7 @@ class Link(Protocol):
         """When the engine last gave a sign of life, on the monotonic clock."""
         ...
 
-    def send(self, message: ToEngine) -> None: ...
+    def send(self, *messages: ToEngine) -> None: ...
 
     def receive(self, timeout: float | None) -> list[ToClient]:
         """Messages from the engine; an empty list after `timeout` seconds (None: wait) or a wake()."""
@@ -166,9 +166,12 @@ class LocalLink:
         self._replies: deque[ToClient] = deque()
         self._woken = threading.Event()
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         with uninterrupted():
-            self._replies.extend(handle(self.core, message))
+            for message in messages:
+                self._replies.extend(handle(self.core, message))
+                if self.core.scheduler.starved and (events := self.core.step()):
+                    self._replies.append(Events(events))
             self.core.settle()
 
     def receive(self, timeout: float | None) -> list[ToClient]:
@@ -273,11 +276,12 @@ class ProcessLink:
             self.close()
             raise
 
-    def send(self, message: ToEngine) -> None:
+    def send(self, *messages: ToEngine) -> None:
         import zmq
 
         try:
-            self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            for message in messages:
+                self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # no engine is connected: queues have no limit of their own
             raise EngineDeadError("the engine process is gone") from None
 

@@ -13,6 +13,7 @@ from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
 from quire.engine.frontend import Frontend
 from quire.engine.gc_control import calm
+from quire.engine.interrupts import deferrable
 from quire.engine.link import LentLink, open_link
 from quire.engine.request_progress import RequestProgress
 from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_classes, prepare_embedding
@@ -252,7 +253,7 @@ class LLM:
         collectors = {
             r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
         }
-        with calm, RequestProgress(len(requests), on=progress) as far:
+        with calm, deferrable(), RequestProgress(len(requests), on=progress) as far:
             for request, delta in self._run(longest_first(requests)):
                 collectors[request.id].add(delta)
                 far.tokens(len(delta.token_ids))
@@ -287,15 +288,13 @@ class LLM:
         inbox: deque[TokenEvent] = deque()
         self._inboxes.update((request.id, inbox) for request in requests)
         try:
-            for request in requests:
-                self._link.send(Submit(request))
+            self._link.send(*map(Submit, requests))
             yield inbox
         finally:
             for request in requests:
                 self._inboxes.pop(request.id, None)
             with contextlib.suppress(EngineDeadError):
-                for request_id in open_:
-                    self._link.send(Abort(request_id))
+                self._link.send(*map(Abort, open_))
 
     def _next(self, inbox: deque[TokenEvent]) -> TokenEvent:
         while not inbox:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 
 from quire.memory.manager import Change, KVManager
-from quire.scheduling.admission import Admission
+from quire.scheduling.admission import IDLE_SEQUENCES, Admission
 from quire.scheduling.beam_search import Search
 from quire.scheduling.commit import Commit
 from quire.scheduling.feature import SchedulingFeature
@@ -174,6 +174,12 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self.sequences.requests or self.features.tiers.busy or self.features.handover.busy)
+
+    @property
+    def starved(self) -> bool:
+        """Whether nothing is in flight and just as many wait as start at once then: others of a burst are better taken
+        in while the device works on these."""
+        return self.capacity.depth > 1 and not self._in_flight and len(self.sequences.waiting) == IDLE_SEQUENCES
 
     # ---- plan -----------------------------------------------------------------------------------------------
 
