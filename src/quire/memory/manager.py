@@ -191,9 +191,8 @@ class KVManager:
         found = {page for pages in hit.pages for page in pages}
         return sum(self.pool.refs(page) == refs for page, refs in shared.items() if page not in found)
 
-    def adopt(self, table: PageTable, hit: Hit) -> Change:
+    def adopt(self, table: PageTable, hit: Hit) -> None:
         """Start a table with the pages of a hit."""
-        change = Change()
         table.shared = hit.shared
         if self.states is not None:
             self.states.adopt(table.state, hit.state, hit.tokens)
@@ -201,9 +200,6 @@ class KVManager:
             self.pool.share(pages)
             table.pages[group] = list(pages)
             table.published[group] = hit.tokens // self._sizes[group]
-            if pages:
-                change.deltas.append((group, 0, list(pages)))
-        return change
 
     def extend(self, table: PageTable, start: int, end: int) -> Change | None:
         """Make positions start .. end - 1 writable; None if pages are lacking, which changes nothing that a query from

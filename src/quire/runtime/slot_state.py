@@ -13,16 +13,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from quire.kernels.attention_backend import Batch, GroupBatch
 from quire.kernels.backend_choice import choose_assemble
-from quire.runtime.staging import Ints, Staging
+from quire.runtime.staging import Staging
 from quire.types.kv import KVLayout
 from quire.types.plan import Admit, Capacity, StepPlan
+
+MAX_COPIES = 8  # up to so many short runs are copied each by itself: sooner than places for a scatter are made
+
+
+class Run(NamedTuple):
+    """target[row, start : start + len(values)] = values"""
+
+    target: torch.Tensor
+    row: int
+    start: int
+    values: list[int]
 
 
 class SlotState:
@@ -42,31 +53,39 @@ class SlotState:
 
     def apply(self, plan: StepPlan) -> None:
         """Fill newly occupied slots, write tokens chosen elsewhere, bring page tables up to date."""
+        copied = [Run(self.tokens, a.slot, a.unread, a.tokens[a.unread :]) for a in plan.admits]  # long ones
+        changes = [[Run(self.tokens, w.slot, w.start, w.tokens) for w in plan.writes], *([] for _ in self._tables)]
+        for delta in plan.deltas:
+            changes[1 + delta.group].append(Run(self._tables[delta.group], delta.slot, delta.index, delta.pages))
+        for runs in changes:
+            if len(runs) > MAX_COPIES:
+                self._scatter(runs)
+            else:
+                copied += runs
+        if copied:
+            self._copy(copied)
         if plan.admits:
-            self._fill(plan.admits)
             self._adapt([admit for admit in plan.admits if admit.adapter != self._host_adapters[admit.slot]])
-        if plan.writes:
-            flat = np.array([token for w in plan.writes for token in w.tokens], dtype=np.int64)
-            lengths = [len(w.tokens) for w in plan.writes]
-            self._put(self.tokens, [w.slot for w in plan.writes], [w.start for w in plan.writes], lengths, flat)
-        for group, table in enumerate(self._tables):
-            deltas = [d for d in plan.deltas if d.group == group]
-            if deltas:
-                pages = np.concatenate([np.asarray(d.pages, dtype=np.int64) for d in deltas])
-                lengths = [len(d.pages) for d in deltas]
-                self._put(table, [d.slot for d in deltas], [d.index for d in deltas], lengths, pages)
 
-    def _fill(self, admits: list[Admit]) -> None:
-        """Tokens of newly occupied slots, a copy each: prompts are long, and an index of tokens would be too."""
-        parts = [admit.tokens[admit.unread :] for admit in admits]
-        packed = struct.pack(f"{sum(map(len, parts))}i", *chain.from_iterable(parts))
-        flat = np.frombuffer(packed, dtype=np.int32)
-        staged = self._staging.stage(np.pad(flat, (0, len(flat) % 2)).view(np.int64)).view(torch.int32)
+    def _copy(self, runs: list[Run]) -> None:
+        """Each by a copy of its own, out of one buffer."""
+        count = sum(len(run.values) for run in runs)
+        packed = bytearray(8 * -(-count // 2))  # staged as 64-bit integers
+        struct.pack_into(f"{count}i", packed, 0, *chain.from_iterable(run.values for run in runs))
+        staged = self._staging.stage(np.frombuffer(packed, dtype=np.int64)).view(torch.int32)
         end = 0
-        for admit, part in zip(admits, parts, strict=True):
-            begin, end = end, end + len(part)
-            target = self.tokens[admit.slot, admit.unread : len(admit.tokens)]
-            target.copy_(staged[begin:end], non_blocking=True)
+        for target, row, start, values in runs:
+            begin, end = end, end + len(values)
+            target[row, start : start + len(values)].copy_(staged[begin:end], non_blocking=True)
+
+    def _scatter(self, runs: list[Run]) -> None:
+        """All of them, in one tensor, by one kernel. No two write to the same place."""
+        counts = np.array([len(run.values) for run in runs])
+        starts = np.array([run.start for run in runs])
+        flat = np.fromiter(chain.from_iterable(run.values for run in runs), np.int64, counts.sum())
+        columns = np.arange(len(flat)) + np.repeat(starts + counts - counts.cumsum(), counts)
+        sent = self._staging.upload(np.stack([np.repeat([run.row for run in runs], counts), columns, flat]))
+        runs[0].target[sent[0], sent[1]] = sent[2].int()
 
     def _adapt(self, changed: list[Admit]) -> None:
         if changed:
@@ -79,13 +98,6 @@ class SlotState:
     def adapted(self, slots: Iterable[int]) -> bool:
         """Whether any of these has an adapter."""
         return any(self._host_adapters[slot] for slot in slots)
-
-    def _put(self, target: torch.Tensor, rows: list[int], starts: list[int], lengths: list[int], flat: Ints) -> None:
-        """target[rows[i], starts[i] : starts[i] + lengths[i]] = the i-th run of `flat`."""
-        counts = np.asarray(lengths)
-        columns = np.arange(len(flat)) + np.repeat(np.asarray(starts) + counts - counts.cumsum(), counts)
-        sent = self._staging.upload(np.stack([np.repeat(np.asarray(rows), counts), columns, flat]))
-        target[sent[0], sent[1]] = sent[2].int()
 
     def batch(
         self,

@@ -239,7 +239,7 @@ class Admission(SchedulingFeature):
             return False
         if seq.request.blend is not None:
             reserve = seq.known
-        adopted = self._memory.adopt(seq.table, hit)
+        self._memory.adopt(seq.table, hit)
         extended = self._memory.extend(seq.table, hit.tokens, max(hit.tokens + count, reserve))
         if extended is None:  # enough pages, but not in one piece
             self._memory.release(seq.table, hit.tokens)
@@ -250,8 +250,8 @@ class Admission(SchedulingFeature):
             self._timeline.stats.cached_tokens += seq.cached
         self._table.waiting.remove(seq)
         self._table.start(builder, seq, hit)
-        builder.change(seq, adopted)
-        builder.change(seq, extended)
+        builder.tables(seq)
+        builder.plan.copies += extended.copies
         whole = min(seq.known, seq.peak)
         self._memory.want_snapshots(seq.table, whole)
         if count and not any(takes_over(builder, seq, hit, count) for takes_over in self._table.takes_over):

@@ -157,6 +157,8 @@ class FakeExecutor:
         for write in plan.writes:
             for position, token in enumerate(write.tokens, write.start):
                 self._slots[write.slot].store(position, token)
+        written = [(d.slot, d.group, at) for d in plan.deltas for at in range(d.index, d.index + len(d.pages))]
+        assert len(set(written)) == len(written), "two deltas write to the same place: on a GPU either may be the last"
         for delta in plan.deltas:
             table = self._slots[delta.slot].tables[delta.group]
             table.update(enumerate(delta.pages, delta.index))
