@@ -18,7 +18,7 @@ from quire.kernels.backend_choice import backends_for, choose_backend
 from quire.kernels.eager import sdpa_attention
 from quire.kernels.eager.sdpa_attention import TorchSdpa
 from quire.kernels.kv_views import LayerKV
-from quire.kernels.library.cudnn_prefill import CudnnPrefill
+from quire.kernels.library.cudnn_prefill import CudnnPrefill, DenseRow, gather_plain
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LAYERS, LAYER = 3, 1
@@ -65,7 +65,9 @@ def make_case(
         dense.append((kv[0].to(dtype), kv[1].to(dtype)))
     counts = [count for _, count in rows]
     positions = torch.cat([torch.arange(context, context + count) for context, count in rows])
-    group = GroupBatch(size, table.to(device), torch.zeros(len(positions), dtype=torch.int64, device=device))
+    row_of = torch.repeat_interleave(torch.tensor(counts))
+    slots = table[row_of, positions // size].long() * size + positions % size
+    group = GroupBatch(size, table.to(device), slots.to(device))
     batch = Batch(
         positions=positions.to(device),
         query_start=torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=device),
@@ -286,7 +288,20 @@ def test_only_rows_of_16_bits_are_dense():
     planned = [
         prefill.plan(case.batch, case.batch.groups[0], replace(spec_of(), itemsize=size)).dense for size in (2, 4)
     ]
-    assert planned == [[(0, 0, 20)], []]
+    assert planned == [[DenseRow(0, 0, 20, 0)], []]
+
+
+def test_dense_rows_are_gathered_together():
+    """A launch each would fill the device's queue, and the host would wait for it."""
+    gathered = []
+
+    def gather(sides, slots, *rest):
+        gathered.append((len(sides), len(slots)))
+        return gather_plain(sides, slots, *rest)
+
+    case = make_case(spec_of(), [(0, 20), (7, 1), (0, 600), (0, 9)])
+    run(CudnnPrefill(TorchSdpa(), long=3, gather=gather), spec_of(), case)
+    assert set(gathered) == {(2, 512 + 1024 + 512), (1, 512 + 1024 + 512)}  # K and V; queries
 
 
 def test_prompts_are_answered_when_cudnn_fails(monkeypatch, caplog):

@@ -28,6 +28,7 @@ from quire.kernels.triton import (
     launch,
     lora_kernels,
     norm,
+    page_gather,
 )
 from quire.kernels.triton import batch_gather as batch
 from quire.kernels.triton import embedding_gather as gather
@@ -103,6 +104,7 @@ def elementwise():
     activation.quantise_fp8(wide, gated=True)
     gather.gather_rows(random(1000, HIDDEN), torch.zeros(8, dtype=torch.int64))
     slots = torch.arange(8) + PAGE
+    page_gather.gather_tokens(pages(BF16).sides, slots, PAGE, BF16)
     cos, sin = rope.rope_tables(slots, torch.ones(DIM // 2), 1.0, BF16)
     for dtype in (BF16, FP8, torch.int8):
         rope.rope_and_write(random(8, (HEADS + 2 * KV) * DIM), HEADS, cos, sin, pages(dtype), slots)

@@ -5,12 +5,14 @@ import torch
 
 from quire.kernels import batch_assembly as plain_batch
 from quire.kernels.kv_views import KVViews, LayerKV, allocate_kv, read_tokens
+from quire.kernels.library.cudnn_prefill import gather_plain
 from quire.kernels.reference import plain_ops as plain
 from quire.kernels.triton import plain_twins as twins
 from quire.kernels.triton.activation import quantise_fp8, silu_and_mul
 from quire.kernels.triton.batch_gather import assemble
 from quire.kernels.triton.embedding_gather import gather_rows
 from quire.kernels.triton.norm import add_rms_norm, rms_norm, rms_norm_fp8
+from quire.kernels.triton.page_gather import gather_tokens
 from quire.kernels.triton.rope_kernel import rope_and_write, rope_tables
 from quire.types.kv import TokenShape, layout_for
 
@@ -147,3 +149,18 @@ def test_a_batch_out_of_slots(page_size):
     for row, length in enumerate(expected.kv_len.tolist()):
         need = -(-length // page_size)
         assert torch.equal(got.page_table[row, :need], expected.page_table[row, :need])
+
+
+@pytest.mark.parametrize("count", [1, 8, 21])
+def test_tokens_out_of_their_pages(count):
+    layout = layout_for([TokenShape(3, 20)] * 2, page_size=4, dtype="float32")
+    kv = KVViews(allocate_kv(layout, 9, "cpu"), layout)
+    kv.pool.copy_(torch.randint(0, 100, kv.pool.shape, dtype=torch.uint8))
+    slots = torch.randint(0, 36, (count,))
+    slots[count // 2 :: 3] = -1
+    for layer in kv.layers.values():
+        got, expected = (f(layer.sides, slots, 4, torch.float32) for f in (gather_tokens, gather_plain))
+        assert len(got) == 2 and all(map(torch.equal, got, expected))
+    q = torch.randn(30, 2, 3, 20)[:, 1]  # of a wider tensor
+    sides, slots = [(q[:, None], None)], slots.clamp(max=29)
+    assert torch.equal(*(f(sides, slots, 1, q.dtype)[0] for f in (gather_tokens, gather_plain)))

@@ -24,10 +24,11 @@ def backends_for(device: torch.device, *, plain: bool = False, invariant: bool =
     backends: list[AttentionBackend] = [] if invariant else [TorchSdpa(), ReferenceAttention()]
     if not plain and why_not(device) is None:
         from quire.kernels.triton.latent_attention import LatentAttention
+        from quire.kernels.triton.page_gather import gather_tokens
         from quire.kernels.triton.paged_attention import TritonAttention
 
         paged = TritonAttention(invariant=invariant)
-        backends[:0] = [paged] if invariant else [CudnnPrefill(paged), paged, LatentAttention()]
+        backends[:0] = [paged] if invariant else [CudnnPrefill(paged, gather=gather_tokens), paged, LatentAttention()]
     return backends
 
 

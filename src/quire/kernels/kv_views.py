@@ -29,6 +29,8 @@ STORED = {  # what the numbers of each kind lie in memory as: of fewer than 8 bi
 }
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # what a scaled head's largest number becomes
 
+Side = tuple[torch.Tensor, torch.Tensor | None]  # numbers, and their scales if they are scaled
+
 
 class LayerKV(NamedTuple):
     """Where one layer keeps its K and V. Values that are a part of the keys lie in them."""
@@ -42,7 +44,7 @@ class LayerKV(NamedTuple):
     residual: LayerKV | None = None  # the latest tokens, unrounded, where rounded ones are read only behind them
 
     @property
-    def sides(self) -> tuple[tuple[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]]:
+    def sides(self) -> tuple[Side, Side]:
         return (self.k_pages, self.k_scales), (self.v_pages, self.v_scales)
 
 
