@@ -4,6 +4,7 @@ replica that can be reached again is used again, by the process that it was."""
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ from test_failover import Host, Reader, until
 
 from quire.cluster import cluster_client, request_router
 from quire.cluster.cluster_client import ClusterClient
+from quire.cluster.replica_hub import ReplicaHub
 from quire.cluster.replica_losses import MAX_FAILOVERS
 from quire.cluster.routers import make_router
 from quire.engine import engine_process
@@ -24,7 +26,7 @@ from quire.engine.engine_process import EngineProcess
 from quire.types import membership
 from quire.types.cache_control import CacheOrder
 from quire.types.errors import EngineDeadError
-from quire.types.messages import Events
+from quire.types.messages import Events, Heartbeat
 
 
 @pytest.fixture(autouse=True)
@@ -315,3 +317,13 @@ async def test_latency_with_jitter_changes_nothing() -> None:
                 way.delay, way.jitter = 0.05, 0.1
         await finished(faulty, await begun(faulty))
         assert [proxy.connections for proxy in faulty.proxies] == [1, 1]
+
+
+def test_a_hub_that_has_ended_writes_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of its pipe may be another file's by then."""
+    hub = ReplicaHub("127.0.0.1", lambda news: None)
+    hub.close()
+    written: list[int] = []
+    monkeypatch.setattr(os, "write", lambda number, data: written.append(number))
+    hub.send("somebody", Heartbeat())
+    assert not written

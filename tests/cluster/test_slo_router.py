@@ -14,11 +14,16 @@ from quire.cluster.latency_model import LatencyLine, prefill_work
 from quire.cluster.router_policy import ReplicaLoad, RouteView
 from quire.cluster.slo_router import SloAware
 from quire.engine.client import RestartPolicy
+from quire.memory.page_table import PageTable
+from quire.scheduling.sequence import Sequence
 from quire.simulation.devices import load_device
 from quire.simulation.fleet import Fleet, simulate
+from quire.simulation.records import Recorder
 from quire.simulation.synthetic import resampled
 from quire.simulation.traces import Arrival
+from quire.types.clock import Clock
 from quire.types.config import EngineOptions, SchedulerOptions
+from quire.types.request import FinishReason
 
 TOKEN_S = 0.001  # that replicas take here, for a unit of prompt work
 
@@ -197,6 +202,15 @@ def test_a_simulated_fleet_tells_its_router_of_first_tokens_and_ends() -> None:
         assert len(result.rows["ttft"]) == len(asked)
         found.append(sorted(result.rows["ttft"]))
     assert found[1] != found[0] and found[1] == found[2]
+
+
+def test_a_simulated_request_that_draws_nothing_has_no_first_token() -> None:
+    clock = Clock(3.0)
+    recorder = Recorder(clock, {}, observes=True)
+    for number, reason in enumerate((FinishReason.ERROR, FinishReason.LENGTH)):
+        recorder.expect(str(number), Arrival(0.0, 8, 1), 8)
+        recorder.finished(Sequence(ask(str(number), [1] * 8), 0, id=number, limit=9, table=PageTable(1)), reason)
+    assert recorder.take_progress() == [(3.0, 0, 1), (3.0, 1, 0), (3.0, 1, 1)] and not recorder.tokens
 
 
 class Host:

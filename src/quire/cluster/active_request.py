@@ -9,6 +9,7 @@ the one it would have been. Refuses to know: replicas, links.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -46,6 +47,7 @@ class ActiveRequest:
     outputs: list[list[int]] = field(default_factory=list)  # by branch: tokens that its reader has
     open: set[int] = field(default_factory=set)  # branches whose end its reader has not
     stopped: set[int] = field(default_factory=set)  # ... of them, ended by their reader at a stop string
+    aborted: bool = False  # nothing of it is to go on
     counted: set[int] = field(default_factory=set)  # branches that said what of the prompt was cached
     scored: bool = False  # log-probabilities of the prompt were given
     sub_requests: dict[str, SubRequest] = field(default_factory=dict)  # by the ids that replicas know them by
@@ -69,6 +71,10 @@ class ActiveRequest:
     def take(self, sub_request: SubRequest, event: TokenEvent) -> TokenEvent | None:
         """An event as the reader of the whole request sees it; None if there is nothing new in it."""
         branch = event.branch
+        if event.finish is not None:
+            sub_request.branches.discard(branch)
+            if not sub_request.branches:
+                del self.sub_requests[sub_request.request.id]
         if branch not in self.open:
             return None
         known = self.outputs[branch]
@@ -91,20 +97,21 @@ class ActiveRequest:
             self.scored = True
         if event.finish is not None:
             self.open.discard(branch)
-            sub_request.branches.discard(branch)
-            if not sub_request.branches:
-                del self.sub_requests[sub_request.request.id]
         event.request = self.request.id
         return event
 
     def ended(self) -> list[TokenEvent]:
         """Ends of branches that their reader stopped and whose replica cannot say so any more."""
-        found = [
-            TokenEvent(self.request.id, branch, len(self.outputs[branch]), [], finish=FinishReason.STOP)
-            for branch in sorted(self.open & self.stopped)
-        ]
-        self.open -= self.stopped
-        return found
+        return self._end(self.stopped, FinishReason.STOP)
+
+    def given_up(self, request: Request) -> list[TokenEvent]:
+        """Ends of branches that were aborted and that no replica has."""
+        return self._end(request.branches, FinishReason.ABORT)
+
+    def _end(self, branches: Iterable[int], reason: FinishReason) -> list[TokenEvent]:
+        over = sorted(self.open.intersection(branches))
+        self.open.difference_update(over)
+        return [TokenEvent(self.request.id, branch, len(self.outputs[branch]), [], finish=reason) for branch in over]
 
     def resumed(self, sub_request: SubRequest) -> list[Request]:
         """What another replica must be asked so that the branches go on behind what their reader has."""

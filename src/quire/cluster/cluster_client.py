@@ -48,7 +48,7 @@ from quire.types.messages import (
     Submit,
     ToClient,
 )
-from quire.types.request import Request
+from quire.types.request import ENDED_WELL, Request
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +195,10 @@ class ClusterClient(ReplicaOperations):
 
     def abort(self, request_id: str) -> None:
         if (active := self._active.get(request_id)) is not None:
+            active.aborted = True
             self.abort_sub_requests(active)
+            for _, waiting in self._pending.take(lambda one: one is active):
+                self._dispatch(active, waiting)
 
     def abort_sub_requests(self, active: ActiveRequest) -> None:
         for replica, sub_request in self._dispatched(active):
@@ -216,19 +219,23 @@ class ClusterClient(ReplicaOperations):
         self._finished(sub_request)
         replica.remove_request(sub_request)
 
-    def _finished(self, sub_request: SubRequest) -> None:
-        """On the replica that had it."""
+    def _finished(self, sub_request: SubRequest, *, lost: bool = False) -> None:
+        """On the replica that had it; `lost`: with it, and who knows when that drew last."""
         request, id = sub_request.request, sub_request.request.id
         self._replica_by_id.pop(id, None)
         self.handovers.on_finished(id)
         drawn = max((len(sub_request.active.outputs[branch]) for branch in request.branches), default=0)
-        self._router.ended(id, drawn - len(request.outputs))
+        self._router.ended(id, 0 if lost else drawn - len(request.outputs))
 
     def _dispatch(self, active: ActiveRequest, request: Request, on: Replica | None = None) -> None:
         """Send a request, or branches of one, to the replica that the router chooses, or `on` one that has its pages;
         without any, let it wait."""
         if self._active.get(active.request.id) is not active:
             return  # its reader left
+        if active.aborted:
+            for event in active.given_up(request):
+                active.events.put(event)
+            return
         if active.failovers > MAX_FAILOVERS:
             problem = f"{active.failovers} replicas were lost while they worked on this request; it is given up"
             if active.deaths > MAX_FAILOVERS:
@@ -243,6 +250,7 @@ class ClusterClient(ReplicaOperations):
             return
         if on is not None and on.is_ready:
             replica, cached = on, len(request.prompt) + len(request.outputs)
+            self._router.moved(request, on.number)
         else:
             number, cached = self._router.choose(request, self._loads)
             replica = self._replicas[number]
@@ -269,7 +277,7 @@ class ClusterClient(ReplicaOperations):
             for event in active.ended():
                 active.events.put(event)
         for sub_request in sub_requests:
-            self._finished(sub_request)
+            self._finished(sub_request, lost=lost)
             for request in sub_request.active.resumed(sub_request):
                 self._remember(sub_request.active.request.id, request.id)
                 self._dispatch(sub_request.active, request, on)
@@ -323,19 +331,21 @@ class ClusterClient(ReplicaOperations):
             for request in active.resumed(sub_request):
                 self.loop.call_later(RETRY_S, self._dispatch, active, request)
             return
-        if not sub_request.started:
-            replica.prefill_done(sub_request)
-            self._router.first_token(sub_request.request.id)
-            self.handovers.on_first_token(sub_request, replica, event.counts)
-            if sub_request.cached and event.counts is not None:
-                self._router.found(
-                    replica.number, min(sub_request.cached, len(sub_request.request.prompt)), event.counts.cached
-                )
+        if not sub_request.started and (event.finish is None or event.finish in ENDED_WELL):
+            self._on_first_token(replica, sub_request, event)
         fresh = active.take(sub_request, event)
         if not sub_request.branches:
             self._drop(replica, sub_request)
         if fresh is not None:
             active.events.put(fresh)
+
+    def _on_first_token(self, replica: Replica, sub_request: SubRequest, event: TokenEvent) -> None:
+        replica.prefill_done(sub_request)
+        self._router.first_token(sub_request.request.id)
+        self.handovers.on_first_token(sub_request, replica, event.counts)
+        if sub_request.cached and event.counts is not None:
+            expected = min(sub_request.cached, len(sub_request.request.prompt))
+            self._router.found(replica.number, expected, event.counts.cached)
 
     def _joined(self, identity: str, ready: Ready) -> None:
         if 0 <= ready.number < len(self._replicas):

@@ -28,7 +28,7 @@ from quire.types.errors import InputError
 from quire.types.events import TokenEvent
 from quire.types.handover import Handover
 from quire.types.messages import Abort, Submit
-from quire.types.request import Request
+from quire.types.request import ENDED_WELL, Request
 from quire.types.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -131,9 +131,10 @@ class Handovers:
         """An event of no request that anybody reads."""
         internal = replica.internal.get(event.request)
         if internal is not None and event.finish is not None:
-            if not event.message and internal.alone and internal.tokens and replica.role == PREFILL:
+            well = event.finish in ENDED_WELL
+            if well and internal.alone and internal.tokens and replica.role == PREFILL:
                 self.costs.record_prefill(internal.tokens, time.monotonic() - internal.began)
-            replica.finish_internal(internal, well=not event.message)
+            replica.finish_internal(internal, well=well)
 
     def _prefilled(self, request_id: str, *, well: bool) -> None:
         if self._prefills.pop(request_id, None) is not None and well:

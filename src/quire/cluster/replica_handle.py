@@ -175,17 +175,22 @@ class Replica:
         """It has nothing to do with it any more."""
         if self.sub_requests.pop(sub_request.request.id, None) is not None:
             self.load.ended(0 if sub_request.started else sub_request.prefill)
-            if not self.sub_requests:
-                self.idle.set()
+            self._rest()
 
     def add_internal(self, internal: InternalRequest) -> None:
         self.internal[internal.id] = internal
         self.load.sent(internal.tokens)
+        self.idle.clear()
 
     def finish_internal(self, internal: InternalRequest, *, well: bool) -> None:
         if self.internal.pop(internal.id, None) is not None:
             self.load.ended(internal.tokens)
+            self._rest()
             internal.done(well)
+
+    def _rest(self) -> None:
+        if not self.sub_requests and not self.internal:
+            self.idle.set()
 
     def view(self) -> ReplicaView:
         running = sum(sub_request.started for sub_request in self.sub_requests.values())

@@ -71,12 +71,13 @@ class ReplicaHub:
         self._wake_in, self._wake_out = os.pipe()
         os.set_blocking(self._wake_in, False)
         os.set_blocking(self._wake_out, False)
+        self._wake_lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-replicas", daemon=True)
         self._thread.start()
 
     def send(self, replica: str, message: ToEngine) -> None:
-        """From any thread; to one that is gone, nothing."""
+        """From any thread; to one that is gone, or after the end, nothing."""
         self._outbox.put((replica, message))
         self._wake()
 
@@ -85,12 +86,16 @@ class ReplicaHub:
             self._closing.set()
             self._wake()
             self._thread.join()
-            os.close(self._wake_in)
-            os.close(self._wake_out)
+            with self._wake_lock:
+                os.close(self._wake_in)
+                os.close(self._wake_out)
+                self._wake_out = -1  # the number may be another file's now
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full of wakes already, or closed
-            os.write(self._wake_out, b"w")
+        with self._wake_lock:
+            if self._wake_out >= 0:
+                with contextlib.suppress(BlockingIOError):  # full of wakes already
+                    os.write(self._wake_out, b"w")
 
     # ---- the hub's thread -----------------------------------------------------------------------------------
 

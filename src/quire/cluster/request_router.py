@@ -37,11 +37,16 @@ class RequestRouter:
 
     def choose(self, request: Request, loads: Sequence[ReplicaLoad]) -> tuple[int, int]:
         """The replica's number, and how many tokens of the request it is expected to hold."""
+        return self._policy.choose(self._view(request, self._blocks(request)), loads), self._policy.saved
+
+    def moved(self, request: Request, number: int) -> None:
+        """It goes on on that replica, which has its pages."""
+        self._policy.moved(self._view(request, ()), number)
+
+    def _view(self, request: Request, blocks: Sequence[bytes]) -> RouteView:
         tokens = len(request.prompt) + len(request.outputs)
         ttft, tpot = request.slo_ttft or self._targets[0], request.slo_tpot or self._targets[1]
-        names = self._blocks(request)
-        view = RouteView(tokens, names, request.tenant, request.session, request.id, time.monotonic(), ttft, tpot)
-        return self._policy.choose(view, loads), self._policy.saved
+        return RouteView(tokens, blocks, request.tenant, request.session, request.id, time.monotonic(), ttft, tpot)
 
     def held(self, request: Request, numbers: Sequence[int]) -> dict[int, int]:
         """How many of a request's tokens these replicas are known to hold."""
@@ -67,7 +72,7 @@ class RequestRouter:
         self._policy.first_token(request_id, time.monotonic())
 
     def ended(self, request_id: str, tokens: int) -> None:
-        """Its replica has nothing to do with it any more; `tokens`: that it drew there."""
+        """Its replica has nothing to do with it any more; `tokens`: that it drew there, none of one that was lost."""
         self._policy.ended(request_id, time.monotonic(), tokens)
 
     def joined(self, number: int, ready: Ready) -> None:

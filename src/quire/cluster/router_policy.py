@@ -103,6 +103,9 @@ class RouterPolicy(ABC):
     def choose(self, request: RouteView, loads: Sequence[ReplicaLoad]) -> int:
         """The replica that this request goes to: one that is ready, if any is."""
 
+    def moved(self, request: RouteView, replica: int) -> None:  # noqa: B027
+        """It goes on there, from its pages, whatever this policy would choose."""
+
     def offloaded(self, request: Hashable) -> None:  # noqa: B027
         """Another replica computes its prompt."""
 
@@ -110,4 +113,5 @@ class RouterPolicy(ABC):
         """Of its answer."""
 
     def ended(self, request: Hashable, now: float, tokens: int) -> None:  # noqa: B027
-        """Its replica has nothing to do with it any more; `tokens`: that it drew there."""
+        """Its replica has nothing to do with it any more; `tokens`: that it drew there, none where that says nothing of
+        how long it takes."""

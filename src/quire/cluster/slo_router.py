@@ -119,6 +119,10 @@ class SloAware(CacheAware):
 
     # ---- what became of requests ----------------------------------------------------------------------------
 
+    def moved(self, request: RouteView, replica: int) -> None:
+        self._send(request, replica, late=False)
+        self.offloaded(request.id)
+
     def offloaded(self, request: Hashable) -> None:
         if (one := self._requests.get(request)) is not None:
             self._prompts[one.replica].pop(request, None)

@@ -20,7 +20,7 @@ from quire.simulation.traces import Arrival
 from quire.types.clock import Clock
 from quire.types.events import EngineStats
 from quire.types.plan import StepResult
-from quire.types.request import FinishReason, Status
+from quire.types.request import ENDED_WELL, FinishReason, Status
 
 GAP_RESOLUTION = 400  # buckets of gaps by a factor of e: percentiles are right to a quarter of a percent
 COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background",
@@ -160,10 +160,11 @@ class Recorder(SchedulingFeature):
         found, self._progress = self._progress, []
         return found
 
-    def _first_token(self, request: str) -> None:
+    def _first_token(self, request: str, *, drawn: bool = True) -> None:
+        """Of its answer, or none comes any more."""
         if (need := self._needs.pop(request, None)) is not None:
             self.tokens -= need
-            if self._observes and request not in self._prefill_only:
+            if drawn and self._observes and request not in self._prefill_only:
                 self._progress.append((self._clock.now, int(request), 0))
 
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
@@ -199,7 +200,7 @@ class Recorder(SchedulingFeature):
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._drew.pop(seq, None)
-        self._first_token(seq.request.id)
+        self._first_token(seq.request.id, drawn=reason in ENDED_WELL)
         self._lengths.pop(seq.request.id, None)
         (one, queued), log_ = self._arrivals.pop(seq.request.id), seq.log
         self._end = max(self._end, self._clock.now)
@@ -212,7 +213,7 @@ class Recorder(SchedulingFeature):
         if self._observes:
             self._progress.append((self._clock.now, int(seq.request.id), max(1, seq.outputs)))
         self.ended()
-        if reason is not FinishReason.STOP and reason is not FinishReason.LENGTH:
+        if reason not in ENDED_WELL:
             self._lost += 1
             return
         tenant = self._tenants.setdefault(one.tenant, len(self._tenants))

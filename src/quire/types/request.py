@@ -78,6 +78,9 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
 class Status(enum.StrEnum):
     """The life of one sequence.
 
