@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,10 +21,12 @@ from quire.cluster.open_cluster import PooledClusters
 from quire.cluster.ray_host import RayHost
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
-from quire.engine.open_pool import open_model_pool
+from quire.engine.open_pool import expected_bytes, open_model_pool
 from quire.serve.http.server import ServerUrl, background_server
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.logs import TextLines, model_of_task
+from quire.types.membership import CurveKeys, ReplicaMembership
 from quire.types.models_file import ServedModel, read_models_file
 from quire.types.replica_options import ReplicaOptions
 from quire.types.serving import ServeOptions
@@ -131,6 +137,76 @@ async def test_models_share_one_ray(monkeypatch: pytest.MonkeyPatch) -> None:
         host.stop()
         host.stop()
     clusters.close()
+
+
+async def test_a_cluster_is_no_part_of_the_request_that_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does and logs later is nobody's request, and names the model; nor is that request kept for it."""
+    said = []
+
+    async def opened(*told: Any) -> None:
+        said.append((request.get(""), TextLines("api").format(logging.makeLogRecord({"msg": "replica-0 is ready"}))))
+
+    monkeypatch.setattr(open_cluster, "RaySession", FakeSession)
+    monkeypatch.setattr(open_cluster, "_opened", opened)
+    model = ServedModel("org/b", EngineOptions(), replicas=ReplicaOptions(replicas=2))
+    request: ContextVar[str] = ContextVar("request")
+    request.set("the first")
+    await PooledClusters([model], ServeOptions(models="f.yaml"), RestartPolicy()).open(model)
+    [(of, line)] = said
+    assert of == "" and line.endswith(" replica-0 is ready model=org/b")
+
+
+async def test_what_replicas_say_is_logged_in_the_context_of_their_cluster() -> None:
+    model_of_task.set("org/b")
+    client = ClusterClient(1, make_router("round-robin", 1), RestartPolicy())
+    told: list[str] = []
+    client._received = lambda news: told.append(model_of_task.get())  # type: ignore[method-assign]
+    model_of_task.set("")
+    try:
+        client._on_loop([])
+        await asyncio.sleep(0)
+        assert told == ["org/b"]
+    finally:
+        await client.close()
+
+
+def test_the_memory_of_a_model_is_that_of_all_replicas_it_may_have(default_model: object) -> None:
+    one, four = (
+        ServedModel("m", EngineOptions.of(kv_memory="64M"), replicas=ReplicaOptions(replicas=1, max_replicas=most))
+        for most in (1, 4)
+    )
+    assert expected_bytes(four) == 4 * expected_bytes(one) > 4 * 64 << 20
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+async def test_a_start_that_is_given_up_leaves_nothing_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on while others end what is there."""
+    pytest.importorskip("ray")
+    going_on, may_deploy = threading.Event(), threading.Event()
+    deployed: list[str] = []
+    host = RayHost(FakeSession(None), "n", shared=True)  # type: ignore[arg-type]
+
+    def deploy(replicas: int) -> None:
+        going_on.set()
+        assert may_deploy.wait(20)
+        deployed.append("replica")
+
+    monkeypatch.setattr(host, "_deploy", deploy)
+    monkeypatch.setattr(host, "_delete_all", deployed.clear)
+    monkeypatch.setattr(host, "_ray", SimpleNamespace(cluster_resources=lambda: {"CPU": 2.0}))
+    member = ReplicaMembership("", CurveKeys("", "", ""), "", 64)
+    start = asyncio.create_task(
+        asyncio.to_thread(host.start, 1, 1, "", member, EngineOptions(), cpus=1.0, gpus=0.0, hang_timeout=0.0)
+    )
+    await asyncio.to_thread(going_on.wait, 20)
+    stop = asyncio.create_task(asyncio.to_thread(host.stop))
+    while not host._stopped:
+        await asyncio.sleep(0)
+    may_deploy.set()
+    await asyncio.gather(start, stop)
+    assert not deployed
+    host.start(1, 1, "", member, EngineOptions(), cpus=1.0, gpus=0.0, hang_timeout=0.0)
+    assert not deployed, "nor is anything afterwards"
 
 
 class Host:

@@ -111,7 +111,8 @@ async def test_scaling_up_again_is_no_restart() -> None:
             scaler.target = target
             there = ["ready"] * target + ["stopped"] * (3 - target)
             await until(settled(client, *there))
-        assert [one.restarts for one in await client.replicas()] == [0, 0] and client.restarts == 0
+        assert [(one.restarts, one.lost) for one in await client.replicas()] == [(0, ""), (0, "")]
+        assert client.restarts == 0
         host.made[1].kill()
         await until(lambda: not client._replicas[1].identity)
         host.start_replica(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextvars import copy_context
 
 from msgspec.structs import replace
 
@@ -115,6 +116,7 @@ class ClusterClient(ReplicaOperations):
         self._closing = False
         self._closed: asyncio.Future[None] | None = None
         self._host: ReplicaHost | None = None
+        self._context = copy_context()  # what replicas say is no request's affair
         self._info: EngineInfo | None = None
         self._watcher = self.loop.call_later(WATCH_INTERVAL_S, self._watch)
 
@@ -286,7 +288,7 @@ class ClusterClient(ReplicaOperations):
 
     def _on_loop(self, news: Received) -> None:
         if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._received, news)
+            self.loop.call_soon_threadsafe(self._received, news, context=self._context)
 
     def _received(self, news: Received) -> None:
         lost: list[tuple[str, Failed | None]] = []

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import Sequence
+from contextvars import Context
 from hashlib import blake2b
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.logs import model_of_task
 from quire.types.memory_use import usable_cores
 from quire.types.models_file import ServedModel
 from quire.types.replica_options import ReplicaOptions
@@ -61,7 +63,10 @@ class PooledClusters:
             raise
         known_by = blake2b(model.name.encode(), digest_size=6).hexdigest()  # names differ in more than Ray's may
         host = RayHost(session, f"{self._server}-{known_by}", shared=True)
-        return await _opened(model.engine, model.replicas, self._policy, host)
+        own = Context()  # not that of the request that asked for it first
+        own.run(model_of_task.set, model.name)
+        opening = _opened(model.engine, model.replicas, self._policy, host)
+        return await asyncio.create_task(opening, context=own)
 
     def close(self) -> None:
         """When all of them have ended."""

@@ -122,8 +122,6 @@ class RayHost:
                 have = f"the Ray cluster has {there.get(name, 0.0):g}"
                 raise ConfigError(f"{replicas} replicas with {each:g} {name} each need more than {have}")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with self._session.starting:
-            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         plain: Any = serve.deployment(EngineReplica)
         deployment = plain.options(
             name="replica",
@@ -137,6 +135,15 @@ class RayHost:
         self._bind = lambda number: deployment.bind(
             number, hub, msgspec.json.encode(member), options.flat(), hang_timeout
         )
+        with self._calling() as here:  # so that an end that comes meanwhile finds what was deployed
+            if here:
+                self._deploy(replicas)
+
+    def _deploy(self, replicas: int) -> None:
+        from ray import serve
+
+        with self._session.starting:
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         if not self._local:
             self._delete_all()
         self._run(range(replicas))

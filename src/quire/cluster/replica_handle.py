@@ -141,7 +141,9 @@ class Replica:
 
     def leave(self, why: str) -> list[SubRequest]:
         """Its process is gone, or its connection; what it was working on."""
-        self.identity, self.pid, self._replaces, self.lost = "", 0, True, why
+        self.identity, self.pid, self._replaces = "", 0, True
+        if self._state is not ReplicaState.DRAINED:  # which was to end
+            self.lost = why
         self._drained = self._state in (ReplicaState.DRAINING, ReplicaState.DRAINED)
         self.state = ReplicaState.STARTING if self.wanted else ReplicaState.STOPPED
         self.joined.clear()

@@ -116,7 +116,7 @@ def expected_bytes(model: ServedModel) -> int:
     """About what a model will take: its files, and the KV pages it asks for. A load tells more."""
     asked = model.engine.cache.kv_memory
     each = _local(model).size() + (parse_size(asked) if asked is not None else 0)
-    return each * (model.replicas.replicas or 1) if model.replicas is not None else each
+    return each * model.most_engines
 
 
 def _local(model: ServedModel) -> LocalModel:

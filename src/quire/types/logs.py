@@ -11,12 +11,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
 FORMATS = ("text", "json")
 LEVELS = ("debug", "info", "warning", "error")
 _INHERITED = "QUIRE_LOG"  # format:level, for processes started by this one
+model_of_task: ContextVar[str] = ContextVar("quire-model", default="")  # that the current task is about, of several
 
 
 def configure(format: str = "text", level: str = "info", *, request_id: Callable[[], str] | None = None) -> None:
@@ -62,6 +64,8 @@ class _Lines(logging.Formatter):
         found: dict[str, Any] = dict(self._fields)
         if self._request_id is not None and (id := self._request_id()):
             found["request_id"] = id
+        if model := model_of_task.get():
+            found["model"] = model
         return found | getattr(record, "fields", {})
 
 

@@ -96,6 +96,11 @@ class ServedModel:
     keep_alive: float = math.inf  # seconds without a request after which it is unloaded
     replicas: ReplicaOptions | None = None  # None: one engine of the server's own
 
+    @property
+    def most_engines(self) -> int:
+        """That it has at any time."""
+        return self.replicas.most_replicas if self.replicas is not None else 1
+
 
 def read_models_file(
     path: str, engine: EngineOptions, keep_alive: float, ray_address: str | None = None
