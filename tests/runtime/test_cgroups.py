@@ -7,7 +7,11 @@ from math import inf
 import pytest
 
 from quire.runtime import hardware
-from quire.types import cgroups
+from quire.simulation import fleet
+from quire.simulation.devices import load_device
+from quire.simulation.traces import Arrival
+from quire.types import cgroups, memory_use
+from quire.types.config import EngineOptions
 from quire.types.memory_use import available_bytes, usable_cores
 
 GIB = 1 << 30
@@ -76,3 +80,59 @@ def test_version_1(group):
         cpu__box__cpu_dot_cfs_period_us="100000",
     )
     assert cgroups.available_bytes() == GIB + 11 and cgroups.cpu_limit() == 2.5
+
+
+def test_what_is_throttled_is_no_room(group):
+    """Beyond `memory.high` everything is reclaimed, over and over."""
+    group("0::/\n", memory_dot_high=f"{2 * GIB}\n", **limited("max", GIB, "max 100000"))
+    assert cgroups.available_bytes() == 2 * GIB + 7
+    group("0::/\n", memory_dot_high="max\n", **limited(3 * GIB, GIB, "max 100000"))
+    assert cgroups.available_bytes() == 3 * GIB + 7
+
+
+def test_limits_of_groups_that_a_container_does_not_see(group):
+    """Version 1 tells of the tightest above; version 2 tells of none."""
+    group(
+        "4:memory:/kubepods/pod/box\n",
+        memory__memory_dot_limit_in_bytes="9223372036854771712",
+        memory__memory_dot_usage_in_bytes=f"{GIB}",
+        memory__memory_dot_stat=f"hierarchical_memory_limit {3 * GIB}\ntotal_inactive_file 5\n",
+    )
+    assert cgroups.available_bytes() == 2 * GIB + 5
+
+
+def test_controllers_mounted_together_without_links(group, tmp_path):
+    group("4:cpu,cpuacct:/\n")
+    folder = tmp_path / "cpu,cpuacct"
+    folder.mkdir()
+    (folder / "cpu.cfs_quota_us").write_text("150000\n")
+    (folder / "cpu.cfs_period_us").write_text("100000\n")
+    assert cgroups.cpu_limit() == 1.5
+
+
+def test_paths_outside_of_what_is_seen_do_no_harm(group):
+    """A process that was moved out of its container's groups, or whose group is gone."""
+    for own in ("0::/../../elsewhere\n", "0::/box (deleted)\n", "0::/\n1:name=a:b:/c\n"):
+        group(own, **limited(3 * GIB, 2 * GIB, "200000 100000"))
+        assert cgroups.available_bytes() == 2 * GIB + 7 and cgroups.cpu_limit() == 2.0
+
+
+def test_limits_are_told(group, monkeypatch):
+    monkeypatch.setattr(memory_use, "_cores_to_run_on", lambda: 8)
+    monkeypatch.setattr(memory_use, "_available_on_the_machine", lambda: 20 * GIB)
+    assert memory_use.described_limits() == {"cores": "8", "memory": "20.0 GiB free"}
+    group("0::/\n", **limited(3 * GIB, 2 * GIB, "150000 100000"))
+    assert memory_use.described_limits() == {
+        "cores": "1; a control group allows 1.5 of 8",
+        "memory": "2.0 GiB free; a control group's limit, of 20.0 GiB",
+    }
+
+
+def test_processes_of_a_simulation_are_no_more_than_the_cores_there_are(group, monkeypatch):
+    """A container of one core on a machine of many has its fleet in one process."""
+    group("0::/\n", **limited("max", GIB, "100000 100000"))
+    monkeypatch.setattr(memory_use, "_cores_to_run_on", lambda: 64)
+    monkeypatch.setattr(fleet, "RemoteWorker", None)
+    asked = [Arrival(0.0, 100, 2), Arrival(0.1, 100, 2)]
+    result = fleet.simulate(fleet.Fleet(EngineOptions(), load_device("h200"), 2, "round-robin"), asked)
+    assert len(result.rows["ttft"]) == 2

@@ -12,6 +12,7 @@ from quire.cli.model_report import fit_figures, fit_rows, reading_headers, show_
 from quire.cli.options import AsJson, with_engine_options
 from quire.types.config import EngineOptions
 from quire.types.installed import too_old
+from quire.types.memory_use import described_limits
 
 PACKAGES = ("quire", "torch", "triton", "tokenizers", "safetensors", "llguidance", "fastapi", "pyzmq")
 
@@ -42,6 +43,7 @@ def doctor(
     else:
         source, fit = found.source, check_preview(found, engine)
     machine = f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+    limits = described_limits()
     packages = {package: _version(package) for package in PACKAGES} | too_old()
     lines = (*fit.decisions.reasons, *fit.decisions.idle, *fit.kernels)
     reasons = [(line.partition(": ")[0], line.partition(": ")[2]) for line in lines]
@@ -49,11 +51,11 @@ def doctor(
         figures = {"name": name, "architecture": fit.spec.architecture, "parameters": fit.parameters}
         sequences = {"context_asked": context, "sequences": fit.sequences(context)}
         show_json({
-            "system": machine, "packages": packages, "choices": reasons,
+            "system": machine, **limits, "packages": packages, "choices": reasons,
             "model": figures | fit_figures(fit) | sequences,
         })  # fmt: skip
         return
-    show_rows("machine", [("system", machine)])
+    show_rows("machine", [("system", machine), *limits.items()])
     show_rows("packages", [*packages.items()])
     show_rows("choices", reasons)
     show_rows(f"model {local.name if local is not None else name}", _model_rows(fit, engine, source, context))

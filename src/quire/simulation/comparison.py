@@ -7,7 +7,6 @@ Refuses to know: what a policy does.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -22,6 +21,7 @@ from quire.simulation.synthetic import resampled, synthetic
 from quire.simulation.traces import Arrival
 from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
+from quire.types.memory_use import usable_cores
 
 UNBOUNDED = 1_000_000_000
 PLAIN = EngineOptions.of(max_waiting=UNBOUNDED)
@@ -114,7 +114,7 @@ def compare(
     names = {workload.name: workload for workload in workloads}
     context = get_context("fork")  # workloads are closures over traces: children have them from their parent
     _SHARED["model"], _SHARED["workloads"], _SHARED["options"] = model, names, options
-    with ProcessPoolExecutor(workers or os.cpu_count() or 1, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers or usable_cores(), mp_context=context) as pool:
         rates = dict(
             zip(
                 ((name, seed) for name in names for seed in seeds),

@@ -12,7 +12,6 @@ Refuses to know: what replicas do, what is made of their records.
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from quire.types.config import EngineOptions
 from quire.types.cost_model import CostModel
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.events import EngineStats
+from quire.types.memory_use import usable_cores
 
 REPORT_S = 0.05  # between reports of a replica's load
 BATCH = 4096  # requests handed over at a time where no report is waited for
@@ -191,7 +191,7 @@ def simulate(
     fleet: Fleet, trace: Sequence[Arrival], *, workers: int | None = None, told: Callable[[int], None] | None = None
 ) -> Result:
     """Serve a whole trace; what came of it. `told` hears of every portion how many requests it had."""
-    count = min(workers or os.cpu_count() or 1, fleet.most)
+    count = min(workers or usable_cores(), fleet.most)
     shares = [range(first, fleet.most, count) for first in range(count)]
     kind = LocalWorker if count == 1 else RemoteWorker
     scaling = FleetScaling(fleet.autoscale, fleet.replicas, fleet.startup) if fleet.autoscale is not None else None

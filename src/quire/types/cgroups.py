@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")  # lines of number:controllers:path; version 2 names no controllers
+# Beyond `high` nobody is killed, but everything is reclaimed that can be, so that nothing goes on at speed.
+LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
 RECLAIMABLE = ("inactive_file", "active_file")  # in memory.stat; version 1 has them with `total_` for groups below too
 
 
@@ -35,18 +37,21 @@ def _groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         mount = ROOT / controller if controllers else ROOT
+        if not mount.exists():  # several in one, and no links to it
+            mount = ROOT / controllers
         group = mount / path.lstrip("/")
         yield from (each for each in (group, *group.parents) if each.is_relative_to(mount))
 
 
 def _available(group: Path) -> float:
-    limit = _numbers(group / "memory.max") or _numbers(group / "memory.limit_in_bytes")
+    limits = [limit for name in LIMITS for limit in _numbers(group / name)]
     used = _numbers(group / "memory.current") or _numbers(group / "memory.usage_in_bytes")
-    if not limit or not used:
+    if not limits or not used:
         return inf
     stat = dict(line.split() for line in _read(group / "memory.stat").splitlines())
+    limits.append(float(stat.get("hierarchical_memory_limit", inf)))  # of groups that a container may not see
     cached = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in RECLAIMABLE)
-    return max(0.0, limit[0] - used[0] + cached)
+    return max(0.0, min(limits) - used[0] + cached)
 
 
 def _cpus(group: Path) -> float:

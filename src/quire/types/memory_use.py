@@ -11,6 +11,7 @@ import sys
 
 from quire.types import cgroups
 
+GIB = 1 << 30
 TASK_INFO, TASK_BYTES = 4, 96  # PROC_PIDTASKINFO and its struct proc_taskinfo, which begins: virtual, resident
 
 
@@ -42,8 +43,20 @@ def available_bytes() -> int:
 
 def usable_cores() -> int:
     """Those that this process may run on, within the limits of a container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, int(min(cores, cgroups.cpu_limit())))
+    return max(1, int(min(_cores_to_run_on(), cgroups.cpu_limit())))
+
+
+def described_limits() -> dict[str, str]:
+    """Cores and memory in words, and where a container has less of them than its machine."""
+    cores, limit = _cores_to_run_on(), cgroups.cpu_limit()
+    free, left = _available_on_the_machine(), cgroups.available_bytes()
+    allowed = f"; a control group allows {limit:g} of {cores}" if limit < cores else ""
+    beside = f"; a control group's limit, of {free / GIB:.1f} GiB" if left < free else ""
+    return {"cores": f"{usable_cores()}{allowed}", "memory": f"{min(free, left) / GIB:.1f} GiB free{beside}"}
+
+
+def _cores_to_run_on() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available_on_the_machine() -> int:

@@ -28,6 +28,7 @@ import numpy as np
 from quire.generation.grammar.answer_grammar import AnswerGrammar, FailedGrammar
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.types.grammar import GrammarSpec, TokenMasks
+from quire.types.memory_use import usable_cores
 from quire.types.plan import Admit
 from quire.types.seams import Grammar
 
@@ -65,7 +66,7 @@ class SlotGrammars:
         self._bytes = -(-vocab_size // 8)
         self._max_len = max_len
         self._by_slot: dict[int, SlotGrammar] = {}
-        workers = max(2, min(8, (os.cpu_count() or 2) // 2))
+        workers = max(2, min(8, usable_cores() // 2))
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="quire-masks")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="quire-slow-masks", initializer=_lower_priority)
         self._step: list[SlotGrammar] = []  # whose masks the step under way needs

@@ -10,7 +10,6 @@ Refuses to know: what is summed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -19,6 +18,8 @@ from threading import Lock
 from typing import Any
 
 import torch
+
+from quire.types.memory_use import usable_cores
 
 COUNTERS = 1 << 20  # programs groups of one launch; never grown, because captured graphs keep its address
 
@@ -64,7 +65,7 @@ def compile_together(jobs: Sequence[Callable[[], None]], device: torch.device | 
                 return super().submit(*arguments)
 
     lock = Lock()
-    with _Compilers(len(os.sched_getaffinity(0))) as compilers, Once(compilers):
+    with _Compilers(usable_cores()) as compilers, Once(compilers):
         compilers.device = device
         places = [copy_context() for _ in jobs]  # where that mode is on
         with ThreadPoolExecutor(len(jobs)) as threads:
