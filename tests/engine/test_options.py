@@ -161,8 +161,15 @@ def test_a_pool_that_lowers_the_context_says_so(default_model, caplog):
         with LLM(threads=1, **options) as llm:
             said = f"context cut from 8192 to the {llm.info.max_model_len} tokens that fit"
             assert any(said in reason for reason in llm.info.reasons)
+            assert not any("kv_budget" in reason for reason in llm.info.reasons), "none is taken beyond that"
         (name,) = options
         assert any(record.message.startswith(name) and said in record.message for record in caplog.records)
+
+
+def test_a_context_beyond_what_the_model_was_trained_for_asks_for_a_kv_budget(default_model):
+    with LLM(threads=1, kv_memory="256M", max_model_len=9000) as llm:
+        said = "a request of more than 8192 tokens, up to 9000, needs a kv_budget"
+        assert any(said in reason for reason in llm.info.reasons)
 
 
 def test_all_options_have_help():

@@ -155,8 +155,10 @@ def capacity_for(
             log.warning("%s %s: %s", asking, getattr(options.cache, asking), cut)
         why += f"; {cut}"
         longest = fits
-    if longest < asked:
-        why += f"; a request of more than {longest} tokens, up to {asked}, needs a kv_budget"
+    most = asked if options.model.max_model_len else longest
+    shifts = not (model.spec.learned_positions or model.spec.recurrent or layout.ranks > 1)
+    if longest < most and shifts:
+        why += f"; a request of more than {longest} tokens, up to {most}, needs a kv_budget"
     drafts = draft_limit(options.speculation)
     # On a GPU steps with drafts are captured, and have room, only where they are asked for at start; so have the states
     # of recurrent layers behind draft tokens.
@@ -166,9 +168,9 @@ def capacity_for(
         slots=states.slots,
         states=states.cells,
         snapshot_tokens=options.cache.snapshot_tokens,
-        max_model_len=asked if options.model.max_model_len else longest,
+        max_model_len=most,
         context=longest,
-        rope_shifts=not (model.spec.learned_positions or model.spec.recurrent or layout.ranks > 1),
+        rope_shifts=shifts,
         max_batch_tokens=max(resolved.max_batch_tokens, longest if model.spec.encoder else 0),
         whole=model.spec.encoder,
         step_target=resolved.step_target,

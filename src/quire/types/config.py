@@ -49,7 +49,7 @@ class DeviceOptions(Checked):
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N", forms=("auto", "cpu", "cuda", "cuda:N"), common=True)
     threads: int | None = option(
-        None, "CPU threads for compute (default: physical cores)", low=1, high=1024, common=True
+        None, "CPU threads for compute (default: all cores that this process may use)", low=1, high=1024, common=True
     )
     depth: int | None = option(None, "steps in flight (default: 2 on a GPU, 1 on a CPU)", low=1, high=1024)
     tensor_parallel: int = option(
