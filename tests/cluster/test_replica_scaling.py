@@ -283,3 +283,29 @@ async def test_samples_are_what_happened_since_the_last() -> None:
         assert seen[0].admitted == seen[0].met == 6
         assert seen[0].waiting == 3, "those that wait for a replica are counted"
         assert (seen[1].admitted, seen[1].met, seen[1].missed) == (0, 0, 0)
+
+
+def test_an_engine_that_did_not_answer_once_is_counted_from_where_it_was() -> None:
+    """Else all that it ever admitted would have come in the second after a slow step, or a new connection."""
+
+    def counted(admitted: int) -> EngineStats:
+        stats = EngineStats(met_slo=admitted)
+        for _ in range(admitted):
+            stats.queue_time.observe(3.0)
+        return stats
+
+    meter = FleetMeter()
+    assert meter.sample({"p": counted(100)}, 1, 0).admitted == 100
+    assert meter.sample({}, 1, 0, away=["p"]).admitted == 0
+    assert meter.sample({"p": counted(102)}, 1, 0)[3:5] == ([*counted(2).queue_time.counts], 2)
+    assert meter.sample({"p": counted(1)}, 1, 0).admitted == 1, "told to count anew"
+    meter.sample({}, 1, 0)
+    assert meter.sample({"p": counted(1)}, 1, 0).admitted == 1, "another engine"
+
+
+async def test_replicas_are_counted_by_process_whichever_connection_it_has() -> None:
+    async with scaled(1) as (client, host, _):
+        assert client._scaler is not None
+        meter = client._scaler._meter
+        await until(lambda: list(meter._before) == [host.made[0].identity])
+        assert client._replicas[0].process == host.made[0].identity

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Any, NamedTuple
@@ -53,16 +53,21 @@ class FleetMeter:
     def __init__(self) -> None:
         self._before: Mapping[Any, EngineStats] = {}
 
-    def sample(self, found: Mapping[Any, EngineStats], ready: int, pending: int) -> FleetSample:
-        """`found`: of each engine, by its name; `pending`: requests that wait for one."""
+    def sample(
+        self, found: Mapping[Any, EngineStats], ready: int, pending: int, away: Collection[Any] = ()
+    ) -> FleetSample:
+        """`found`: of each engine, by its name; `pending`: requests that wait for one; `away`: engines that may answer
+        again later, with what they counted meanwhile."""
         delays, met, missed = [0] * (len(LATENCY) + 1), 0, 0
         for name, stats in found.items():
             before = self._before.get(name) or EngineStats()
+            if sum(stats.queue_time.counts) < sum(before.queue_time.counts):
+                before = EngineStats()  # it was told to count anew
             for number, (new, old) in enumerate(zip(stats.queue_time.counts, before.queue_time.counts, strict=True)):
                 delays[number] += new - old
             met += stats.met_slo - before.met_slo
             missed += _missed(stats) - _missed(before)
-        self._before = found
+        self._before = {name: stats for name, stats in self._before.items() if name in away} | dict(found)
         running = sum(stats.running for stats in found.values())
         waiting = sum(stats.waiting for stats in found.values()) + pending
         return FleetSample(ready, running, waiting, delays, met, missed)

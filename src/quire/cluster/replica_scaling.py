@@ -92,10 +92,12 @@ class ReplicaScaler:
     async def _tick(self) -> None:
         asked = [replica for replica in self._replicas if replica.identity]
         answers = await asyncio.gather(*map(self._stats_of, asked))
-        found = {one.identity: stats for one, stats in zip(asked, answers, strict=True) if stats is not None}
+        found = {one.process: stats for one, stats in zip(asked, answers, strict=True) if stats is not None}
+        away = {one.process for one in self._replicas if one.process not in found}
         ready = sum(replica.load.accepts_requests for replica in self._replicas)
         before, scaler = self._autoscaler.target, self._autoscaler
-        target = scaler.decide(time.monotonic(), self._meter.sample(found, ready, self._client.pending))
+        sample = self._meter.sample(found, ready, self._client.pending, away)
+        target = scaler.decide(time.monotonic(), sample)
         if target != before:
             log.info("scaling from %d to %d replicas: %s", before, target, scaler.reason)
         self._reconcile(target)
