@@ -137,6 +137,8 @@ def reasons(engine):
 def test_what_cannot_run_on_ranks_is_refused(files, options, why):
     with pytest.raises(ConfigError, match=why):
         Engine(files, context_parallel=2, **options)
+    with pytest.raises(ConfigError, match=why):  # known from the headers too: what `quire doctor` says
+        model_fit(resolve(str(files)).open(), EngineOptions.of(model=str(files), context_parallel=2, **options))
 
 
 def test_a_family_that_cannot_is_refused_by_name_at_the_start(tmp_path):

@@ -30,11 +30,12 @@ from quire.model.compiled import refusal
 from quire.model.decoder_spec import Experts
 from quire.model.families.registry import read_family
 from quire.model.loading.keep_quantised import can_keep
-from quire.model.parallel import check_parallel, describe_parallel
+from quire.model.parallel import describe_parallel
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
 from quire.runtime.hardware import DTYPES, Hardware, Resolved, probe, resolve
+from quire.runtime.rank_options import check_ranks
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, ModelFileError
 from quire.types.kv import KVLayout
@@ -89,7 +90,7 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
     weights, form, kernels, own, kinds = _weights(source, spec, options, decisions)
     ranks, part = options.device.ranks, spec
     if ranks > 1:
-        part = check_parallel(spec, options.device)
+        part = check_ranks(spec, options, hardware)
         backend, itemsize = "NCCL" if hardware.gpu else "gloo", DTYPES[decisions.dtype].itemsize
         kernels.append(describe_parallel(spec, options.device, itemsize, backend))
         copies = options.device.context_parallel  # on CPUs ranks share one memory

@@ -17,7 +17,7 @@ import torch
 
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.model import Runnable, read_spec
-from quire.model.parallel import check_parallel, describe_parallel
+from quire.model.parallel import describe_parallel
 from quire.runtime.capacity import capacity_for
 from quire.runtime.executors.local_executor import LocalExecutor
 from quire.runtime.executors.rank_group import RankGroup
@@ -33,6 +33,7 @@ from quire.runtime.executors.rank_messages import (
 )
 from quire.runtime.executors.rank_processes import RankProcesses
 from quire.runtime.hardware import probe, resolve
+from quire.runtime.rank_options import check_ranks, rank_options
 from quire.runtime.step_result import PendingStep
 from quire.runtime.worker import ForwardOutput, ForwardWorker
 from quire.types.config import EngineOptions
@@ -42,8 +43,6 @@ from quire.types.kv import KVLayout
 from quire.types.membership import PeerLink
 from quire.types.plan import Capacity, StepPlan
 from quire.types.seams import WeightSource
-
-HIDDEN_STATE_DRAFTERS = ("medusa", "eagle", "mtp")
 
 
 class ParallelExecutor(LocalExecutor):
@@ -55,7 +54,9 @@ class ParallelExecutor(LocalExecutor):
         vocabulary: Callable[[int], Vocabulary],
         progress: bool = False,
     ):
-        every = rank_options(options, source)
+        hardware = probe(options.device.device)
+        check_ranks(read_spec(source), options, hardware)
+        every = rank_options(options, hardware)
         self._processes = RankProcesses(every[1:])
         try:
             self._processes.receive(RankJoined)
@@ -154,23 +155,3 @@ class LeadingWorker(ForwardWorker):
     def keep_state(self, slot: int, accepted: int) -> None:
         self._processes.send(KeepState(slot, accepted))
         super().keep_state(slot, accepted)
-
-
-def rank_options(options: EngineOptions, source: WeightSource) -> list[EngineOptions]:
-    """What each rank is told: a GPU of its own, or its share of the threads. ConfigError: why there can be no ranks."""
-    size, drafter = options.device.ranks, options.speculation.speculation.partition(":")[0]
-    check_parallel(read_spec(source), options.device)
-    if drafter in HIDDEN_STATE_DRAFTERS:
-        raise ConfigError(
-            f"speculation {drafter} reads the target's embeddings and hidden states, which ranks divide; "
-            "take ngram, suffix or draft:MODEL"
-        )
-    hardware = probe(options.device.device)
-    if not hardware.gpu:
-        if (options.device.depth or 1) > 1:
-            raise ConfigError("depth is 1 for ranks on CPUs: they compute one step at a time, together")
-        threads = max(1, resolve(options, hardware).threads // size)
-        return [options.but(threads=threads, device="cpu")] * size
-    if torch.cuda.device_count() < size:
-        raise ConfigError(f"{size} ranks take as many GPUs; there are {torch.cuda.device_count()}")
-    return [options.but(device=f"cuda:{rank}") for rank in range(size)]
