@@ -131,7 +131,9 @@ async def test_models_share_one_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     before = FakeSession.opened
     assert await asyncio.gather(*map(clusters.open, models)) == [f"2 of {MODEL}", f"3 of {MODEL}"]
     assert FakeSession.opened == before + 1
-    assert len({host._application(0) for host in hosts}) == 2, "names that Ray would not tell apart are"
+    found = {host._application(0) for host in hosts}
+    assert len(found) == 2, "names that Ray would not tell apart are"
+    assert all("-1234-a-b-" in name for name in found), "and lines of the log say whose they are"
     monkeypatch.setattr(RayHost, "_delete_all", lambda self: None)
     for host in hosts:
         host.stop()

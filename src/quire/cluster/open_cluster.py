@@ -23,6 +23,7 @@ from quire.types.models_file import ServedModel
 from quire.types.replica_options import ReplicaOptions
 from quire.types.serving import ServeOptions
 
+MAX_NAME = 40  # characters of a model's name that those of its replicas begin with
 _RANK = "a rank has a part of every KV page, and pages are handed over whole"
 _TIER = "KV pages that such a tier names are not handed over"
 _RANKS = dict.fromkeys(("tensor_parallel", "pipeline_parallel", "context_parallel"), _RANK)
@@ -61,8 +62,8 @@ class PooledClusters:
         except Exception:
             self._session = None  # who asks next tries again
             raise
-        known_by = blake2b(model.name.encode(), digest_size=6).hexdigest()  # names differ in more than Ray's may
-        host = RayHost(session, f"{self._server}-{known_by}", shared=True)
+        differs = blake2b(model.name.encode(), digest_size=6).hexdigest()  # as names do, in more than Ray's may
+        host = RayHost(session, f"{self._server}-{model.name[:MAX_NAME]}-{differs}", shared=True)
         own = Context()  # not that of the request that asked for it first
         own.run(model_of_task.set, model.name)
         opening = _opened(model.engine, model.replicas, self._policy, host)
