@@ -341,6 +341,24 @@ async def test_activating_a_replica_ends_its_drain() -> None:
         (await reader.task).check()
 
 
+async def test_an_adapter_that_one_replica_refuses_is_on_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those that took it would refuse it when it is loaded again, for they have it."""
+
+    def missing(slot: int, path: str) -> str:
+        raise InputError("it is not on this machine")
+
+    async with cluster(3) as (client, made):
+        with monkeypatch.context() as patched:
+            patched.setattr(made[1].executor, "load_adapter", missing)
+            with pytest.raises(InputError, match="not on this machine"):
+                await client.load_adapter("a", "/a")
+        assert not client.adapters and not any(one.core.adapters.list() for one in made)
+        await client.load_adapter("a", "/a")
+        with pytest.raises(InputError, match="loaded already"):
+            await client.load_adapter("a", "/a")
+        assert [one.core.adapters.list() for one in made] == 3 * [client.adapters] == 3 * [[AdapterInfo("a", "/a")]]
+
+
 async def test_numbers_add_up_and_a_new_replica_has_the_adapters_that_others_have() -> None:
     async with cluster(2, adapters=("a",)) as (client, made):
         assert (client.info.slots, client.info.pages) == (32, 510)

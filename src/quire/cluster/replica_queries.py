@@ -6,6 +6,7 @@ Refuses to know: requests, routing.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -16,7 +17,7 @@ from quire.cluster.replica_handle import Replica
 from quire.cluster.replica_hub import ReplicaHub
 from quire.types import messages
 from quire.types.cache_control import CacheOrder, CacheReport
-from quire.types.errors import EngineDeadError, from_wire
+from quire.types.errors import EngineDeadError, QuireError, from_wire
 from quire.types.events import EngineStats
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
@@ -104,12 +105,21 @@ class ReplicaQueries:
         return merge_reports([answer.report for answer in answers]), b""
 
     async def load_adapter(self, name: str, path: str) -> None:
+        """On all replicas, or on none."""
         self._note_order()
-        self.adapters = (await self._ask_all(messages.LoadAdapter(name, path), messages.Adapted))[0][1].adapters
+        try:
+            answers = await self._ask_all(messages.LoadAdapter(name, path), messages.Adapted)
+        except QuireError:
+            if all(one.name != name for one in self.adapters):
+                with suppress(QuireError):
+                    await self._ask_all(messages.UnloadAdapter(name), messages.Adapted, one=True)
+            raise
+        self.adapters = answers[0][1].adapters
 
     async def unload_adapter(self, name: str) -> None:
         self._note_order()
-        self.adapters = (await self._ask_all(messages.UnloadAdapter(name), messages.Adapted))[0][1].adapters
+        answers = await self._ask_all(messages.UnloadAdapter(name), messages.Adapted, one=True)
+        self.adapters = answers[0][1].adapters
 
     def reset(self) -> None:
         self._note_order()
