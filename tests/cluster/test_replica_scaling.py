@@ -203,6 +203,9 @@ async def test_to_zero_and_back_by_the_policy_itself(caplog: pytest.LogCaptureFi
             (await asyncio.wait_for(reader.task, 30)).check()
         await until(settled(client, "stopped", "stopped", "stopped"))
         assert scaler.scaled["up"] >= 1 and scaler.scaled["down"] >= 2
+        stats = await client.stats()
+        assert (stats.output_tokens, stats.running, stats.pages_total) == (4 * 24, 0, 0), "counters stay, gauges do not"
+        await client.power(asleep=True)
         assert "scaling from 1 to 0 replicas: idle" in caplog.text
         assert "scaling from 0 to 1 replicas: a request waits and there is no replica" in caplog.text
 

@@ -6,6 +6,7 @@ Refuses to know: requests, routing.
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from contextlib import suppress
 from typing import TypeVar
 
@@ -43,14 +44,22 @@ class ReplicaQueries:
         self._parted: dict[str, EngineStats] = {}  # ... and of those that were lost, which may come back
         self._ended = EngineStats()  # what processes counted that have ended: sums do not fall
 
+    @property
+    @abstractmethod
+    def _starts_from_zero(self) -> bool:
+        """Whether a request that finds no replica starts one."""
+
     async def stats(self) -> EngineStats:
+        """Of all replicas, and of those that have ended; where there may be none, of these alone."""
         asked = list(self._by_identity.values())
         answers = await asyncio.gather(*map(self.stats_of, asked), return_exceptions=True)
         refused = [one for one in answers if isinstance(one, Exception) and not isinstance(one, EngineDeadError)]
         found = [self._latest[one.process] for one in self._by_identity.values() if one.process in self._latest]
-        if refused or not found:
-            raise refused[0] if refused else EngineDeadError(NO_REPLICA)
-        return self._since_start(sum_stats(found))
+        if refused:
+            raise refused[0]
+        if not found and not self._starts_from_zero:
+            raise EngineDeadError(NO_REPLICA)
+        return self._since_start(sum_stats(found or [EngineStats()]))
 
     async def stats_of(self, replica: Replica) -> EngineStats:
         identity = replica.identity
@@ -91,6 +100,8 @@ class ReplicaQueries:
             del self._resumed[next(iter(self._resumed))]
 
     async def power(self, *, asleep: bool, level: int = 1) -> None:
+        if self._starts_from_zero and not self._by_identity:
+            return  # there is no memory to free, or to take before a request comes
         await self._ask_all(messages.Power(asleep, level), messages.Powered)
 
     async def cache(self, order: CacheOrder) -> tuple[CacheReport, bytes]:

@@ -63,7 +63,9 @@ class _Exposition(Collector):
         help = "Sequences ended, by reason."
         yield from self._by("quire_request_finished", help, "reason", metrics.finished)
         yield from self._by("vllm:request_success", help, "finished_reason", metrics.finished)
-        yield from self._gauge("engine_up", "Whether the engine answered last time.", metrics.engine_up, shared=False)
+        if metrics.engine_up is not None:
+            help = "Whether the engine answered last time."
+            yield from self._gauge("engine_up", help, metrics.engine_up, shared=False)
         memory = {"api": resident_bytes()} if self.process else {}
         if metrics.stats is not None:
             yield from self._engine(metrics.stats)

@@ -46,7 +46,7 @@ class Metrics:
         self.output_tokens = 0
         self.finished: dict[str, int] = {reason.value: 0 for reason in FinishReason}
         self.stats: EngineStats | None = None
-        self.engine_up = False
+        self.engine_up: bool | None = False  # None: there is to be no engine
 
     def request(self, prompt_tokens: int, arrived: float | None = None, max_tokens: int | None = None) -> RequestMeter:
         """Start measuring one request; `arrived` is its `perf_counter` time if that lies in the past, `max_tokens` what
@@ -66,7 +66,7 @@ class Metrics:
 
     def unloaded(self) -> None:
         """There is no engine now, nor anything that one would say."""
-        self.engine_up, self.stats = False, None
+        self.engine_up, self.stats = None, None
 
 
 class RequestMeter:
