@@ -56,14 +56,23 @@ def test_the_longest_beginning_is_found_among_many_as_by_comparing_all():
         partial.check()
 
 
-def test_few_and_many_new_pages_find_their_places_among_those_known():
-    rng, partial, held = Random(4), PartialPages(), 0
-    for count in (40, 1, 2, 0, 90, 3, 1):
-        partial.enter((page, ROOT, pack([rng.randrange(50)])) for page in range(held + 1, held + 1 + count))
-        held += count
+def test_pages_of_many_plans_behind_one_stay_in_order_however_many_each_plan_adds():
+    rng, partial, held = Random(4), PartialPages(), {}
+    for plan in range(60):
+        for _ in range(rng.choice([1, 2, 40])):
+            page = len(held) + 1
+            held[page] = [rng.randrange(5) for _ in range(4)]
+            partial.enter([(page, ROOT, pack(held[page]))])
         partial.settle()
         partial.check()
-    assert sum(partial.filled(page) for page in range(held + 1)) == held
+        if plan % 3 == 0:
+            gone = rng.choice(list(held))
+            partial.remove(gone)
+            held[gone] = [9]  # found by nobody
+    for _ in range(50):
+        wanted = [rng.randrange(5) for _ in range(4)]
+        length, page = partial.match(ROOT, pack(wanted))
+        assert length == max(shared(wanted, tokens) for tokens in held.values()) == shared(wanted, held[page])
 
 
 class Engine:

@@ -169,7 +169,8 @@ class KVManager:
 
     def landed(self) -> None:
         """The oldest of those steps is over: pages that it copied may go."""
-        self.pool.release(self._copied.pop(0))
+        if copied := self._copied.pop(0):
+            self.pool.release(copied)
         if self.states is not None:
             self.states.landed()
 

@@ -14,7 +14,8 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-FEW = 16  # times fewer entries are found their places one by one
+FEW = 16  # times as many pages behind another, and new ones are put in their places one by one
+NONE: list[tuple[bytes, int]] = []
 TOKEN_BYTES = 8  # a simulator numbers tokens beyond 32 bits
 Parent = tuple[int, bytes]  # group, name of the page before (of the first one: the root of its salt)
 Entry = tuple[int, Parent, bytes]  # a page, what it stands behind, its tokens
@@ -78,6 +79,8 @@ class PartialPages:
     def settle(self) -> None:
         """A new plan begins: what was entered before may be copied in it."""
         planned, after = self._planned, self._after
+        if not planned:
+            return
         for parent in planned.keys() & after.keys():
             _merge(after[parent], planned.pop(parent))
         after.update(planned)
@@ -113,10 +116,11 @@ class PartialPages:
             return
         self._tails.discard(page)
         parent, tokens = entry
-        known = self._after.get(parent, [])
-        at = bisect_left(known, (tokens, page)) if len(known) > 1 else 0
-        within = self._after
-        if known[at : at + 1] != [(tokens, page)]:
+        within, at = self._after, 0
+        known = within.get(parent, NONE)
+        if len(known) > 1:
+            at = bisect_left(known, (tokens, page))
+        if at == len(known) or known[at][1] != page:
             within, known = self._planned, self._planned[parent]
             at = known.index((tokens, page))
         if len(known) == 1:

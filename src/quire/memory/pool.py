@@ -111,8 +111,7 @@ class PagePool:
 
     def _evict(self, taker: str) -> int:
         page, _ = self._idle.popitem(last=False)
-        key = self.index.key_of(page)
-        if self.leaving is not None and key is not None:
+        if self.leaving is not None and (key := self.index.key_of(page)) is not None:
             self.leaving(key, page)
         self.index.remove(page, taker)
         return page

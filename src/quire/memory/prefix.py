@@ -14,7 +14,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from quire.memory.cache_events import PageListener
 from quire.memory.partial_pages import TOKEN_BYTES, Entry, Parent, PartialPages
@@ -23,14 +23,8 @@ from quire.types.kv import NULL_PAGE
 from quire.types.transfer import Key
 
 LOOKUP_BATCH = 64  # names looked up together
+Eviction = tuple[float, str]  # when content made room for other content, and for which request; empty: not told
 MAX_EVICTED_NAMES = 65_536  # names of evicted pages kept, to tell a page that is gone from one that never was
-
-
-class Eviction(NamedTuple):
-    """When content made room for other content, and for whose."""
-
-    at: float
-    taker: str  # a request; empty: not told
 
 
 class PrefixIndex:
@@ -38,7 +32,7 @@ class PrefixIndex:
         self._clock = clock or Clock()
         self._pages: defaultdict[int, dict[bytes, int]] = defaultdict(dict)  # by group and name
         self._key: dict[int, Key] = {}
-        self._parent: dict[Key, bytes] = {}
+        self._parent: dict[int, bytes] = {}  # by page
         self._evicted: OrderedDict[Key, Eviction] = OrderedDict()
         self._promised: dict[Key, Hashable] = {}
         self.partial = PartialPages()
@@ -93,7 +87,7 @@ class PrefixIndex:
                 if name not in held and page not in keys:
                     held[name] = page
                     keys[page] = key
-                    parents[key] = parent
+                    parents[page] = parent
                     entered.append((page, (group, parent), tokens[start : start + size]))
             parent = name
             start += size
@@ -122,11 +116,11 @@ class PrefixIndex:
         key = self._key.pop(page, None)
         if key is not None:
             group, name = key
-            del self._pages[group][name], self._parent[key]
+            del self._pages[group][name], self._parent[page]
             if not group:
                 for listener in self.listeners:
                     listener.removed(name)
-            self._evicted[key] = Eviction(self._clock.now, taker)
+            self._evicted[key] = self._clock.now, taker
             if len(self._evicted) > MAX_EVICTED_NAMES:
                 self._evicted.popitem(last=False)
 
@@ -136,7 +130,7 @@ class PrefixIndex:
 
     def entries(self, group: int) -> Iterable[tuple[bytes, bytes, int]]:
         """(name, name of the page before it, page) of a group's pages."""
-        return ((name, self._parent[group, name], page) for name, page in self._pages[group].items())
+        return ((name, self._parent[page], page) for name, page in self._pages[group].items())
 
     def promise(self, keys: Iterable[Key], owner: Hashable) -> list[Key]:
         """Announce content `owner` will compute; returns the keys that were not already held or promised."""
@@ -169,6 +163,6 @@ class PrefixIndex:
     def check(self) -> None:
         held = {page: (group, name) for group, pages in self._pages.items() for name, page in pages.items()}
         assert held == self._key, "prefix index maps disagree"
-        assert self._parent.keys() == set(held.values()), "a page in the index has no parent, or the other way round"
+        assert self._parent.keys() == self._key.keys(), "a page in the index has no parent, or the other way round"
         self.partial.check()
-        assert not self._promised.keys() & self._parent.keys(), "content is both promised and present"
+        assert not self._promised.keys() & set(held.values()), "content is both promised and present"

@@ -154,9 +154,9 @@ class Directory:
         for part, page in zip(self.state_keys(key[1]), self._state_pages(cell), strict=True):
             self.evict(part, page)
 
-    def _save_states(self) -> None:
+    def _save_states(self, states: StateCells) -> None:
         """Snapshots that are new: into the tiers that are kept."""
-        for key, cell in self._states.to_save() if self._states is not None else ():
+        for key, cell in states.to_save():
             for part, page in zip(self.state_keys(key[1]), self._state_pages(cell), strict=True):
                 self.save(part, page)
 
@@ -244,7 +244,10 @@ class Directory:
 
     def hand_over(self, plan: StepPlan) -> None:
         """Put what is queued into a plan."""
-        self._save_states()
+        if self._states is not None:
+            self._save_states(self._states)
+        if not (self._queue or self._drops or self._unavailable):
+            return
         for way in self._queue.values():
             self._moving[way.id] = way
             plan.transfers.append(way)
