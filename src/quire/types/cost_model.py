@@ -9,7 +9,7 @@ calibrate`). Refuses to know: how they were measured, who asks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -71,18 +71,15 @@ class CostModel(msgspec.Struct, frozen=True):
         )
 
 
-def work_of(rows: Iterable[Row]) -> StepWork:
-    tokens = count = context = 0
-    pairs = 0.0
-    for row in rows:
-        size = row.count
-        tokens += size
-        count += 1
-        if size == 1:
-            context += row.start + 1 - row.shift
-        else:
-            pairs += size * (row.start - row.shift + (size + 1) / 2)
-    return StepWork(tokens, count, context, pairs)
+def work_of(rows: Sequence[Row]) -> StepWork:
+    decode = [row.start - row.shift for row in rows if row.count == 1]
+    tokens, pairs = len(decode), 0.0
+    if tokens < len(rows):
+        for row in rows:
+            if row.count > 1:
+                tokens += row.count
+                pairs += row.count * (row.start - row.shift + (row.count + 1) / 2)
+    return StepWork(tokens, len(rows), sum(decode) + len(decode), pairs)
 
 
 def read_cost_model(path: Path) -> CostModel:

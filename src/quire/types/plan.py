@@ -19,6 +19,8 @@ for a transfer, but not for long.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from quire.types.sampling_params import SamplingParams
@@ -70,7 +72,7 @@ class RopeShift(msgspec.Struct):
     by: int
 
 
-class Row(msgspec.Struct):
+class Row(msgspec.Struct, gc=False):
     """Compute KV for positions start .. start + count - 1 of a slot.
 
     With `score`, the log-probability of the token after each of these positions is wanted too (the known token there:
@@ -93,7 +95,7 @@ class Row(msgspec.Struct):
     mass: bool = False
     token_mass: bool = False
     state: int = 0
-    states: list[tuple[int, int]] = []
+    states: Sequence[tuple[int, int]] = ()
 
 
 class Probe(msgspec.Struct):
@@ -105,7 +107,7 @@ class Probe(msgspec.Struct):
     count: int
 
 
-class Sample(msgspec.Struct):
+class Sample(msgspec.Struct, gc=False):
     """Sample the token at `position` of `slot` from the last logits of rows[row]."""
 
     row: int
