@@ -79,3 +79,22 @@ class Counting(Policy):
         for seq, _ in event.sequences:
             self.told[seq.id][event.kind.name] += 1
         return ()
+
+
+class RowsSeen(Policy):
+    """As they come, and what every step computes."""
+
+    observes = (EventKind.COMPUTED,)
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.seen = []
+
+    def key(self, seq):
+        return (seq.arrival,)
+
+    def observe(self, event):
+        rows = [(seq.request, tokens) for seq, tokens in event.sequences]
+        assert len(event.sequences) == len(rows) and event.sequences[-1][0].request == rows[-1][0]
+        self.seen.append(rows)
+        return ()

@@ -342,8 +342,8 @@ def test_forked_beams_are_told_of_like_any_other_sequence():
         def admitted(self, seq, hit):
             self.admissions[seq.id] += 1
 
-        def row_planned(self, seq, count):
-            self.planned.add(seq.id)
+        def step_planned(self, step):
+            self.planned.update(seq.id for seq, _ in step.rows)
 
     lives = Lives()
     scheduler, executor = engine("own_policies:Counting", listeners=[lives])

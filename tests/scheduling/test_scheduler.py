@@ -2,7 +2,10 @@
 
 import pytest
 
+from quire.memory import PageTable
 from quire.scheduling import Scheduler
+from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.sequence import Sequence
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError, ContextLengthError, InputError, OverloadedError
@@ -41,6 +44,42 @@ def test_chunked_prefill_and_decode_share_a_step():
     plan, _ = step(scheduler, executor)
     assert [(r.start, r.count) for r in plan.rows] == [(3, 1), (0, 8)], "decode first, beside the budget of prompts"
     assert len(plan.samples) == 1
+
+
+def decoding(count):
+    """Sequences that lack one token each, which a step in flight draws."""
+    found = []
+    for id in range(1, count + 1):
+        seq = Sequence(ask(str(id), list(range(5 * id))), 0, id=id, limit=80, table=PageTable(1))
+        seq.slot, seq.computed, seq.epoch, seq.pending = 10 - id, 5 * id, id % 2, 1
+        found.append(seq)
+    return found
+
+
+def test_decode_rows_planned_together_are_those_planned_one_by_one():
+    together, one_by_one = PlanBuilder(1), PlanBuilder(1)
+    some, same = decoding(5), decoding(5)
+    together.row(some[0], 3)
+    one_by_one.row(same[0], 3)
+    together.decode(some[1:])
+    for seq in same[1:]:
+        one_by_one.row(seq, 1)
+        one_by_one.sample(seq)
+    assert together.plan == one_by_one.plan and together.tokens == one_by_one.tokens == 7
+    for mine, other in zip(some, same, strict=True):
+        assert (mine.computed, mine.attained, mine.pending) == (other.computed, other.attained, other.pending)
+    for mine, other in ((together.rows, one_by_one.rows), (together.samples, one_by_one.samples)):
+        assert [(seq.id, epoch) for seq, epoch in mine] == [(seq.id, epoch) for seq, epoch in other]
+    assert [seq.id for seq in together.members] == [seq.id for seq in one_by_one.members]
+
+
+def test_a_policy_that_looks_at_a_step_sees_every_row_and_its_tokens():
+    scheduler, executor = world(tokens=8, scheduler="own_policies:RowsSeen")
+    scheduler.submit(ask("a", [1, 2, 3], max_tokens=20))
+    step(scheduler, executor)
+    scheduler.submit(ask("b", list(range(30))))
+    step(scheduler, executor)
+    assert scheduler.policy.seen == [[("a", 3)], [("a", 1), ("b", 8)]]
 
 
 @pytest.mark.parametrize(("target", "depth", "drafts"), [(0.0, 2, 0), (0.1, 1, 0), (0.1, 2, 0), (0.1, 2, 3)])

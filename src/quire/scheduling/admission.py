@@ -110,7 +110,7 @@ class Admission(SchedulingFeature):
         for seq in candidates:
             if not slots or not (builder.budget.fit(0) or reserve):
                 break
-            if hurry and (admitted >= IDLE_SEQUENCES or builder.plan.tokens >= IDLE_TOKENS):
+            if hurry and (admitted >= IDLE_SEQUENCES or builder.tokens >= IDLE_TOKENS):
                 break
             if seq in self._displaced and not only:
                 continue  # behind the one it was displaced for
@@ -161,7 +161,7 @@ class Admission(SchedulingFeature):
             if any(seq.inflight for seq in self._displaced) or self._fits(before, self._lookup(before)):
                 return  # what they give up comes when their step lands; or it starts with this plan
             self._candidate, self._displaced = None, []
-        for seq in self._table.waiting.first(MAX_SCANNED):
+        for seq in self._table.waiting.first(MAX_SCANNED) if self._table.waiting else ():
             if seq.inflight or not self._table.running or self._fits(seq, self._no_hit):
                 return  # pages of its own are coming back; or it fits, whatever is cached of it
             hit = self._lookup(seq)

@@ -22,6 +22,8 @@ from quire.types.plan import Row, StepResult, TokenLogprobs
 from quire.types.policy import EventKind
 from quire.types.request import FinishReason, Status
 
+RUNNING = Status.RUNNING
+
 
 class Commit(SchedulingFeature):
     def __init__(self, table: SequenceTable, memory: KVManager):
@@ -36,71 +38,83 @@ class Commit(SchedulingFeature):
         sequence that ends before something fails must still be told of."""
         for i, scores in result.scores.items():
             seq, epoch = step.rows[i]
-            if seq.epoch == epoch and seq.status is Status.RUNNING:
+            if seq.epoch == epoch and seq.status is RUNNING:
                 found = self._scores.setdefault(seq, [])
                 found += scores[: seq.prompt_len - 1 - len(found)]
-        first = len(events)
         if result.deferred:
             self._late[result.step] = step, set(result.deferred)
-        self._samples(step, result, events)
+        stats.output_tokens += self._samples(step, result, events)
         for late in result.late:
-            self._samples_of_before(late, events)
-        stats.output_tokens += sum(len(event.tokens) for event in events[first:])
+            stats.output_tokens += self._samples_of_before(late, events)
         for i, vector in result.pooled.items():
             seq, epoch = step.rows[i]
-            if seq.epoch == epoch and seq.status is Status.RUNNING:
+            if seq.epoch == epoch and seq.status is RUNNING:
                 events += self._pool(seq, step.plan.rows[i], vector)
-        self._publish(step, range(len(step.rows)))
+        self._publish(step, step.filling)
 
     @property
     def awaiting(self) -> bool:
         """Whether samples of earlier steps are still to come, and wanted."""
         for number, (step, left) in list(self._late.items()):
-            if not any(
-                s.epoch == epoch and s.status is Status.RUNNING for s, epoch in map(step.samples.__getitem__, left)
-            ):
+            if not any(s.epoch == epoch and s.status is RUNNING for s, epoch in map(step.samples.__getitem__, left)):
                 del self._late[number]
         return bool(self._late)
 
-    def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> None:
-        rows, samples = step.plan.rows, step.plan.samples
-        eventful = {*result.drafts, *result.forced, *result.errors, *result.ended, *result.logprobs}
-        plain: list[tuple[Sequence, int]] = []
-        for i, (seq, epoch) in enumerate(step.samples):
-            if seq.epoch != epoch or seq.status is not Status.RUNNING or i in result.deferred:
+    def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> int:
+        """Returns how many tokens that told of."""
+        rows, samples, first = step.plan.rows, step.plan.samples, len(events)
+        eventful = _eventful(step, result)
+        plain: list[Sequence] = []
+        for i, ((seq, epoch), drawn) in enumerate(zip(step.samples, result.tokens, strict=True)):
+            if seq.epoch != epoch or seq.status is not RUNNING:
                 continue
-            drawn, row = result.tokens[i], rows[samples[i].row]
-            if i not in eventful and len(drawn) == 1 and not row.drafts and _goes_on(seq, drawn[0]):
-                events.append(TokenEvent(seq.request.id, seq.branch, len(seq.tokens) - seq.prompt_len, drawn))
-                seq.tokens += drawn
+            request, tokens = seq.request, seq.tokens
+            index = len(tokens) - seq.prompt_len
+            if (  # there is nothing to say but the token: it neither begins nor ends an answer
+                index > len(request.outputs)
+                and i not in eventful
+                and len(drawn) == 1
+                and drawn[0] not in seq.stops
+                and len(tokens) + 1 < seq.limit
+                and not seq.log.evicted
+            ):
+                events.append(TokenEvent(request.id, seq.branch, index, drawn))
+                tokens += drawn
                 seq.pending -= 1
                 seq.unsent = 0
-                plain.append((seq, 1))
-            elif seq.request.beam is not None:
+                plain.append(seq)
+            elif i in result.deferred:
+                continue
+            elif request.beam is not None:
                 events += self._search(seq, result.logprobs[i][0])
             else:
-                events.append(self._advance(seq, row, result, i))
-        self._table.tell(EventKind.DREW, plain)
+                events.append(self._advance(seq, rows[samples[i].row], result, i))
+        if EventKind.DREW in self._table.observed:
+            self._table.tell(EventKind.DREW, [(seq, 1) for seq in plain])
+        if len(events) - first == len(plain):
+            return len(plain)
+        return sum(len(event.tokens) for event in events[first:])
 
-    def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> None:
+    def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> int:
         if late.step not in self._late:
-            return  # all ended since
+            return 0  # all ended since
         step, left = self._late[late.step]
         told = left.difference(late.deferred)
-        self._samples(step, late, events)
+        drawn = self._samples(step, late, events)
         self._publish(step, [step.plan.samples[i].row for i in told])
         left -= told
         if not left:
             del self._late[late.step]
+        return drawn
 
     def _publish(self, step: PlanBuilder, rows: Iterable[int]) -> None:
         for i in rows:
             row, (seq, epoch) = step.plan.rows[i], step.rows[i]
             upto = seq.computed if row.drafts else row.start + row.count
-            if row.drafts and self._memory.states is not None and seq.epoch == epoch and seq.status is Status.RUNNING:
+            if row.drafts and self._memory.states is not None and seq.epoch == epoch and seq.status is RUNNING:
                 self._memory.states.keep(seq.table.state, upto)
                 self._memory.publish_states(seq.table, upto, seq.tokens, seq.request.salt)
-            if upto >= seq.table.next_publish and seq.epoch == epoch and seq.status is Status.RUNNING:
+            if upto >= seq.table.next_publish and seq.epoch == epoch and seq.status is RUNNING:
                 self._memory.publish(seq.table, upto, seq.tokens, seq.request.salt)
 
     def _advance(self, seq: Sequence, row: Row, result: StepResult, sample: int) -> TokenEvent:
@@ -188,16 +202,18 @@ class Commit(SchedulingFeature):
         self._late.clear()
 
 
-def _goes_on(seq: Sequence, token: int) -> bool:
-    """Whether there is nothing to say of the token but itself: it neither begins nor ends an answer."""
-    outputs = len(seq.tokens) - seq.prompt_len
-    return outputs > len(seq.request.outputs) and not seq.log.evicted and _ends(seq, token, outputs + 1) is None
+def _eventful(step: PlanBuilder, result: StepResult) -> set[int]:
+    """Samples of which there is more to say than the token drawn, or nothing yet."""
+    found: set[int] = set()
+    for some in (result.drafts, result.forced, result.errors, result.ended, result.logprobs, result.deferred):
+        if some:
+            found.update(some)
+    if step.drafts:
+        found.update(i for i, sample in enumerate(step.plan.samples) if step.plan.rows[sample.row].drafts)
+    return found
 
 
 def _ends(seq: Sequence, token: int, outputs: int) -> FinishReason | None:
-    request, params = seq.request, seq.request.params
-    if outputs >= params.min_tokens and (
-        token in params.stop_token_ids or (token in request.eos_token_ids and not params.ignore_eos)
-    ):
+    if token in seq.stops and outputs >= seq.request.params.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if seq.prompt_len + outputs >= seq.limit else None

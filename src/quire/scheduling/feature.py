@@ -3,9 +3,9 @@
 The sequence table calls these, in one place, for every feature in the order they are registered; a feature keeps its
 own state by sequence. Listening:
 
-    arrived ─► admitted ─► row_planned ... drew ... step_landed ─► finished ─► released
-                   ▲                 │
-                   └──── preempted ──┘     (released too, once no step in flight uses its pages)
+    arrived ─► admitted ─► step_planned ... drew ... step_landed ─► finished ─► released
+                   ▲                  │
+                   └──── preempted ───┘     (released too, once no step in flight uses its pages)
 
 Taking part: `holds` keeps a waiting sequence from starting, `takes_over` plans the rows of one that has just started,
 `contribute` adds to every plan, `reclaim` gives up KV pages when memory is short.
@@ -29,8 +29,8 @@ class SchedulingFeature:
     def admitted(self, seq: Sequence, hit: Hit | None) -> None:
         """It has pages and is about to get a slot, for the first time or again; without a hit, as a fork."""
 
-    def row_planned(self, seq: Sequence, count: int) -> None:
-        """Its next `count` tokens are computed by the step that is being planned."""
+    def step_planned(self, step: PlanBuilder) -> None:
+        """A step is on its way, with all its rows."""
 
     def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
         """A first token was drawn, or some that are not plain draws: drafts were verified, a grammar forced tokens."""

@@ -114,8 +114,6 @@ class LengthMLP:
 
     @staticmethod
     def _features_of(prompt: int, most: int, *, grammar: bool, habit: float, spread: float) -> Array:
-        size, top = math.log1p(prompt), math.log1p(most)
-        short = [float(prompt < edge) for edge in (64, 256, 1024, 4096)]
-        return np.array(
-            [size / 5 - 1, (size / 5 - 1) ** 2, top / 5 - 1, grammar, habit / 5 - 1, spread, *short], np.float32
-        )
+        size, top = math.log1p(prompt) / 5 - 1, math.log1p(most) / 5 - 1
+        short = prompt < 64, prompt < 256, prompt < 1024, prompt < 4096
+        return np.array((size, size**2, top, grammar, habit / 5 - 1, spread, *short), np.float32)

@@ -5,32 +5,35 @@ Knows how a sequence is told to the worker. Refuses to know: who is chosen, wher
 
 from __future__ import annotations
 
+from itertools import count, repeat
+
 from quire.memory.manager import UNCHANGED, Change
 from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
 from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Write
 
+NOTHING = Budget(0)
+
 
 class PlanBuilder:
-    __slots__ = ("budget", "idle", "now", "plan", "probes", "rows", "samples")
+    __slots__ = ("budget", "drafts", "filling", "idle", "members", "now", "plan", "probes", "rows", "samples", "tokens")
 
-    def __init__(self, step: int, now: float = 0.0, *, idle: bool = True, budget: Budget | None = None):
+    def __init__(self, step: int, now: float = 0.0, *, idle: bool = True):
         self.plan = StepPlan(step=step)
         self.now = now  # when it was planned
         self.idle = idle  # whether no other step was in flight then
-        self.budget = budget or Budget(0)  # what is left for prefill
+        self.budget = NOTHING  # what is left for prefill
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
         self.probes: list[tuple[Sequence, int]] = []
-
-    def members(self) -> dict[Sequence, None]:
-        """Sequences whose slot and pages the step uses, each once (a new branch has a sample but no row)."""
-        return {seq: None for seq, _ in (*self.rows, *self.samples, *self.probes)}
+        self.members: dict[Sequence, None] = {}  # whose slot and pages it uses (a new branch has a sample but no row)
+        self.filling: list[int] = []  # rows after which pages may be complete
+        self.tokens = 0  # of all rows
+        self.drafts = False  # whether any row has a draft budget
 
     def admit(self, seq: Sequence) -> None:
         """Fill the sequence's slot."""
         params, request = seq.request.params, seq.request
-        stops = params.stop_token_ids if params.ignore_eos else [*request.eos_token_ids, *params.stop_token_ids]
         seq.unsent = 0
         self.plan.admits.append(
             Admit(
@@ -41,7 +44,7 @@ class PlanBuilder:
                 params=params,
                 seed=params.seed or 0,
                 branch=seq.branch,
-                stop_ids=stops,
+                stop_ids=seq.stops,
                 salt=request.salt,
                 prediction=request.prediction,
                 adapter=request.lora_slot,
@@ -76,16 +79,40 @@ class PlanBuilder:
             row.pool = request.pooling
         if hook is not None:
             row.shift, row.mass = hook.evicted, hook.wants_mass(start)
+        self.filling.append(len(self.rows))
         self.plan.rows.append(row)
         self.rows.append((seq, seq.epoch))
+        self.members[seq] = None
+        self.tokens += count
+        self.drafts = self.drafts or drafts > 0
+
+    def decode(self, sequences: list[Sequence]) -> None:
+        """As `row` and `sample`, of sequences that lack one token each, have no hook, draw, and whose slots have all
+        other tokens."""
+        plan = self.plan
+        slots = [seq.slot for seq in sequences]
+        starts = [seq.computed for seq in sequences]
+        whose = [(seq, seq.epoch) for seq in sequences]
+        for seq in sequences:
+            seq.computed += 1
+            seq.attained += 1
+            seq.pending += 1
+        plan.samples += map(Sample, count(len(plan.rows)), slots, [start + 1 for start in starts])
+        plan.rows += map(Row, slots, starts, repeat(1))
+        self.rows += whose
+        self.samples += whose
+        self.members.update(dict.fromkeys(sequences))
+        self.tokens += len(sequences)
 
     def probe(self, seq: Sequence, start: int, count: int) -> None:
         """Find out how far the sequence's KV is from what it would be here."""
         self.plan.probes.append(Probe(seq.slot, start, count))
         self.probes.append((seq, seq.epoch))
+        self.members[seq] = None
 
     def sample(self, seq: Sequence) -> None:
         """Draw the sequence's next token from the latest row."""
         self.plan.samples.append(Sample(len(self.plan.rows) - 1, seq.slot, seq.known))
         self.samples.append((seq, seq.epoch))
+        self.members[seq] = None
         seq.pending += 1

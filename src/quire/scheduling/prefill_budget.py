@@ -6,8 +6,8 @@ and more the further back it attends. Refuses to know: sequences, pages.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, log
+from typing import NamedTuple
 
 from quire.types.plan import StepPlan
 
@@ -24,11 +24,10 @@ def _work(start: int, count: int) -> float:
 
 
 def _plan_work(plan: StepPlan) -> float:
-    return sum(_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1)
+    return sum([_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1])
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """What is left for prompts in a step: so many tokens, and so much work; and what is set aside of both."""
 
     tokens: int
@@ -135,9 +134,10 @@ class PrefillLimiter:
         took, self._last = now - (self._last if began is None else began), now
         if not plan.rows or plan.probes or took <= 0:
             return
-        if any(row.count == 1 for row in plan.rows):
+        counts = [row.count for row in plan.rows]
+        if 1 in counts:
             self._pace += PACE_WEIGHT * (took - self._pace)
-        work = _plan_work(plan)
+        work = _plan_work(plan) if max(counts) > 1 else 0
         if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so
             self._base += EMA_WEIGHT * (took - self._base)
             if (

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import NamedTuple
 
 from quire.memory.manager import Change, KVManager
 from quire.scheduling.admission import IDLE_SEQUENCES, Admission
@@ -38,13 +39,22 @@ from quire.types.errors import DeadlineError, InputError, OverloadedError
 from quire.types.events import EngineStats, TokenEvent
 from quire.types.kv import KVLayout
 from quire.types.plan import Capacity, StepPlan, StepResult
-from quire.types.policy import EventKind
 from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
 HELD_BACK_SHARE = 0.25  # of a step's prefill budget, for prompts that let better ones start first
+RUNNING = Status.RUNNING
 PREDICTORS: dict[str, Callable[[], LengthPredictor]] = {"mlp": LengthMLP, "constant": ConstantPredictor}
+
+
+class Lacking(NamedTuple):
+    """Running sequences with tokens to compute."""
+
+    decode: list[Sequence]  # one token each
+    looked_at: list[Sequence]  # ... of them, those that need pages, or whose rows are not like the others'
+    prefill: list[tuple[Sequence, int]]  # so many tokens
+    decoding: bool  # whether any waits for its next token
 
 
 class Scheduler:
@@ -197,11 +207,11 @@ class Scheduler:
         admission.seat_forks(builder)
         admission.admit(builder)
         self._go_on(builder, held_back)
-        stuck = not builder.plan.computes and idle and not self._commit.awaiting
-        if stuck and (sequences.running or sequences.forks):
-            self._make_way(builder)
-        if not builder.plan.computes and idle and self.features.tiers.reclaim(running=True):
-            admission.admit(builder)
+        if idle and not builder.plan.computes:
+            if (sequences.running or sequences.forks) and not self._commit.awaiting:
+                self._make_way(builder)
+            if not builder.plan.computes and self.features.tiers.reclaim(running=True):
+                admission.admit(builder)
         return self._launch(builder)
 
     def _launch(self, builder: PlanBuilder) -> StepPlan | None:
@@ -215,13 +225,13 @@ class Scheduler:
                 self.features.eviction.release_until(self._step)
             return None
         plan.frees, self.sequences.freed = self.sequences.freed, []
-        for seq in builder.members():
+        for seq in builder.members:
             seq.inflight += 1
         self._in_flight.append(builder)
         self.memory.launched()
-        self.sequences.tell(
-            EventKind.COMPUTED, ((seq, row.count) for row, (seq, _) in zip(plan.rows, builder.rows, strict=True))
-        )
+        for step_planned in self.sequences.step_planned:
+            step_planned(builder)
+        self.sequences.tell_computed(builder)
         if self.features.drafting is not None:
             self.features.drafting.planned(builder)
             plan.rests = self.features.drafting.rests
@@ -233,51 +243,73 @@ class Scheduler:
         prompts that let better ones start first; a part of the budget stays theirs."""
         running, drafting = self.sequences.running, self.features.drafting
         drafts = self._up_to_boundaries(drafting.budgets(list(running))) if drafting is not None else {}
-        unverified = drafting.unverified if drafting is not None else ()
-        together = bool(drafts)  # drafts need all tokens before them, and other rows should not go without them
-        decode: list[tuple[Sequence, int]] = []  # with how many tokens they have to catch up by
-        prefill: list[tuple[Sequence, int]] = []
-        decoding = False
-        for seq in running:
-            known = seq.known
-            missing = known - seq.computed
-            decoding = decoding or missing == 1 or seq.pending > 0
-            if missing <= 0 or known >= seq.limit:
-                continue
-            if seq.pending and (seq.stepwise or together or seq in unverified):
-                continue
-            if seq.hook is not None and seq.inflight and seq.hook.sequential:
-                continue
-            (decode if missing == 1 else prefill).append((seq, missing))
-        prefill.sort(key=lambda one: one[0].rank)
-        held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
-        prefill = prefill[: len(prefill) - len(held_back)]
+        decode, looked_at, prefill, decoding = self._lacking(drafts)
+        held_back: list[Sequence] = []
+        if prefill:
+            prefill.sort(key=lambda one: one[0].rank)
+            held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
+            prefill = prefill[: len(prefill) - len(held_back)]
         target = self.policy.latency_target(seq.view for seq in running)
-        whole = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
-        chosen: list[tuple[Sequence, int, Change, int]] = []
-        for seq, missing in (*decode, *prefill):
-            if seq.status is not Status.RUNNING:
+        builder.budget = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
+        changes: list[tuple[Sequence, Change]] = []
+        for seq in looked_at:
+            if seq.status is RUNNING and (change := self._extend_for_row(seq, 1, drafts)) is not None:
+                changes.append((seq, change))
+        rows: list[tuple[Sequence, int]] = []
+        for seq, missing in prefill:
+            if seq.status is not RUNNING:
                 continue  # preempted for one before it
-            count = missing if missing == 1 else min(missing, self._chunk, budget.fit(seq.held))
+            count = min(missing, self._chunk, budget.fit(seq.held))
             if seq.hook is not None:
                 count = min(count, seq.hook.row_limit(seq.computed))
             if count <= 0:
                 break
-            change = self._extend_for_drafts(seq, drafts) if drafts else None
-            change = change or self._extend_or_preempt(seq, count)
-            if change is not None:
-                chosen.append((seq, count, change, missing))
-                budget = budget.less(seq.held, count) if missing > 1 else budget
-        builder.budget = whole
-        for seq, count, change, missing in chosen:
-            if seq.status is Status.RUNNING:
-                if missing > 1:
-                    builder.budget = builder.budget.less(seq.held, count)
+            if (change := self._extend_for_row(seq, count, drafts)) is not None:
+                changes.append((seq, change))
+                rows.append((seq, count))
+                budget = budget.less(seq.held, count)
+        if looked_at or prefill:
+            without = {*looked_at}.difference(seq for seq, _ in changes)
+            decode = [seq for seq in decode if seq.status is RUNNING and seq not in without]
+        for seq, change in changes:
+            if seq.status is RUNNING:
                 builder.change(seq, change)
+        self.sequences.add_decode_rows(builder, decode, looked_at, drafts)
+        for seq, count in rows:
+            if seq.status is RUNNING:
+                builder.budget = builder.budget.less(seq.held, count)
                 self.sequences.add_row(builder, seq, count, drafts.get(seq, 0))
         if held_back:
             builder.budget = builder.budget.part(1 - HELD_BACK_SHARE)
         return held_back
+
+    def _lacking(self, drafts: dict[Sequence, int]) -> Lacking:
+        """Running sequences that may compute now. Drafts need all tokens before them, and other rows should not go
+        without them."""
+        unverified = self.features.drafting.unverified if self.features.drafting is not None else ()
+        decode: list[Sequence] = []
+        looked_at: list[Sequence] = []
+        prefill: list[tuple[Sequence, int]] = []
+        decoding = False
+        for seq in self.sequences.running:
+            pending, computed = seq.pending, seq.computed
+            known = len(seq.tokens) + pending
+            missing = known - computed
+            if missing == 1 or pending:
+                decoding = True
+            if missing <= 0 or known >= seq.limit:
+                continue
+            if pending and (drafts or seq.stepwise or seq in unverified):
+                continue
+            if (hook := seq.hook) is not None and seq.inflight and hook.sequential:
+                continue
+            if missing > 1:
+                prefill.append((seq, missing))
+                continue
+            decode.append(seq)
+            if computed >= seq.table.writable_until or hook is not None or seq.unsent or drafts or not seq.draws:
+                looked_at.append(seq)
+        return Lacking(decode, looked_at, prefill, decoding)
 
     def _go_on(self, builder: PlanBuilder, held_back: list[Sequence]) -> None:
         """Prompts that let others start first take what the budget has left, and their own part of it. Nobody loses
@@ -334,6 +366,11 @@ class Scheduler:
         waiting = self.sequences.waiting
         return next((seq for search in searches for seq in search.live if seq in waiting), None)
 
+    def _extend_for_row(self, seq: Sequence, count: int, drafts: dict[Sequence, int]) -> Change | None:
+        """Pages for `count` more tokens, and its drafts if there are any; None: not in this step."""
+        change = self._extend_for_drafts(seq, drafts) if drafts else None
+        return change or self._extend_or_preempt(seq, count)
+
     def _extend_or_preempt(self, seq: Sequence, count: int) -> Change | None:
         """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
         running = self.sequences.running
@@ -365,7 +402,7 @@ class Scheduler:
 
     def _pages_returning(self) -> bool:
         """Whether pages come back by themselves when a step in flight commits."""
-        landing = any(seq.status is not Status.RUNNING for step in self._in_flight for seq in step.members())
+        landing = any(seq.status is not Status.RUNNING for step in self._in_flight for seq in step.members)
         return landing or bool(self._in_flight and (self.features.eviction.returning or self.memory.returning))
 
     # ---- commit ---------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ class Sequence:
 
     __slots__ = (
         "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight", "limit",
-        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "table", "tokens", "unsent",
+        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "stepwise", "stops", "table",
+        "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
@@ -39,6 +40,9 @@ class Sequence:
         self.pending = 0
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
+        self.stepwise = request.params.grammar is not None or request.beam is not None  # a row needs the token before
+        eos = [] if request.params.ignore_eos else request.eos_token_ids
+        self.stops = [*eos, *request.params.stop_token_ids]  # tokens that end it
         self.computed = 0  # as of the last plan, drafts left out
         self.attained = 0  # token rows computed for it
         self.cached = -1  # prompt tokens found in the cache at first admission
@@ -64,9 +68,9 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def stepwise(self) -> bool:
-        """Whether what it computes next depends on the token drawn last."""
-        return self.request.params.grammar is not None or self.request.beam is not None
+    def decodes(self) -> bool:
+        """Whether its row is like any other's once it lacks one token: its slot has all others, and it draws."""
+        return self.hook is None and self.draws and not self.unsent
 
     @property
     def evicted(self) -> int:

@@ -11,8 +11,10 @@ chosen, what a step computes, what came of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from itertools import count
+from typing import Any
 
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.scheduling.beam_search import Search
@@ -25,8 +27,26 @@ from quire.scheduling.waiting_queue import WaitingQueue
 from quire.types.clock import Clock
 from quire.types.counts import Counts
 from quire.types.events import TokenEvent
-from quire.types.policy import EventKind, PolicyEvent, SequenceId
+from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 from quire.types.request import FinishReason, Request, Status
+
+
+class RowViews(SequenceOf[tuple[SequenceView, int]]):
+    """Of a step, whose rows it has and of how many tokens; views are made only where a policy looks."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: PlanBuilder):
+        self._step = step
+
+    def __len__(self) -> int:
+        return len(self._step.rows)
+
+    def __iter__(self) -> Iterator[tuple[SequenceView, int]]:
+        return ((seq.view, row.count) for row, (seq, _) in zip(self._step.plan.rows, self._step.rows, strict=True))
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
 
 
 class SequenceTable:
@@ -56,11 +76,11 @@ class SequenceTable:
         self.features = features
         self._arrived = [f.arrived for f in overriding("arrived")]
         self._admitted = [f.admitted for f in overriding("admitted")]
-        self._row_planned = [f.row_planned for f in overriding("row_planned")]
         self._drew = [f.drew for f in overriding("drew")]
         self._preempted = [f.preempted for f in overriding("preempted")]
         self._finished = [f.finished for f in overriding("finished")]
         self._released = [f.released for f in overriding("released")]
+        self.step_planned = [f.step_planned for f in overriding("step_planned")]
         self.step_landed = [f.step_landed for f in overriding("step_landed")]
         self.holds = [f.holds for f in overriding("holds")]
         self.takes_over = [f.takes_over for f in overriding("takes_over")]
@@ -70,10 +90,17 @@ class SequenceTable:
     def tell(self, kind: EventKind, sequences: Iterable[tuple[Sequence, int]]) -> None:
         """Tell the policy, if it wants to know; sequences whose key that changes move in the queue."""
         if kind in self.observed:
-            event = PolicyEvent(kind, self._clock.now, [(seq.view, tokens) for seq, tokens in sequences])
-            for id in self._policy.observe(event):
-                if (seq := self._by_id.get(id)) is not None:
-                    self._rank(seq)
+            self._observe(PolicyEvent(kind, self._clock.now, [(seq.view, tokens) for seq, tokens in sequences]))
+
+    def tell_computed(self, step: PlanBuilder) -> None:
+        """Tell the policy which rows a step computes."""
+        if EventKind.COMPUTED in self.observed:
+            self._observe(PolicyEvent(EventKind.COMPUTED, self._clock.now, RowViews(step)))
+
+    def _observe(self, event: PolicyEvent) -> None:
+        for id in self._policy.observe(event):
+            if (seq := self._by_id.get(id)) is not None:
+                self._rank(seq)
 
     def _rank(self, seq: Sequence) -> None:
         queued = seq in self.waiting
@@ -151,8 +178,6 @@ class SequenceTable:
 
     def add_row(self, builder: PlanBuilder, seq: Sequence, count: int, drafts: int = 0) -> None:
         """Let a running sequence compute tokens from where it is, and draw if that completes it."""
-        for told in self._row_planned:
-            told(seq, count)
         start, memory = seq.computed, self._memory
         builder.row(seq, count, drafts)
         if memory.states is not None:
@@ -168,6 +193,26 @@ class SequenceTable:
             if self.children and seq in self.children:
                 self._fork_children(builder, seq)
             builder.sample(seq)
+
+    def add_decode_rows(
+        self, builder: PlanBuilder, sequences: list[Sequence], looked_at: list[Sequence], drafts: Mapping[Sequence, int]
+    ) -> None:
+        """Let running sequences that lack one token compute it, and up to so many drafts, and draw the next. Those that
+        are not `looked_at` are sure to be `decodes`."""
+        if drafts or self._memory.states is not None or self.children or not all(seq.decodes for seq in looked_at):
+            for seq in sequences:
+                self.add_row(builder, seq, 1, drafts.get(seq, 0))
+        else:
+            self._add_plain_rows(builder, sequences)
+
+    def _add_plain_rows(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
+        first = len(builder.rows)
+        builder.decode(sequences)
+        for row, seq in enumerate(sequences, first):
+            if seq.computed >= seq.table.next_publish:
+                builder.filling.append(row)
+                known = min(seq.computed, len(seq.tokens))
+                self._memory.publish(seq.table, known, seq.tokens, seq.request.salt)
 
     def _fork_children(self, builder: PlanBuilder, parent: Sequence) -> None:
         """The prompt is computed in this step: branches share its pages and draw from its last row."""
@@ -274,7 +319,7 @@ class SequenceTable:
 
     def land(self, step: PlanBuilder) -> None:
         """A step no longer uses its slots and pages; what ended meanwhile can go."""
-        for seq in step.members():
+        for seq in step.members:
             seq.inflight -= 1
             if not seq.inflight and seq.status in (Status.FINISHED, Status.PREEMPTED):
                 self.release(seq)
@@ -283,7 +328,7 @@ class SequenceTable:
 
     def holders(self, in_flight: deque[PlanBuilder]) -> list[Sequence]:
         """Sequences that have pages: for themselves, or because a step in flight still uses them."""
-        landing = {s: None for step in in_flight for s in step.members() if s not in self.running}
+        landing = {s: None for step in in_flight for s in step.members if s not in self.running}
         return [*self.running, *self.forks, *landing]
 
     def check(self, in_flight: deque[PlanBuilder]) -> None:
@@ -292,7 +337,7 @@ class SequenceTable:
         for seq in self.running:
             assert seq.status is Status.RUNNING and seq.slot >= 0 and 0 <= seq.computed <= seq.known <= seq.limit
             assert 0 <= seq.evicted <= seq.computed and seq.held <= seq.peak, f"{seq.key}: more KV than it may have"
-            assert seq.inflight == sum(seq in step.members() for step in in_flight), f"{seq.key}: lost a step"
+            assert seq.inflight == sum(seq in step.members for step in in_flight), f"{seq.key}: lost a step"
         for seq in self.waiting:
             assert seq.status in (Status.WAITING, Status.PENDING, Status.PREEMPTED)
             assert seq.inflight or (seq.slot < 0 and not any(seq.table.pages)), f"{seq.key} waits but holds memory"

@@ -271,6 +271,8 @@ class BlendReuse(SchedulingFeature):
                 prompt.mass = np.zeros(seq.known) if prompt.mass is None else prompt.mass
                 prompt.mass[: len(paid)] += paid
                 self._chosen(prompt)
+        if not (self._held or self._apart):
+            return
         for seq in [seq for seq, (number, _) in self._held.items() if number <= step.plan.step]:
             self._let_go(seq)
         for seq in list(self._apart):

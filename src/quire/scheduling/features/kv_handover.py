@@ -71,7 +71,8 @@ class KVHandover(SchedulingFeature):
         self._dirty = True
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
-        self._in_flight_sends = [one for one in self._in_flight_sends if one[0] > step.plan.step]
+        if self._in_flight_sends:
+            self._in_flight_sends = [one for one in self._in_flight_sends if one[0] > step.plan.step]
         self._dirty = True
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:

@@ -379,7 +379,7 @@ class TierPrefetch(SchedulingFeature):
         """Some transfers may have ended by then."""
         plan = step.plan
         if plan.rows and not plan.probes:
-            self.directory.costs.step(plan.tokens, result.seconds)
+            self.directory.costs.step(step.tokens, result.seconds)
         elif self.moving and not plan.computes:
             self._timeline.stats.tier_waits += result.seconds
         for done in result.transfers:

@@ -21,6 +21,7 @@ from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, Prefix
 
 MAX_PAST_REQUESTS = 1024  # remembered after they ended
 MAX_PAST_STEPS = 240
+FINISHED = Status.FINISHED
 
 
 class TimelineRecorder(SchedulingFeature):
@@ -94,13 +95,16 @@ class TimelineRecorder(SchedulingFeature):
         if log.prefix is PrefixOutcome.EVICTED and (gone := self._explainer.eviction(seq.table, hit)):
             log.gone_at, log.gone_for = gone
 
-    def row_planned(self, seq: Sequence, count: int) -> None:
-        if count > 1:
-            chunks, now = seq.log.chunks, self._clock.now
-            if len(chunks) < MAX_CHUNKS:
-                chunks.append((now, count))
-            else:
-                chunks[-1] = (chunks[-1][0], chunks[-1][1] + count)
+    def step_planned(self, step: PlanBuilder) -> None:
+        if step.tokens == len(step.rows):
+            return
+        for row, (seq, _) in zip(step.plan.rows, step.rows, strict=True):
+            if row.count > 1:
+                chunks = seq.log.chunks
+                if len(chunks) < MAX_CHUNKS:
+                    chunks.append((step.now, row.count))
+                else:
+                    chunks[-1] = (chunks[-1][0], chunks[-1][1] + row.count)
 
     def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
         log, stats, now = seq.log, self.stats, self._clock.now
@@ -130,21 +134,24 @@ class TimelineRecorder(SchedulingFeature):
         plan, stats = step.plan, self.stats
         if not plan.computes:
             return  # it only waited for pages
-        tokens = plan.tokens
+        tokens = step.tokens
         stats.steps += 1
-        drafted, accepted = (sum(counts) for counts in zip((0, 0), *result.drafts.values(), strict=True))
-        stats.rows += tokens + drafted + result.padding
+        stats.rows += tokens + result.padding
         stats.waste["padding"] += result.padding
         stats.sparse_bytes += result.attention_bytes[0]
         stats.sparse_bytes_of_all += result.attention_bytes[1]
         stats.exchanged_bytes += result.exchanged_bytes
-        stats.waste["draft"] += drafted - accepted
+        for drafted, accepted in result.drafts.values():
+            stats.rows += drafted
+            stats.waste["draft"] += drafted - accepted
         stats.step_seconds += result.seconds
         stats.step_tokens.observe(tokens)
         self.steps.append((len(plan.rows), tokens))
-        for row, (seq, _) in zip(plan.rows, step.rows, strict=True):
-            if seq.status is Status.FINISHED and seq.log.finish in ("stop", "length"):
-                stats.waste["overrun"] += row.count
+        over = {seq for seq in step.members if seq.status is FINISHED and seq.log.finish in ("stop", "length")}
+        if over:
+            stats.waste["overrun"] += sum(
+                row.count for row, (seq, _) in zip(plan.rows, step.rows, strict=True) if seq in over
+            )
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         log, stats = seq.log, self.stats

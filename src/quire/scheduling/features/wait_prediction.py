@@ -200,9 +200,10 @@ class WaitPrediction(SchedulingFeature):
     def _as_of_now(self) -> Running:
         steps = self._timeline.stats.steps
         if self._running is None or self._running[0] != steps:
-            ends = [(self._decode(one), sum(len(pages) for pages in one.table.pages)) for one in self._table.running]
+            decode = self._decode
+            ends = [(decode(one), sum(map(len, one.table.pages))) for one in self._table.running]
             heapq.heapify(ends)
-            prompts = [one for one in self._table.running if one.known - one.computed > 1]
+            prompts = [one for one in self._table.running if len(one.tokens) + one.pending - one.computed > 1]
             self._running = steps, Running(ends, prompts)
         return self._running[1]
 
@@ -213,7 +214,8 @@ class WaitPrediction(SchedulingFeature):
     def _decode(self, seq: Sequence) -> float:
         """Seconds that the rest of an answer takes."""
         likely = seq.expected.likely if self._lengths else min(self._mean_outputs, seq.limit - seq.prompt_len)
-        return max(likely - seq.outputs, RESIDUAL_SHARE * likely) * self._limiter.pace
+        left, least = likely - (len(seq.tokens) - seq.prompt_len), RESIDUAL_SHARE * likely
+        return (left if left > least else least) * self._limiter.pace
 
     def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
         made = self._predictions.pop(seq, None)

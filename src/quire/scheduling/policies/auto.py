@@ -73,13 +73,13 @@ class Auto(Fair):
     def observe(self, event: PolicyEvent) -> Iterable[SequenceId]:
         changed: list[SequenceId] = []
         targets = self._targets
+        if event.kind is EventKind.COMPUTED:
+            return self._computed_step(event)
         if event.kind is EventKind.FIRST_TOKEN:
             for seq, _ in event.sequences:
                 self._pauses.drew(seq.id, event.now)
             return [seq.id for seq, _ in event.sequences if targets.drew(seq.id)]
         self._account(event)
-        if event.kind is EventKind.COMPUTED:
-            return self._computed_step(event)
         for seq, _ in event.sequences:
             if event.kind is EventKind.ARRIVED:
                 targets.arrived(seq, self.services)
@@ -101,9 +101,11 @@ class Auto(Fair):
         return changed
 
     def _computed_step(self, event: PolicyEvent) -> list[SequenceId]:
+        if self._busy > 1:
+            self._account(event)
         self._now = event.now
         self._computed += 1
-        changed = [*self._targets.passed(event.now), *self._pauses.passed(event.now), *self._stepped()]
+        changed = self._targets.passed(event.now) + self._pauses.passed(event.now) + self._stepped()
         if self._computed % RANKED_EVERY == 0:
             changed += self._weigh_running(event)
         return changed
@@ -121,10 +123,10 @@ class Auto(Fair):
 
     def _stepped(self) -> list[SequenceId]:
         """Waiting requests of tenants that got so much more, or less, than others that their order changes."""
-        busy = {name: tenant for name, tenant in self._tenants.items() if tenant.live}
-        if len(busy) < 2:
+        if self._busy < 2:
             self._steps.clear()
             return []
+        busy = {name: tenant for name, tenant in self._tenants.items() if tenant.live}
         least = min(tenant.counter for tenant in busy.values())
         changed: list[SequenceId] = []
         for name, tenant in busy.items():

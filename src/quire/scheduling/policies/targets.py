@@ -6,7 +6,6 @@ Refuses to know: orders.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
 from math import inf
 
 from quire.types.config import SchedulerOptions
@@ -72,9 +71,9 @@ class Targets:
         self.drew(id)
         self._tpot.pop(id, None)
 
-    def passed(self, now: float) -> Iterable[SequenceId]:
+    def passed(self, now: float) -> list[SequenceId]:
         """Those that can no longer meet their target, since the last look."""
-        found = []
+        found: list[SequenceId] = []
         while self._heap and self._heap[0][0] < now - RANGE_S:
             at, id = heapq.heappop(self._heap)
             if self._lost_at.get(id) == at and id not in self.lost:
@@ -88,6 +87,7 @@ class Targets:
 
     def latency(self) -> float | None:
         """What a step may take, so that those under way meet their targets for each token; None: any time."""
-        own = min(self._tpot.values(), default=inf)
-        target = min(own, self._options.slo_tpot or inf)
+        target = self._options.slo_tpot or inf
+        if self._tpot:
+            target = min(target, *self._tpot.values())
         return None if target == inf else STEP_MARGIN * target
