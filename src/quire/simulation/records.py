@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from itertools import groupby
 from math import exp, log
 
 import msgspec
@@ -26,6 +27,7 @@ GAP_RESOLUTION = 400  # buckets of gaps by a factor of e: percentiles are right 
 COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background",
            "waited", "predicted")  # fmt: skip
 
+RUNNING = Status.RUNNING
 
 Progress = tuple[float, int, int]  # when, of which request, and tokens it came to; 0: its first
 
@@ -180,23 +182,18 @@ class Recorder(SchedulingFeature):
         self.ended()
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
-        now, drew, last = self._clock.now, self._drew, 0.0
-        same = 0  # in a row with the same gap
-        for seq, epoch in step.samples:
-            if seq.epoch == epoch and seq.status is Status.RUNNING:
-                before = drew.get(seq)
-                drew[seq] = now
-                if before is None:
-                    self._first_token(seq.request.id)
-                else:
-                    if before == last:
-                        same += 1
-                    else:
-                        if same:
-                            self._gaps.add(now - last, same)
-                        last, same = before, 1
-        if same:
-            self._gaps.add(now - last, same)
+        now, drew = self._clock.now, self._drew
+        drawing = [seq for seq, epoch in step.samples if seq.epoch == epoch and seq.status is RUNNING]
+        before = list(map(drew.get, drawing))
+        drew.update(dict.fromkeys(drawing, now))
+        if before and before[0] is not None and before.count(before[0]) == len(before):  # as in most steps
+            self._gaps.add(now - before[0], len(before))
+            return
+        for seq, last in zip(drawing, before, strict=True):
+            if last is None:
+                self._first_token(seq.request.id)
+        for last, run in groupby(filter(None, before)):
+            self._gaps.add(now - last, len(list(run)))
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._drew.pop(seq, None)

@@ -23,6 +23,7 @@ from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo
 
 STOP_TOKEN = 0
+PLACE_BITS = 32  # of a page's name
 FIRST_OUTPUT = 1 << 60  # numbers of drawn tokens: no block of a trace is called so
 
 
@@ -121,6 +122,5 @@ class ContentNames(PageHasher):
         super().__init__(b"simulated", tokens_per_page)
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[Any]:
-        size = self._size
-        last = tokens[first * size + size - 1 :: size]
-        return list(zip(range(first, first + len(last)), last, strict=True))
+        last = tokens[(first + 1) * self._size - 1 :: self._size]
+        return [token << PLACE_BITS | place for place, token in enumerate(last, first)]
