@@ -17,8 +17,8 @@ from quire.kernels.attention_mass import AttentionMassRows
 from quire.kernels.backend_choice import backends_for, choose_backend
 from quire.kernels.eager import sdpa_attention
 from quire.kernels.eager.sdpa_attention import TorchSdpa
-from quire.kernels.kv_views import LayerKV
-from quire.kernels.library.cudnn_prefill import CudnnPrefill, DenseRow, gather_plain
+from quire.kernels.kv_views import LayerKV, take_slots
+from quire.kernels.library.cudnn_prefill import CudnnPrefill, DenseRow
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LAYERS, LAYER = 3, 1
@@ -297,7 +297,7 @@ def test_dense_rows_are_gathered_together():
 
     def gather(sides, slots, *rest):
         gathered.append((len(sides), len(slots)))
-        return gather_plain(sides, slots, *rest)
+        return take_slots(sides, slots, *rest)
 
     case = make_case(spec_of(), [(0, 20), (7, 1), (0, 600), (0, 9)])
     run(CudnnPrefill(TorchSdpa(), long=3, gather=gather), spec_of(), case)

@@ -8,6 +8,7 @@ Knows the layout's arithmetic and how each kind of page rounds. Refuses to know 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -174,6 +175,12 @@ def take_tokens(
     """One side of some tokens decoded, [tokens, kv_heads, head_dim]."""
     raw = _indexable(numbers)[page, offset].view(numbers.dtype)
     return decode(raw, None if scales is None else scales[page, offset])
+
+
+def take_slots(sides: Sequence[Side], slots: torch.Tensor, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Of each side the tokens at these KV slots (page * size + offset), zeros where a slot is -1."""
+    known, there = slots.clamp(min=0), (slots >= 0)[:, None, None]
+    return [take_tokens(*side, known // size, known % size).to(dtype).where(there, 0) for side in sides]
 
 
 def put_tokens(kv: LayerKV, k: torch.Tensor, v: torch.Tensor, kv_slots: torch.Tensor) -> None:

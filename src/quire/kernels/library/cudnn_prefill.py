@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quire.kernels.attention_backend import AttentionBackend, AttentionSpec, Batch, GroupBatch, Part, part_of
-from quire.kernels.kv_views import LayerKV, Side, take_tokens
+from quire.kernels.kv_views import LayerKV, Side, take_slots
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +49,8 @@ class Plan:
 Gather = Callable[[Sequence[Side], torch.Tensor, int, torch.dtype], Sequence[torch.Tensor]]
 
 
-def gather_plain(sides: Sequence[Side], slots: torch.Tensor, size: int, dtype: torch.dtype) -> Sequence[torch.Tensor]:
-    known, there = slots.clamp(min=0), (slots >= 0)[:, None, None]
-    return [take_tokens(*side, known // size, known % size).to(dtype).where(there, 0) for side in sides]
-
-
 class CudnnPrefill:
-    def __init__(self, paged: AttentionBackend, *, long: int = LONG, gather: Gather = gather_plain):
+    def __init__(self, paged: AttentionBackend, *, long: int = LONG, gather: Gather = take_slots):
         self.paged = paged
         self._gather = gather
         self._long = long

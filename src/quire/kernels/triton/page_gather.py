@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Tokens' rows out of their pages into one tensor, padding as zeros, K and V in one launch. Plain twin:
-`library.cudnn_prefill.gather_plain`, which decodes numbers with scales too."""
+`kv_views.take_slots`, which decodes numbers with scales too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.kv_views import Side
-from quire.kernels.library.cudnn_prefill import gather_plain
+from quire.kernels.kv_views import Side, take_slots
 from quire.kernels.triton.launch import power_of_two
 
 TOKENS = 8  # of a program
@@ -41,7 +40,7 @@ def gather_tokens(sides: Sequence[Side], slots: torch.Tensor, size: int, dtype: 
     heads, dim = first.shape[2:]
     alike = first.shape == last.shape and first.stride() == last.stride() and first.stride()[2:] == (dim, 1)
     if not alike or len(sides) > 2 or any(side.dtype != dtype or scales is not None for side, scales in sides):
-        return gather_plain(sides, slots, size, dtype)
+        return take_slots(sides, slots, size, dtype)
     out = torch.empty(len(sides), len(slots), heads, dim, dtype=dtype, device=slots.device)
     gather_tokens_kernel[(triton.cdiv(len(slots), TOKENS), len(sides))](
         first, last, slots, out, len(slots), first.stride(0), first.stride(1),
