@@ -13,9 +13,8 @@ def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 def fields(data: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Split bytes into fields of `bits`, low bits first: every `run` bytes give `run` low fields, then the next
     higher ones, ...: [blocks, bytes] → [blocks, bytes * 8 // bits]."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)
-    split = (data.reshape(data.shape[0], -1, 1, run) >> shifts[:, None]) & ((1 << bits) - 1)
-    return split.view(data.shape[0], -1)
+    runs, mask = data.reshape(data.shape[0], -1, run), (1 << bits) - 1
+    return torch.stack([(runs >> shift) & mask for shift in range(0, 8, bits)], dim=2).view(data.shape[0], -1)
 
 
 def words(data: torch.Tensor, size: int) -> torch.Tensor:
