@@ -1,5 +1,6 @@
 """Fixtures shared by the whole suite. The default model is fetched once, loaded and served once per process."""
 
+import functools
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
@@ -87,13 +88,26 @@ def llm(default_model):
 
 
 @pytest.fixture(scope="session")
+def fast(default_model):
+    """The default model in this process as it runs unless told otherwise: compiled, several times as fast as fp32."""
+    from quire import LLM
+
+    with LLM("smollm2-135m", kv_memory="256M") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def oracle(default_model):
     """transformers over the same GGUF, fp32."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM
 
     path = default_model.path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    with pytest.MonkeyPatch.context() as patched:
+        for slow in ("GGUFReader", "get_tensor_name_map"):  # asked for the same twice, and once a module
+            patched.setattr(gguf, slow, functools.cache(getattr(gguf, slow)))
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="session")

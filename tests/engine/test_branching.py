@@ -28,12 +28,6 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def fast(default_model):
-    with LLM("smollm2-135m", kv_memory="256M") as engine:
-        yield engine
-
-
 def ends(llm):
     """Ends of answers: the model's own, and the full stop, so that some answers do end."""
     return [*sorted(llm.text.tokenizer.eos_ids), *llm.text.tokenizer.encode(".", add_special=False)]
@@ -73,15 +67,14 @@ def twin(oracle, prompt, ends, params):
     """Diverse beam search, said plainly: every group looks at all its beams and all tokens, in turn."""
     width = params.beams // params.groups
     groups = [{"beams": [([], 0.0)], "finished": [], "done": False} for _ in range(params.groups)]
-    while not all(group["done"] for group in groups):
+    while going := [group for group in groups if not group["done"]]:
         taken = Counter()
-        for group in groups:
-            if group["done"]:
-                continue
+        with torch.no_grad():
+            ids = torch.tensor([[*prompt, *tokens] for group in going for tokens, _ in group["beams"]])
+            rows = iter(oracle(ids, logits_to_keep=1).logits[:, -1].double().log_softmax(-1))
+        for group in going:
             options = []
-            with torch.no_grad():
-                logits = oracle(torch.tensor([[*prompt, *tokens] for tokens, _ in group["beams"]])).logits[:, -1]
-            for (tokens, score), logprobs in zip(group["beams"], logits.double().log_softmax(-1), strict=True):
+            for (tokens, score), logprobs in zip(group["beams"], rows, strict=False):
                 for token, count in taken.items():
                     logprobs[token] -= params.diversity * count
                 top = logprobs.topk(64)

@@ -24,40 +24,41 @@ def greedy(**params):
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(llm):
+def nothing_leaks(fast, llm):
     yield
-    stats = llm.stats()
-    assert stats.running == stats.waiting == stats.pages_used == 0
-    llm._link.core.scheduler.check()
+    for engine in (fast, llm):
+        stats = engine.stats()
+        assert stats.running == stats.waiting == stats.pages_used == 0
+        engine._link.core.scheduler.check()
 
 
-def test_results_have_the_known_shape(llm):
-    (result,) = llm.generate(PROMPT, greedy())
+def test_results_have_the_known_shape(fast):
+    (result,) = fast.generate(PROMPT, greedy())
     (output,) = result.outputs
-    assert result.prompt == PROMPT and result.prompt_token_ids == llm.text.tokenizer.encode(PROMPT)
+    assert result.prompt == PROMPT and result.prompt_token_ids == fast.text.tokenizer.encode(PROMPT)
     assert output.text.startswith(" Paris") and len(output.token_ids) == 8
     assert output.finish_reason == "length" and output.logprobs is None
     assert result.times.submitted <= result.times.first_token <= result.times.finished
 
 
-def test_token_ids_and_text_are_the_same_prompt(llm):
-    ids = llm.text.tokenizer.encode(PROMPT)
-    by_text, by_ids, many = llm.generate(PROMPT, greedy()), llm.generate(ids, greedy()), llm.generate([ids], greedy())
+def test_token_ids_and_text_are_the_same_prompt(fast):
+    ids = fast.text.tokenizer.encode(PROMPT)
+    by_text, by_ids, many = (fast.generate(prompt, greedy()) for prompt in (PROMPT, ids, [ids]))
     assert by_text[0].outputs[0].text == by_ids[0].outputs[0].text == many[0].outputs[0].text
 
 
-def test_each_prompt_may_have_its_own_parameters(llm):
-    short, long = llm.generate([PROMPT, PROMPT], [greedy(max_tokens=2), greedy(max_tokens=5)])
+def test_each_prompt_may_have_its_own_parameters(fast):
+    short, long = fast.generate([PROMPT, PROMPT], [greedy(max_tokens=2), greedy(max_tokens=5)])
     assert [len(r.outputs[0].token_ids) for r in (short, long)] == [2, 5]
     with pytest.raises(InputError, match="2 prompts but 1"):
-        llm.generate([PROMPT, PROMPT], [greedy()])
+        fast.generate([PROMPT, PROMPT], [greedy()])
 
 
-def test_whoever_may_take_longest_begins_first(llm, monkeypatch):
-    sent, send = [], llm._link.send
-    monkeypatch.setattr(llm._link, "send", lambda *messages: (sent.extend(messages), send(*messages)))
+def test_whoever_may_take_longest_begins_first(fast, monkeypatch):
+    sent, send = [], fast._link.send
+    monkeypatch.setattr(fast._link, "send", lambda *messages: (sent.extend(messages), send(*messages)))
     lengths = [3, 8, 2, 8]
-    results = llm.generate([[5 + n] for n in range(4)], [greedy(max_tokens=n, ignore_eos=True) for n in lengths])
+    results = fast.generate([[5 + n] for n in range(4)], [greedy(max_tokens=n, ignore_eos=True) for n in lengths])
     assert [m.request.prompt[0] - 5 for m in sent if isinstance(m, Submit)] == [1, 3, 0, 2]
     assert [len(r.outputs[0].token_ids) for r in results] == lengths
 
@@ -92,127 +93,127 @@ def test_an_engine_makes_no_cycles(llm):
     assert not found
 
 
-def test_garbage_is_not_looked_for_while_a_batch_is_answered(llm, monkeypatch):
-    before, seen, receive = gc.get_threshold(), [], llm._link.receive
-    monkeypatch.setattr(llm._link, "receive", lambda wait: (seen.append(gc.get_threshold()), receive(wait))[1])
-    llm.generate([PROMPT] * 2, greedy())
+def test_garbage_is_not_looked_for_while_a_batch_is_answered(fast, monkeypatch):
+    before, seen, receive = gc.get_threshold(), [], fast._link.receive
+    monkeypatch.setattr(fast._link, "receive", lambda wait: (seen.append(gc.get_threshold()), receive(wait))[1])
+    fast.generate([PROMPT] * 2, greedy())
     assert {threshold[0] for threshold in seen} == {gc_control.MAX_NEW_OBJECTS} and gc.get_threshold() == before
 
     def failing(wait):
         raise EngineDeadError("as it may")
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm._link, "receive", failing)
+        patched.setattr(fast._link, "receive", failing)
         with pytest.raises(EngineDeadError):
-            llm.generate([PROMPT] * 2, greedy())
+            fast.generate([PROMPT] * 2, greedy())
     assert gc.get_threshold() == before
-    llm.stats()  # what was aborted is gone
+    fast.stats()  # what was aborted is gone
 
 
-def test_chat_stops_at_the_end_of_the_turn(llm):
-    (result,) = llm.chat([{"role": "user", "content": "Say hello."}], greedy(max_tokens=60))
+def test_chat_stops_at_the_end_of_the_turn(fast):
+    (result,) = fast.chat([{"role": "user", "content": "Say hello."}], greedy(max_tokens=60))
     assert result.outputs[0].finish_reason is FinishReason.STOP
     assert "<|im_end|>" not in result.outputs[0].text
 
 
-def test_each_conversation_may_have_its_own_parameters(llm):
+def test_each_conversation_may_have_its_own_parameters(fast):
     asks = [[{"role": "user", "content": "Count to ten."}]] * 2
-    found = llm.chat(asks, [greedy(max_tokens=2), greedy(max_tokens=4)])
+    found = fast.chat(asks, [greedy(max_tokens=2), greedy(max_tokens=4)])
     assert [len(one.outputs[0].token_ids) for one in found] == [2, 4]
     with pytest.raises(InputError, match="2 prompts but 1"):
-        llm.chat(asks, [greedy()])
+        fast.chat(asks, [greedy()])
     for wrong in ("hello", ["hello"]):
         with pytest.raises(InputError, match="list of messages"):
-            llm.chat(wrong)
+            fast.chat(wrong)
 
 
-def test_stream_is_the_answer_in_pieces(llm):
-    whole = llm.generate(PROMPT, greedy())[0].outputs[0]
-    deltas = list(llm.stream(PROMPT, greedy()))
+def test_stream_is_the_answer_in_pieces(fast):
+    whole = fast.generate(PROMPT, greedy())[0].outputs[0]
+    deltas = list(fast.stream(PROMPT, greedy()))
     assert "".join(d.text for d in deltas) == whole.text
     assert [t for d in deltas for t in d.token_ids] == whole.token_ids
     assert deltas[-1].finish_reason is FinishReason.LENGTH and not any(d.finish_reason for d in deltas[:-1])
 
 
-def test_streams_may_be_read_in_turn_and_others_called_beside_them(llm):
+def test_streams_may_be_read_in_turn_and_others_called_beside_them(fast):
     other, params = "Two plus two is", greedy(max_tokens=4)
-    alone = [[t for d in llm.stream(prompt, params) for t in d.token_ids] for prompt in (PROMPT, other)]
+    alone = [[t for d in fast.stream(prompt, params) for t in d.token_ids] for prompt in (PROMPT, other)]
     found = [], []
-    for deltas in zip_longest(llm.stream(PROMPT, params), llm.stream(other, params)):
-        llm.stats()
+    for deltas in zip_longest(fast.stream(PROMPT, params), fast.stream(other, params)):
+        fast.stats()
         for tokens, delta in zip(found, deltas, strict=True):
             tokens += delta.token_ids if delta else []
     assert list(found) == alone
-    answers = [llm.generate(other, params)[0].outputs[0].token_ids for _ in llm.stream(PROMPT, params)]
+    answers = [fast.generate(other, params)[0].outputs[0].token_ids for _ in fast.stream(PROMPT, params)]
     assert answers == [alone[1]] * len(answers)
-    llm.embed(PROMPT)
-    assert not llm._inboxes
+    fast.embed(PROMPT)
+    assert not fast._inboxes
 
 
-def test_leaving_a_stream_ends_the_request(llm):
-    for delta in llm.stream(PROMPT, greedy(max_tokens=500)):
+def test_leaving_a_stream_ends_the_request(fast):
+    for delta in fast.stream(PROMPT, greedy(max_tokens=500)):
         if delta.token_ids:
             break
 
 
-def test_seeds_repeat_and_branches_differ(llm):
+def test_seeds_repeat_and_branches_differ(fast):
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, n=3)
-    first, second = llm.generate(PROMPT, params), llm.generate([PROMPT, "Noise beside it"], params)[:1]
+    first, second = fast.generate(PROMPT, params), fast.generate([PROMPT, "Noise beside it"], params)[:1]
     texts = [o.token_ids for o in first[0].outputs]
     assert texts == [o.token_ids for o in second[0].outputs]
     assert len({tuple(t) for t in texts}) == 3
-    (other,) = llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=6, max_tokens=6))
+    (other,) = fast.generate(PROMPT, SamplingParams(temperature=1.0, seed=6, max_tokens=6))
     assert other.outputs[0].token_ids != texts[0]
 
 
-def test_branches_share_the_prompt(llm):
-    llm.reset()
+def test_branches_share_the_prompt(fast):
+    fast.reset()
     prompt = list(range(1000, 1100))
-    llm.generate(prompt, SamplingParams(temperature=1.0, seed=1, max_tokens=2, n=4))
-    stats = llm.stats()
+    fast.generate(prompt, SamplingParams(temperature=1.0, seed=1, max_tokens=2, n=4))
+    stats = fast.stats()
     assert stats.rows < 100 + 4 * 2 and stats.pages_peak <= 7 + 3
 
 
 @pytest.mark.parametrize("params", [{"repetition_penalty": 1.8}, {"bad_words": [" the cat's name is"]}])
-def test_what_looks_back_sees_a_cached_prompt_too(llm, params):
+def test_what_looks_back_sees_a_cached_prompt_too(fast, params):
     """Of a prompt that is cached, the slot is given only what is computed, unless a draw looks at the rest."""
     prompt = "My name is Ada, your name is Bo, his name is Cy, her name is Di, the dog's name is Ed, and the cat's name"
     wanted = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, **params)
-    first, plain = (llm.generate(prompt, one)[0] for one in (wanted, SamplingParams(temperature=0, max_tokens=8)))
-    llm.generate(list(range(1000, 1200)), SamplingParams(max_tokens=1))  # whose tokens are in its slot now
-    again = llm.generate(prompt, wanted)[0]
+    first, plain = (fast.generate(prompt, one)[0] for one in (wanted, SamplingParams(temperature=0, max_tokens=8)))
+    fast.generate(list(range(1000, 1200)), SamplingParams(max_tokens=1))  # whose tokens are in its slot now
+    again = fast.generate(prompt, wanted)[0]
     assert again.cached_tokens > 16
     assert again.outputs[0].token_ids == first.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
-def test_unseeded_requests_differ(llm):
-    a, b = llm.generate([PROMPT] * 2, SamplingParams(temperature=1.5, max_tokens=12))
+def test_unseeded_requests_differ(fast):
+    a, b = fast.generate([PROMPT] * 2, SamplingParams(temperature=1.5, max_tokens=12))
     assert a.outputs[0].token_ids != b.outputs[0].token_ids
 
 
-def test_stop_strings_end_the_text_before_them(llm):
-    whole = llm.generate(PROMPT, greedy(max_tokens=12))[0].outputs[0]
+def test_stop_strings_end_the_text_before_them(fast):
+    whole = fast.generate(PROMPT, greedy(max_tokens=12))[0].outputs[0]
     stop = whole.text[5:9]
-    cut = llm.generate(PROMPT, greedy(max_tokens=12, stop=[stop]))[0].outputs[0]
+    cut = fast.generate(PROMPT, greedy(max_tokens=12, stop=[stop]))[0].outputs[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == (FinishReason.STOP, stop)
-    kept = llm.generate(PROMPT, greedy(max_tokens=12, stop=[stop], include_stop=True))[0].outputs[0]
+    kept = fast.generate(PROMPT, greedy(max_tokens=12, stop=[stop], include_stop=True))[0].outputs[0]
     assert kept.text == cut.text + stop
 
 
-def test_stop_tokens_and_min_tokens(llm):
-    whole = llm.generate(PROMPT, greedy())[0].outputs[0].token_ids
-    stopped = llm.generate(PROMPT, greedy(stop_token_ids=[whole[2]]))[0].outputs[0]
+def test_stop_tokens_and_min_tokens(fast):
+    whole = fast.generate(PROMPT, greedy())[0].outputs[0].token_ids
+    stopped = fast.generate(PROMPT, greedy(stop_token_ids=[whole[2]]))[0].outputs[0]
     assert stopped.token_ids == whole[: whole.index(whole[2]) + 1] and stopped.stop_reason == whole[2]
-    longer = llm.generate(PROMPT, greedy(stop_token_ids=[whole[2]], min_tokens=6))[0].outputs[0]
+    longer = fast.generate(PROMPT, greedy(stop_token_ids=[whole[2]], min_tokens=6))[0].outputs[0]
     assert len(longer.token_ids) >= 6 and whole[2] not in longer.token_ids[:5]
 
 
-def test_bad_words_and_bias_change_the_choice(llm):
-    plain = llm.generate(PROMPT, greedy())[0].outputs[0]
-    banned = llm.generate(PROMPT, greedy(bad_words=["Paris"]))[0].outputs[0]
+def test_bad_words_and_bias_change_the_choice(fast):
+    plain = fast.generate(PROMPT, greedy())[0].outputs[0]
+    banned = fast.generate(PROMPT, greedy(bad_words=["Paris"]))[0].outputs[0]
     assert "Paris" not in banned.text
-    biased = llm.generate(PROMPT, greedy(logit_bias={plain.token_ids[0]: -100}))[0].outputs[0]
+    biased = fast.generate(PROMPT, greedy(logit_bias={plain.token_ids[0]: -100}))[0].outputs[0]
     assert biased.token_ids[0] != plain.token_ids[0]
 
 
@@ -246,9 +247,9 @@ def test_logprobs_equal_the_oracles(llm, oracle):
         (PROMPT, {"stop_token_ids": [10**6]}, InputError),
     ],
 )
-def test_wrong_prompts_are_refused(llm, prompt, params, error):
+def test_wrong_prompts_are_refused(fast, prompt, params, error):
     with pytest.raises(error):
-        llm.generate([prompt], greedy(**params))
+        fast.generate([prompt], greedy(**params))
 
 
 @pytest.mark.parametrize(
@@ -310,15 +311,15 @@ async def test_async_form(default_model):
         assert stats.finished.get("abort") == 1 and stats.pages_used == 0
 
 
-def test_a_session_keeps_the_pages_of_its_conversation(llm):
-    llm.reset()
-    llm.generate(PROMPT * 8, greedy(), session_id="agent", session_ttl=60)
-    llm.chat([{"role": "user", "content": PROMPT * 8}], greedy(), session_id="other")
-    held = llm._link.core.scheduler.features.sessions.view(0.0)
+def test_a_session_keeps_the_pages_of_its_conversation(fast):
+    fast.reset()
+    fast.generate(PROMPT * 8, greedy(), session_id="agent", session_ttl=60)
+    fast.chat([{"role": "user", "content": PROMPT * 8}], greedy(), session_id="other")
+    held = fast._link.core.scheduler.features.sessions.view(0.0)
     assert [view.session for view in held] == ["agent", "other"] and all(view.pages >= 2 for view in held)
     for wrong in (0, 1e9):
         with pytest.raises(InputError, match="session_ttl"):
-            llm.generate(PROMPT, greedy(), session_id="agent", session_ttl=wrong)
+            fast.generate(PROMPT, greedy(), session_id="agent", session_ttl=wrong)
     with pytest.raises(InputError, match="one conversation"):
-        llm.generate([PROMPT, PROMPT], greedy(), session_id="agent")
-    llm.reset()
+        fast.generate([PROMPT, PROMPT], greedy(), session_id="agent")
+    fast.reset()
