@@ -1,5 +1,8 @@
 """Triton kernels run here in interpreter mode: on a CPU, as numpy (see the conftest above)."""
 
+import functools
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +19,21 @@ def _patch_tensor_and_index(tensor, scope):
 
 
 interpreter._patch_lang_tensor = _patch_tensor_and_index
+
+
+@functools.cache
+def _builtins(package):
+    return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+
+def _patch_builtins(package, builder, scope):
+    """The interpreter goes through all members of its packages at every call of a function within a kernel."""
+    for name, member in _builtins(package):
+        if getattr(package, name) is member:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+interpreter._patch_builtin = _patch_builtins
 _dot = interpreter.InterpreterBuilder.create_dot
 
 
