@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections import Counter
 
 if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
     # A share of the cores: threads of several processes that wait for each other on the same ones would mostly wait.
@@ -18,30 +19,53 @@ if not torch.cuda.is_available():  # read when triton is first imported, which o
 import pytest
 
 # Files that ask for the default model in fp32, ours or transformers': both take long to load and much memory, so that
-# one process runs all of them.
+# one process runs all of them; likewise those that ask for its tokenizer as transformers reads it.
 FP32 = {
     "test_branching.py", "test_embeddings.py", "test_gguf_models.py", "test_greedy.py", "test_llm.py",
     "test_native_accuracy.py",
 }  # fmt: skip
+TOKENIZER = {"test_detokenizer.py", "test_template.py", "test_tokenizer.py"}
+
+# What takes longest, and begins first: the last to begin would run alone while other processes have nothing left.
+LONGEST = [
+    "fp32", "test_process.py", "test_sleep.py", "test_faults.py", "test_triton_attention.py", "test_combinations.py",
+    "test_triton_stages.py", "test_scheduler_property.py", "test_hybrid_engine.py", "test_attacks.py", "tokenizer",
+    "test_tiers.py", "test_dashboard.py", "test_link_faults.py", "test_tensor_parallel.py", "test_context_parallel.py",
+    "test_structured.py", "test_drafts_beside_others.py", "test_tiers_property.py", "test_bench_commands.py",
+]  # fmt: skip
+
+
+def together(file):
+    """The name of what runs in one process: a file, or several."""
+    name = os.path.basename(file)
+    return "fp32" if name in FP32 else "tokenizer" if name in TOKENIZER else name
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """`--dist loadfile`: the tests of a file run in one process."""
+    """`--dist loadfile`: the tests of a file run in one process, files in the order in which they are collected."""
     from xdist.scheduler import LoadFileScheduling
 
     class Together(LoadFileScheduling):
         def _split_scope(self, nodeid):
-            file = super()._split_scope(nodeid)
-            return "fp32" if os.path.basename(file) in FP32 else file
+            return together(super()._split_scope(nodeid))
 
-    return Together(config, log) if config.getvalue("dist") == "loadfile" else None
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return Together(config, log)
 
 
+@pytest.hookimpl(trylast=True)  # what is not run does not count
 def pytest_collection_modifyitems(items):
     asking = {item.path.name for item in items if {"llm", "oracle"} & set(getattr(item, "fixturenames", ()))}
     if unknown := asking - FP32:
         raise pytest.UsageError(f"{sorted(unknown)} ask for a model in fp32; name them in FP32, in tests/conftest.py")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        sizes = Counter(together(item.path.name) for item in items)
+        order = sorted(sizes, key=lambda name: (LONGEST.index(name) if name in LONGEST else len(LONGEST), -sizes[name]))
+        places = {name: place for place, name in enumerate(order)}
+        items.sort(key=lambda item: places[together(item.path.name)])
 
 
 @pytest.fixture
