@@ -154,12 +154,13 @@ def test_there_is_no_spare_where_memory_is_scarce(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs the memory files of Linux")
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
-async def test_an_engine_that_is_killed_maps_the_weights_that_were_held(default_model, dtype):
+@pytest.mark.parametrize("path", ["compiled", "torch"])
+async def test_an_engine_that_is_killed_maps_the_weights_that_were_held(default_model, dense_model, path):
     holder = WeightHolder(1 << 30)
     spare = SpareProcess(delay=3600, holder=holder)
     spare.prepare()
-    options = EngineOptions.of(kv_memory="64M", dtype=dtype, max_model_len=512)
+    model = {"dtype": "float32", "model": dense_model} if path == "torch" else {}
+    options = EngineOptions.of(kv_memory="64M", max_model_len=64, **model)
     client = await AsyncClient.open(options, policy=RestartPolicy(max_restarts=1), holder=holder, spare=spare)
 
     async def tokens(name):

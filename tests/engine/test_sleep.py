@@ -13,7 +13,7 @@ PROMPT = "The capital of France is"
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 FORMS = {
     "compiled": {},
-    "torch": {"dtype": "float32"},
+    "torch": {"dtype": "float32", "max_model_len": 64},
     "scaled keys": {"kv_dtype": "int8-kivi"},
     "draft model": {"speculation": "draft:smollm2-135m"},
     "tier": {"kv_host": "16M"},
@@ -22,8 +22,9 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_answers_after_each_level_are_those_before(default_model, form):
-    with LLM("smollm2-135m", kv_memory="32M", max_model_len=256, **FORMS[form]) as llm:
+def test_answers_after_each_level_are_those_before(default_model, dense_model, form):
+    model = dense_model if form == "torch" else "smollm2-135m"
+    with LLM(model, **{"kv_memory": "32M", "max_model_len": 256} | FORMS[form]) as llm:
         first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
         executor = llm._link.core.executor
         for level in (1, 2, 1):
@@ -57,10 +58,10 @@ def test_memory_goes_back_to_the_system(default_model):
         assert awake - first > 40 << 20 and first - second > 300 << 20, (awake, first, second)
 
 
-def test_level_2_gives_up_what_level_1_had_kept(default_model, monkeypatch):
+def test_level_2_gives_up_what_level_1_had_kept(dense_model, monkeypatch):
     """On a GPU, level 1 keeps weights in host memory for the next time; the second level has no next time."""
     monkeypatch.setattr(LocalExecutor, "offloads", True)
-    with LLM("smollm2-135m", kv_memory="32M", max_model_len=256, **FORMS["torch"]) as llm:
+    with LLM(dense_model, kv_memory="32M", **FORMS["torch"]) as llm:
         executor = llm._link.core.executor
         weights = [weakref.ref(tensor) for tensor in executor.model.weights()]
         assert weights
