@@ -10,6 +10,8 @@ PIP_ARGS ?=
 PARALLEL ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
+# With bytecode, whatever the environment says: tests start some hundred processes, which would all compile Quire again.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(PIP_ARGS)
 
 .PHONY: help setup serve chat test test-all
@@ -33,10 +35,10 @@ chat: setup
 	@exec $(BIN)/quire run $(MODEL)
 
 test: setup $(VENV)/.dev
-	$(BIN)/python -m pytest $(PARALLEL)
+	$(PYTEST) $(PARALLEL)
 
 test-all: setup $(VENV)/.clients
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow"
+	$(PYTEST) $(PARALLEL) -m "slow or not slow"
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer; run make PYTHON=...")'
