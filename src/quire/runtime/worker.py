@@ -178,7 +178,8 @@ class ForwardWorker:
         if self.model.spec.learned_positions:
             longest = min(longest, self.model.spec.max_position)  # learned, and no more of them
         whole, rest = divmod(budget, longest)
-        prompts = ([longest] * whole + [rest] * (rest > 0))[:slots]
+        # a token less than may be: attention pads such a length, which takes kernels and memory of its own
+        prompts = ([max(longest - 1, 1)] * whole + [rest] * (rest > 0))[:slots]
         short = min(longest, SHORT_PROMPT_TOKENS)
         steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(budget // short, slots, 8)]
         if drafts:
