@@ -1,4 +1,5 @@
-"""Retrieval with chunks that are shared: the KV of a document is computed once and reused wherever it stands.
+"""Retrieval with chunks that are shared: the KV of a document is computed twice at most, for where it comes first and
+for where others come before it, and reused wherever it stands.
 
     python examples/rag.py
 

@@ -128,7 +128,8 @@ def test_the_largest_step_is_warmed_up(context, largest):
     worker.slots.tokens[:3] = -1
     worker.device, worker._kv, worker.model, worker._states = cpu, None, Watched(), None
     worker.warm_up()
-    steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), [1] * 6]
+    padded = [largest[0] - 1]
+    steps = [largest, largest[:1], largest[:1] * min(40 // largest[0], 3), padded, [1] * 6]
     assert worker.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]
 
 

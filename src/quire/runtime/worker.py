@@ -172,16 +172,17 @@ class ForwardWorker:
             step()
 
     def _warmups(self, model: Runnable | Sketch) -> list[Callable[[], None]]:
-        """The largest step there may be, a short prompt, several of them, drafts in every slot."""
+        """The largest step there may be, a short prompt, several of them, a long one, drafts in every slot."""
         budget, slots, drafts = self.capacity.max_batch_tokens, self.capacity.slots, self.capacity.drafts
         longest = min(budget, self.capacity.longest)
         if self.model.spec.learned_positions:
             longest = min(longest, self.model.spec.max_position)  # learned, and no more of them
         whole, rest = divmod(budget, longest)
-        # a token less than may be: attention pads such a length, which takes kernels and memory of its own
-        prompts = ([max(longest - 1, 1)] * whole + [rest] * (rest > 0))[:slots]
+        prompts = ([longest] * whole + [rest] * (rest > 0))[:slots]
         short = min(longest, SHORT_PROMPT_TOKENS)
         steps = [prompts + [1] * (slots - len(prompts)), [short], [short] * min(budget // short, slots, 8)]
+        if longest > 1:
+            steps.append([longest - 1])  # attention pads rows of such lengths
         if drafts:
             steps.append([1] * min(budget, slots * (1 + drafts)))
         warm: list[Callable[[], None]] = [partial(self._null_step, model, counts) for counts in steps]
