@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.engine.interrupts import deferrable, uninterrupted
+from quire.engine.interrupts import uninterrupted
 from quire.engine.link import LocalLink
 from quire.types.messages import Events
 
@@ -47,27 +47,17 @@ def test_nothing_changes_elsewhere() -> None:
     assert seen == [before]
 
 
-def test_around_many_steps_an_interrupt_still_waits_for_the_one_it_meets() -> None:
+def test_a_handler_that_installs_another_leaves_the_next_step_whole() -> None:
+    """As programs do that end at the second Ctrl-C."""
     before, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), deferrable():
-        with uninterrupted():
-            done.append("first")
+    signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, signal.default_int_handler))
+    try:
         with uninterrupted():
             signal.raise_signal(signal.SIGINT)
-            done.append("met")
-        done.append("after")
-    assert done == ["first", "met"]
-    assert signal.getsignal(signal.SIGINT) is before
-    with uninterrupted():  # which nothing is left over in
-        done.append("later")
-
-
-def test_between_two_of_many_steps_an_interrupt_is_raised_at_once() -> None:
-    before, done = signal.getsignal(signal.SIGINT), []
-    with pytest.raises(KeyboardInterrupt), deferrable():
-        with deferrable(), uninterrupted():
-            done.append("first")
-        signal.raise_signal(signal.SIGINT)
-        done.append("after")
-    assert done == ["first"]
-    assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            done.append("step")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == ["step"]

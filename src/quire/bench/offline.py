@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from quire.engine.interrupts import deferrable
 from quire.engine.link import Link, LocalLink
 from quire.engine.request_progress import RequestProgress
 from quire.types.errors import from_wire
@@ -72,7 +71,7 @@ def run_workload(
         adapter = lora[i] if lora else ""
         requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time(), lora=adapter))
     late = requests.pop() if last_after else None
-    with deferrable(), model_clock(link) as model:
+    with model_clock(link) as model:
         link.send(*map(Submit, longest_first(requests)))
         _follow(link, traces, began, late, last_after)
         seconds = time.perf_counter() - began

@@ -191,7 +191,7 @@ class EngineProcess:
                         events += reply.events
                     else:
                         self.send(reply)
-                if core.scheduler.starved:
+                if core.scheduler.first_batch_waits:
                     break
             if now - self._heard > ORPHAN_TIMEOUT_S:  # and nothing is waiting to be heard
                 log.warning("nothing heard from the client for %.0f s; the replica ends", now - self._heard)

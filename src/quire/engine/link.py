@@ -170,7 +170,7 @@ class LocalLink:
         with uninterrupted():
             for message in messages:
                 self._replies.extend(handle(self.core, message))
-                if self.core.scheduler.starved and (events := self.core.step()):
+                if self.core.scheduler.first_batch_waits and (events := self.core.step()):
                     self._replies.append(Events(events))
             self.core.settle()
 

@@ -13,7 +13,6 @@ from quire.engine.collector import Collector
 from quire.engine.consensus import LAST_NUMBER, Consensus, Extract, Vote
 from quire.engine.frontend import Frontend
 from quire.engine.gc_control import calm
-from quire.engine.interrupts import deferrable
 from quire.engine.link import LentLink, open_link
 from quire.engine.request_progress import RequestProgress
 from quire.engine.text_input import Prompt, chunked, prepare, prepare_beam, prepare_classes, prepare_embedding
@@ -253,7 +252,7 @@ class LLM:
         collectors = {
             r.id: Collector(r, p if isinstance(p, str) else None) for r, p in zip(requests, prompts, strict=True)
         }
-        with calm, deferrable(), RequestProgress(len(requests), on=progress) as far:
+        with calm, RequestProgress(len(requests), on=progress) as far:
             for request, delta in self._run(longest_first(requests)):
                 collectors[request.id].add(delta)
                 far.tokens(len(delta.token_ids))

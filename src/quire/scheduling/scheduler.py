@@ -186,7 +186,7 @@ class Scheduler:
         return bool(self.sequences.requests or self.features.tiers.busy or self.features.handover.busy)
 
     @property
-    def starved(self) -> bool:
+    def first_batch_waits(self) -> bool:
         """Whether nothing is in flight and just as many wait as start at once then: others of a burst are better taken
         in while the device works on these."""
         return self.capacity.depth > 1 and not self._in_flight and len(self.sequences.waiting) == IDLE_SEQUENCES
