@@ -1,5 +1,6 @@
 """Steps padded to a captured size draw the same tokens as steps as they are (captures themselves need a GPU)."""
 
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -13,7 +14,7 @@ from quire.runtime.staging import Staging
 from quire.types.plan import PageDelta, Row, StepPlan
 
 
-def steps(max_rows=100, max_tokens=512):
+def steps(max_rows=100, max_tokens=8192):
     cpu = torch.device("cpu")
     return CapturedSteps(
         lambda *_: None, max_rows=max_rows, max_kv=64, max_tokens=max_tokens, null_slot=9, device=cpu, warmups=[]
@@ -26,12 +27,24 @@ def test_every_step_within_the_limits_fits_and_pads_little():
     for rows in range(1, 101):
         size = captured.fit([1] * rows)
         assert size in sizes and rows <= size[1] <= rows * 1.25 + 8
-    for counts in ([2], [40, 1, 1], [500, *[1] * 12], [300, *[1] * 99], [*[3] * 100]):
+    for counts in ([2], [40, 1, 1], [500, *[1] * 12], [300, *[1] * 99], [*[3] * 100], [600, 700, *[1] * 60]):
         tokens, rows = captured.fit(counts)
         assert (tokens, rows) in sizes and tokens >= sum(counts)
         assert rows > len(counts) or (rows == len(counts) and tokens == sum(counts))
-    assert captured.fit([513]) is None
+    assert captured.fit([1537]) is None and steps(max_tokens=512).fit([513]) is None
     assert captured.fit([1] * 101) is None
+
+
+def test_prompts_beside_hundreds_of_answers_are_captured():
+    captured = steps(max_rows=1024)
+    assert captured.fit([140, *[1] * 285]) == (512, 384)
+    rng = random.Random(7)
+    for _ in range(500):
+        rows = rng.randrange(1, 1000)
+        counts = [*[1] * rows, *(rng.randrange(1, 200) for _ in range(rng.randrange(1, 4)))]
+        if rows < sum(counts) <= 1024:
+            tokens, most = captured.fit(counts)
+            assert tokens >= sum(counts) and most > len(counts)
 
 
 def test_row_buckets_end_at_the_most():

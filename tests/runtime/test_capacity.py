@@ -22,7 +22,8 @@ from quire.types.errors import ConfigError
 from quire.types.kv import StateGroup, StateShape
 from quire.types.plan import Capacity
 
-LLAMA = LlamaFamily().spec(json.loads((DATA / "llama-3.1-8b" / "config.json").read_text()))
+CONFIG = json.loads((DATA / "llama-3.1-8b" / "config.json").read_text())
+LLAMA = LlamaFamily().spec(CONFIG)
 LAYOUT = LLAMA.kv_layout(page_size=16, dtype="bfloat16")
 
 
@@ -52,10 +53,18 @@ def test_steps_have_what_they_need_on_small_cards_and_large(memory):
     assert f"but for {working / GIB:.1f} GiB to work in" in why
 
 
+def test_a_first_start_of_a_small_model_has_room_to_compile():
+    """On an H200 it found none in 1.9 GiB, and needed 1.4 with its kernels compiled before."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
+    small = LlamaFamily().spec(CONFIG | sizes | {"head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 4096})
+    layout = small.kv_layout(page_size=16, dtype="bfloat16")
+    assert room(138 * GIB, small, layout)[0] == 3 * GIB and room(8 * GIB, small, layout)[0] <= 2 * GIB
+
+
 def test_smaller_steps_leave_more_room():
     whole, (pages, _) = room(24 * GIB)
     less, (more, _) = room(24 * GIB, max_batch_tokens=2048, max_seqs=64, max_model_len=8192)
-    assert less < whole / 3 and more > pages
+    assert less < whole / 2 and more > pages
 
 
 def test_a_context_that_memory_cannot_hold_takes_no_room():
@@ -133,7 +142,11 @@ def test_the_largest_step_is_warmed_up(context, largest):
     assert worker.model.seen == [x for step in steps for x in ((sum(step), step, step, True), len(step))]
 
 
-def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_it_took(monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(torch.OutOfMemoryError, "CUDA out of memory"), (RuntimeError, "Triton Error [CUDA]: out of memory")],
+)
+def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_it_took(monkeypatch, error, message):
     executor, made = object.__new__(LocalExecutor), []
 
     class Worker:
@@ -145,7 +158,7 @@ def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_i
     def too_large():
         worker = Worker()
         made.append(weakref.ref(worker))
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error(message)
 
     monkeypatch.setattr(executor, "_warmed_up", too_large, raising=False)
     executor._capacity = Capacity(pages=900, slots=30, max_model_len=64, max_batch_tokens=4000, depth=1)

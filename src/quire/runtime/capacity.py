@@ -24,6 +24,7 @@ from quire.types.plan import Capacity
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+COMPILING = 3 * GIB  # a first start runs a step of each kind at once, each in a thread with workspaces of its own
 
 
 def kv_layout(
@@ -50,7 +51,8 @@ def working_memory(options: EngineOptions, resolved: Resolved, spec: DecoderSpec
     forward = (resolved.max_batch_tokens + slots) * spec.token_width * element
     logits = spec.vocab_size * (2 * rows * element + 6 * 4 * drawn)  # as they come, and drawn from
     known = length * (5 * slots + 40 * drawn)  # slots' tokens and pages; what penalties make of them
-    return 2 * forward + logits + known + GIB  # freed pieces seldom fit the next step; libraries have some of their own
+    # Freed pieces seldom fit the next step; libraries have some of their own
+    return max(2 * forward + logits + known + GIB, min(COMPILING, left // 8))
 
 
 class StateRoom(NamedTuple):

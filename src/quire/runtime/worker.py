@@ -118,6 +118,11 @@ class ForwardWorker:
     def captures_ready(self) -> bool:
         return self._captured.ready
 
+    @property
+    def captured_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(tokens, rows) that steps with rows of several tokens are padded to."""
+        return tuple(self._captured.mixed_sizes) if self.captures_ready else ()
+
     def tap_hidden_states(self, layers: tuple[int, ...] | None) -> None:
         """Forward passes return hidden states after these layers and the last; None: none at all. Steps captured
         before know nothing of it."""
@@ -152,7 +157,9 @@ class ForwardWorker:
     def prepare_next(self) -> bool:
         """Record one more of those steps or, after the last, have attention prepare for one more length of prompts;
         whether there is more to do."""
-        if self._captured.capture_next():
+        if any(
+            steps.capture_next() for steps in (self._captured, self._adapted_steps) if steps is not None and steps.ready
+        ):
             return True
         if self._unprepared and self._warmup_model is not None:
             self._warmup_model.attention(self._null_batch([self._unprepared.pop(0)])[1], self._kv)
@@ -160,9 +167,10 @@ class ForwardWorker:
 
     @torch.inference_mode()
     def capture_adapted(self) -> None:
-        """Record the steps of rows with LoRA adapters, by the matrices that those loaded so far update."""
+        """Record the steps of rows with LoRA adapters, by the matrices that those loaded so far update; most of them
+        with `prepare_next`."""
         assert self._adapted_steps is not None and self._captured.ready
-        self._adapted_steps.capture(beside=[], within=self._captured)
+        self._adapted_steps.capture(beside=[], within=self._captured, whole=False)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

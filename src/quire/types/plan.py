@@ -19,6 +19,7 @@ for a transfer, but not for long.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import msgspec
@@ -193,7 +194,16 @@ class Capacity(msgspec.Struct, frozen=True):
     whole: bool = False  # an encoder: sequences are computed in one row each, and draw no tokens
     snapshot_tokens: int = 0  # of a prompt, between one snapshot of its state and the next
     layerwise: bool = False  # whether pages are handed over as layers of the step that fills them are written
+    captured: tuple[tuple[int, int], ...] = ()  # (tokens, rows) that steps with rows of several tokens are padded to
 
     @property
     def longest(self) -> int:
         return self.context or self.max_model_len
+
+
+def captured_size(sizes: Sequence[tuple[int, int]], tokens: int, rows: int) -> tuple[int, int] | None:
+    """The first of the `sizes`, in ascending order, that holds so many tokens in so many rows; padding takes a row."""
+    for at in range(bisect_left(sizes, (tokens, rows)), len(sizes)):
+        if sizes[at][1] > rows or sizes[at] == (tokens, rows):
+            return sizes[at]
+    return None

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,7 @@ class LocalExecutor:
             self.model.set_adapter(slot, adapter.updates)
             if self._graphs and self.model.updated > before:
                 worker.capture_adapted()
+                self._unprepared = True
 
         self._in_order(put)
         self._adapted.add(slot)
@@ -180,12 +181,16 @@ class LocalExecutor:
 
     def start(self) -> Capacity:
         self._worker, self._head = self._make_worker()
+        self._capacity = replace(self._capacity, captured=self._worker.captured_sizes)
         return self._capacity
 
     def _make_worker(self) -> tuple[ForwardWorker, SamplingHead]:
         made = None
-        with suppress(torch.OutOfMemoryError):
+        try:
             made = self._warmed_up()
+        except RuntimeError as error:  # torch's own, or Triton's when it loads a kernel
+            if "out of memory" not in str(error):
+                raise
         if made is None:  # what was allocated is garbage by now, with the error that held it
             gc.collect()
             torch.cuda.empty_cache()
