@@ -7,9 +7,10 @@ import pytest
 from test_simulator import MODEL
 from typer.testing import CliRunner
 
-from quire.bench import calibration, rate_ladder
+from quire.bench import calibration, rate_ladder, workloads
 from quire.bench.load.load_report import SLO
 from quire.bench.load.runner import Phase
+from quire.bench.offline import run_workload
 from quire.bench.result_comparison import compare as compare_results
 from quire.bench.traffic_profile import Rates, profile
 from quire.cli.main import app
@@ -49,11 +50,24 @@ def test_calibration_finds_what_a_device_does(monkeypatch):
     capacity = Capacity(pages=600, slots=16, max_model_len=700, max_batch_tokens=512, depth=1)
     core = EngineCore(EngineOptions(), TimedExecutor(capacity, clock), clock=lambda: clock.now)
     info = EngineInfo("m", 700, 97, 599, 16, 512, 1, "none", "float32", [], slots=16)
-    model = calibration.calibrate(LocalLink(core, info), longest=512, most=16, rounds=1)
+    model = calibration.calibrate(LocalLink(core, info), longest=256, most=8, rounds=1)
     assert model.error["p90"] < 0.02 and abs(model.error["total"]) < 0.01
     for name in ("base", "tokens", "rows"):
         assert getattr(model.rates, name) == pytest.approx(getattr(MODEL.rates, name), rel=0.2), name
     assert model.machine.slots == 16 and model.machine.page_size == 16 and "calibrate" in model.source
+
+
+def test_so_many_at_a_time():
+    clock = SimpleNamespace(now=100.0)
+    capacity = Capacity(pages=600, slots=16, max_model_len=700, max_batch_tokens=512, depth=1)
+    core = EngineCore(EngineOptions(), TimedExecutor(capacity, clock), clock=lambda: clock.now)
+    link = LocalLink(core, EngineInfo("m", 700, 97, 599, 16, 512, 1, "none", "float32", [], slots=16))
+    running = []
+    link.core.executor.submit = lambda plan, submit=core.executor.submit: running.append(len(plan.rows)) or submit(plan)
+    run = run_workload(link, workloads.fixed(9, 20, 5, vocab=90), concurrency=3)
+    assert max(running) == 3 and [len(trace.tokens) for trace in run.traces] == [5] * 9
+    assert sorted(trace.arrival for trace in run.traces) == [trace.arrival for trace in run.traces]
+    assert run.traces[2].arrival == 0 < run.traces[3].arrival
 
 
 def test_policies_beside_each_other():

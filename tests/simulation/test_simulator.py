@@ -6,6 +6,7 @@ from itertools import islice, pairwise
 from random import Random
 from statistics import mean, median, pstdev
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
@@ -207,7 +208,7 @@ def test_the_fit_finds_the_rates_that_steps_were_made_with(tmp_path):
         StepWork(rng.randrange(1, 600), rng.randrange(1, 60), rng.randrange(90000), rng.random() * 1e6)
         for _ in range(400)
     ]
-    steps = [Measured(work, MODEL.seconds(work) * rng.uniform(0.98, 1.02)) for work in works]
+    steps = [Measured([work], MODEL.seconds(work) * rng.uniform(0.98, 1.02)) for work in works]
     knee, rates = fit(steps)
     assert knee == 64
     for name in ("base", "tokens", "beyond", "context", "pairs"):
@@ -219,10 +220,30 @@ def test_the_fit_finds_the_rates_that_steps_were_made_with(tmp_path):
         fit(steps[:3])
 
 
+def test_noise_does_not_pull_rates_down():
+    rng = Random(3)
+    works = [[StepWork(rng.randrange(1, 600), 1, rng.randrange(90000)) for _ in range(4)] for _ in range(400)]
+    measured = [Measured(row, sum(map(MODEL.seconds, row)) * rng.choice([0.6, 1.4])) for row in works]
+    knee, rates = fit(measured)
+    assert abs(errors(measured, knee, rates)["total"]) < 0.02
+
+
+def test_captured_steps_cost_their_padding():
+    sizes = [(128, 8), (256, 8), (256, 64), (512, 64)]
+    padding = msgspec.structs.replace(MODEL, machine=msgspec.structs.replace(MODEL.machine, captured=sizes))
+
+    def plain(tokens, rows):
+        return MODEL.seconds(StepWork(tokens, rows, 100, 10.0))
+
+    for work, tokens in [((70, 2), 128), ((128, 7), 128), ((128, 8), 128), ((130, 20), 256), ((90, 9), 256),
+                         ((300, 3), 512), ((500, 64), 500), ((600, 1), 600), ((70, 70), 70)]:  # fmt: skip
+        assert padding.seconds(StepWork(*work, 100, 10.0)) == plain(tokens, work[1]), work
+
+
 def test_rates_are_never_negative():
     rng = Random(2)
     works = [StepWork(rng.randrange(1, 600), 1, 0, 0.0) for _ in range(100)]
-    _, rates = fit([Measured(work, max(1e-4, 0.05 - 5e-5 * work.tokens)) for work in works])  # more is quicker: noise
+    _, rates = fit([Measured([work], max(1e-4, 0.05 - 5e-5 * work.tokens)) for work in works])  # more is quicker: noise
     assert min(rates.base, rates.tokens, rates.beyond, rates.rows) >= 0
 
 

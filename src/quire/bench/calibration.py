@@ -1,13 +1,15 @@
 """Calibrate: run steps of all kinds on a device, note how long each took, and fit the cost model to them.
 
 A step takes from the end of the one before it, or from when it was planned where none was in flight: what callers wait
-for, host time included. Every fifth is left out of the fit, and says how far off it is. Refuses to know: the simulator.
+for, host time included. They are fitted to a few in a row at a time; every fifth of these is left out of the fit, and
+says how far off it is. Refuses to know: the simulator.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
 
 from quire.bench import workloads
 from quire.bench.offline import run_workload
@@ -16,23 +18,27 @@ from quire.engine.link import LocalLink
 from quire.scheduling import SchedulingFeature
 from quire.scheduling.plan_builder import PlanBuilder
 from quire.simulation.cost_fit import Measured, errors, fit
-from quire.types.cost_model import CostModel, Machine, Rates, work_of
+from quire.types.cost_model import CostModel, Machine, Rates, StepWork, padded, work_of
 from quire.types.errors import ConfigError
 from quire.types.plan import StepResult
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPTS = (16, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 CONTEXTS = (512, 2048, 8192)
-HELD_OUT = 5  # one step in so many is not fitted to
+LOADS = (4, 16, 64, 256)  # requests at a time
+MAX_OUTPUTS = 64
+TOGETHER = 8  # steps in a row, fitted to as one: single ones are noticed late where the next is being launched
+HELD_OUT = 5  # one in so many of these is not fitted to
 OUTLIER = 2.0  # times the prediction, or as many times less: something else happened
 TRIM_ROUNDS = 2
 
 
 class StepTimes(SchedulingFeature):
-    """Of every step that lands, what was in it and how long it took."""
+    """Of every step that lands, what was in it, padding included, and how long it took."""
 
-    def __init__(self) -> None:
-        self.measured: list[Measured] = []
+    def __init__(self, captured: Sequence[tuple[int, int]]) -> None:
+        self.steps: list[tuple[StepWork, float]] = []
+        self._captured = captured
         self._last = 0.0
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
@@ -40,28 +46,50 @@ class StepTimes(SchedulingFeature):
         took, self._last = now - (step.now if step.idle else self._last), now
         plan = step.plan
         if plan.rows and not (plan.probes or plan.transfers or any(row.drafts for row in plan.rows)):
-            self.measured.append(Measured(work_of(plan.rows), took))
+            self.steps.append((padded(work_of(plan.rows), self._captured), took))
 
 
 def calibrate(link: LocalLink, *, longest: int, most: int, rounds: int, seed: int = 1) -> CostModel:
     """Prompts of up to `longest` tokens, up to `most` sequences at once."""
-    core, times = link.core, StepTimes()
+    core = link.core
+    run_workload(link, workloads.fixed(2, 32, 4, seed=seed, vocab=link.info.vocab_size))  # first-use costs
+    while core.executor.idle():
+        pass  # steps are measured as they are once a start's work is done
+    times = StepTimes(core.capacity.captured)
     core.scheduler.sequences.register(*core.scheduler.sequences.features, times)
-    vocab = link.info.vocab_size
-    run_workload(link, workloads.fixed(2, 32, 4, seed=seed, vocab=vocab))  # first-use costs
-    times.measured.clear()
+    longest, most = min(longest, core.capacity.longest - 40), min(most, core.capacity.slots)
     for number in range(rounds):
-        for work in probes(link, longest, most, seed + 1000 * number):
-            run_workload(link, work)
-    return fitted(link, times.measured)
+        for work, concurrency in probes(link, longest, most, seed + 1000 * number):
+            run_workload(link, work, concurrency=concurrency)
+    return fitted(link, times.steps)
 
 
-def probes(link: LocalLink, longest: int, most: int, seed: int) -> Iterator[Workload]:
-    """Decoding at every batch size and over contexts, prompts of every size, and both at once."""
+def probes(link: LocalLink, longest: int, most: int, seed: int) -> Iterator[tuple[Workload, int]]:
+    """Decoding at every batch size and over contexts, prompts of every size, and both at once; all at once, or so many
+    at a time."""
+    vocab = link.info.vocab_size
+    for work in single_kinds(link, longest, most, seed):
+        yield work, 0
+    for concurrency in LOADS:
+        if concurrency <= most:
+            for work in sustained(concurrency, longest, seed, vocab):
+                yield work, concurrency
+
+
+def sustained(concurrency: int, longest: int, seed: int, vocab: int) -> Iterator[Workload]:
+    """Prompts that arrive as others end: chat, and lengths from a few tokens to the `longest`, as many of each size as
+    of its double."""
+    count = 2 * concurrency + 16
+    chat = workloads.chat(count, seed=seed, vocab=vocab)
+    yield [Job(job.prompt[:longest], min(job.output_len, MAX_OUTPUTS)) for job in chat]
+    rng = Random(seed)
+    lengths = [(round(longest ** rng.random()), rng.randint(1, MAX_OUTPUTS)) for _ in range(count)]
+    yield [workloads.fixed(1, prompt, out, seed=rng.getrandbits(32), vocab=vocab)[0] for prompt, out in lengths]
+
+
+def single_kinds(link: LocalLink, longest: int, most: int, seed: int) -> Iterator[Workload]:
     capacity, vocab = link.core.capacity, link.info.vocab_size
-    longest = min(longest, capacity.longest - 40)
     room = (capacity.pages - 1) * link.info.page_size
-    most = min(most, capacity.slots)
 
     def fixed(count: int, prompt: int, out: int) -> Workload:
         return workloads.fixed(count, prompt, out, seed=seed + 17 * count + prompt, vocab=vocab)
@@ -78,11 +106,10 @@ def probes(link: LocalLink, longest: int, most: int, seed: int) -> Iterator[Work
                 yield fixed(batch, context, 12)
     long = Job(fixed(1, longest, 1)[0].prompt, 4)
     yield [*fixed(min(16, most), 64, 60), long]
-    chat = workloads.chat(min(2 * most, 128), seed=seed, vocab=vocab)
-    yield [Job(job.prompt[:longest], min(job.output_len, 80)) for job in chat]
 
 
-def fitted(link: LocalLink, measured: list[Measured]) -> CostModel:
+def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]]) -> CostModel:
+    measured = [_together(steps[at : at + TOGETHER]) for at in range(0, len(steps), TOGETHER)]
     seen = [one for number, one in enumerate(measured) if number % HELD_OUT]
     unseen = measured[::HELD_OUT]
     if not unseen:
@@ -100,13 +127,19 @@ def fitted(link: LocalLink, measured: list[Measured]) -> CostModel:
         depth=capacity.depth,
         page_size=info.page_size,
         step_target=capacity.step_target,
+        captured=list(capacity.captured),
     )
-    model, source = f"{info.model}, {info.dtype}", f"quire bench calibrate: {len(measured)} steps on {info.device}"
+    model, source = f"{info.model}, {info.dtype}", f"quire bench calibrate: {len(steps)} steps on {info.device}"
     return CostModel(info.device, model, source, knee, rates, machine, errors(unseen, knee, rates))
 
 
+def _together(steps: Sequence[tuple[StepWork, float]]) -> Measured:
+    return Measured([work for work, _ in steps], sum(seconds for _, seconds in steps))
+
+
 def _predicted(one: Measured, knee: int, rates: Rates) -> float:
-    return CostModel("", "", "", knee, rates, Machine(0, 0, 0, 0, 0)).seconds(one.work)
+    model = CostModel("", "", "", knee, rates, Machine(0, 0, 0, 0, 0))
+    return sum(map(model.seconds, one.works))
 
 
 def rows(model: CostModel) -> list[tuple[str, str]]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -58,10 +59,11 @@ def run_workload(
     greedy: bool = True,
     lora: Sequence[str] = (),
     last_after: int = 0,
+    concurrency: int = 0,
 ) -> Run:
     """Submit all requests, in the order in which `LLM.generate` does, and wait for all; output lengths are as the
     workload says (EOS ignored). `lora`: the adapter of each. `last_after`: the last one arrives when the others have so
-    many tokens each."""
+    many tokens each. `concurrency`: so many at a time, in the order of the workload, the next when one ends."""
     link.send(Reset())
     traces = [Trace(prompt=len(prompt), tokens=[], times=[]) for prompt, _ in work]
     began = time.perf_counter()
@@ -71,16 +73,20 @@ def run_workload(
         adapter = lora[i] if lora else ""
         requests.append(Request(id=str(i), prompt=list(prompt), params=params, arrival=time.time(), lora=adapter))
     late = requests.pop() if last_after else None
+    first, later = (requests[:concurrency], requests[concurrency:]) if concurrency else (longest_first(requests), [])
     with model_clock(link) as model:
-        link.send(*map(Submit, longest_first(requests)))
-        _follow(link, traces, began, late, last_after)
+        link.send(*map(Submit, first))
+        _follow(link, traces, began, late, last_after, iter(later))
         seconds = time.perf_counter() - began
     host = None if model is None else 1 - model[0] / seconds
     return Run(seconds=seconds, traces=traces, stats=stats_of(link), peak_memory=_peak_memory(), host_share=host)
 
 
-def _follow(link: Link, traces: list[Trace], began: float, late: Request | None, after: int) -> None:
-    """Note every token until all requests have ended. `late` arrives when all others have `after` tokens."""
+def _follow(
+    link: Link, traces: list[Trace], began: float, late: Request | None, after: int, later: Iterator[Request]
+) -> None:
+    """Note every token until all requests have ended. `late` arrives when all others have `after` tokens, one of those
+    that come `later` whenever one ends."""
     left = len(traces)
     with RequestProgress(left) as progress:
         while left:
@@ -99,6 +105,9 @@ def _follow(link: Link, traces: list[Trace], began: float, late: Request | None,
                         trace.end = now
                         left -= 1
                         progress.ended()
+                        for request in islice(later, 1):
+                            traces[int(request.id)].arrival = now
+                            link.send(Submit(request))
             if late is not None and all(len(trace.times) >= after for trace in traces[:-1]):
                 traces[-1].arrival = time.perf_counter() - began
                 link.send(Submit(late))

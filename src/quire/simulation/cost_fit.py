@@ -1,5 +1,8 @@
 """Rates of a cost model by least squares over measured steps: relative errors count, no rate is negative.
 
+Where steps overlap, one that the host notices late seems long and the next one short; of several in a row together that
+cannot be seen.
+
 Refuses to know: how steps were measured.
 """
 
@@ -15,35 +18,37 @@ from quire.types.cost_model import Rates, StepWork
 from quire.types.errors import ConfigError
 
 KNEES = (0, 16, 32, 64, 96, 128, 160, 192, 256, 384, 512)
+WEIGHTINGS = 4
+OUTLIER = 10.0  # times the prediction at most, in the weights
 MAX_ROUNDS = 1000
 
 
 class Measured(NamedTuple):
-    """Work of some steps together, how many they were, and how long they took."""
+    """Steps in a row, and how long they took together."""
 
-    work: StepWork
+    works: Sequence[StepWork]
     seconds: float
-    steps: int = 1
-    beyond: int | None = None  # tokens beyond the knee, where several steps are told together
 
 
 def fit(measured: Sequence[Measured], knees: Sequence[int] = KNEES) -> tuple[int, Rates]:
     """The knee and the rates that miss the least."""
     if len(measured) < len(Rates.__struct_fields__):
         raise ConfigError(f"{len(measured)} measured steps are too few to fit {len(Rates.__struct_fields__)} rates")
+    seconds = np.array([one.seconds for one in measured])
     found = []
     for knee in knees:
-        matrix = np.array([_features(one, knee) for one in measured], dtype=np.float64)
-        seconds = np.array([one.seconds for one in measured])
-        relative = matrix / seconds[:, None]
-        rates = nonnegative_least_squares(relative, np.ones(len(measured)))
-        found.append((float(np.sum((relative @ rates - 1) ** 2)), knee, rates))
+        matrix = np.array([_features(one, knee) for one in measured])
+        predicted = seconds
+        for _ in range(WEIGHTINGS):  # by what is predicted: noise in what is measured would pull rates down
+            rates = nonnegative_least_squares(matrix / predicted[:, None], seconds / predicted)
+            predicted = np.maximum(matrix @ rates, seconds / OUTLIER)
+        found.append((float(np.sum((seconds / predicted - 1) ** 2)), knee, rates))
     _, knee, rates = min(found, key=lambda one: one[0])
     return knee, Rates(*map(float, rates))
 
 
 def errors(measured: Sequence[Measured], knee: int, rates: Rates) -> dict[str, float]:
-    """How far predictions are from what was measured: of all steps together, and of one."""
+    """How far predictions are from what was measured: of all steps together, and of each of `measured`."""
     values = np.array([getattr(rates, name) for name in Rates.__struct_fields__])
     predicted = np.array([_features(one, knee) for one in measured]) @ values
     seconds = np.array([one.seconds for one in measured])
@@ -56,9 +61,8 @@ def errors(measured: Sequence[Measured], knee: int, rates: Rates) -> dict[str, f
 
 
 def _features(one: Measured, knee: int) -> list[float]:
-    work = one.work
-    beyond = max(0, work.tokens - knee) if one.beyond is None else one.beyond
-    return [one.steps, work.tokens, beyond, work.rows, work.context, work.pairs]
+    each = [(1, w.tokens, max(0, w.tokens - knee), w.rows, w.context, w.pairs) for w in one.works]
+    return [float(sum(column)) for column in zip(*each, strict=True)]
 
 
 def nonnegative_least_squares(

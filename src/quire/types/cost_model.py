@@ -3,8 +3,8 @@
     seconds = base + tokens + tokens beyond the knee + rows + decode context + prefill pairs      (each times its rate)
 
 Below the knee a step reads all weights whatever it computes; beyond it, every token costs its products. Decode rows
-read their context, prefill rows attend to pairs of tokens. Rates are fitted to measured steps (`quire bench
-calibrate`). Refuses to know: how they were measured, who asks.
+read their context, prefill rows attend to pairs of tokens. Captured steps compute their padding, too. Rates are fitted
+to measured steps (`quire bench calibrate`). Refuses to know: how they were measured, who asks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from quire.types.errors import ConfigError
-from quire.types.plan import Row
+from quire.types.plan import Row, captured_size
 
 
 class StepWork(msgspec.Struct, gc=False):
@@ -48,6 +48,7 @@ class Machine(msgspec.Struct, frozen=True):
     depth: int
     page_size: int = 16
     step_target: float = 0.0
+    captured: list[tuple[int, int]] = []  # (tokens, rows) that steps with rows of several tokens are padded to
 
 
 class CostModel(msgspec.Struct, frozen=True):
@@ -60,6 +61,7 @@ class CostModel(msgspec.Struct, frozen=True):
     error: dict[str, float] = {}  # of the fit, on steps that it did not see
 
     def seconds(self, work: StepWork) -> float:
+        work = padded(work, self.machine.captured)
         rates, tokens = self.rates, work.tokens
         return (
             rates.base
@@ -69,6 +71,13 @@ class CostModel(msgspec.Struct, frozen=True):
             + rates.context * work.context
             + rates.pairs * work.pairs
         )
+
+
+def padded(work: StepWork, captured: Sequence[tuple[int, int]]) -> StepWork:
+    """What is computed of a step, which may be captured in one of these sizes."""
+    if work.tokens > work.rows and (size := captured_size(captured, work.tokens, work.rows)):
+        return StepWork(size[0], work.rows, work.context, work.pairs)
+    return work
 
 
 def work_of(rows: Sequence[Row]) -> StepWork:
