@@ -54,11 +54,11 @@ def test_steps_have_what_they_need_on_small_cards_and_large(memory):
 
 
 def test_a_first_start_of_a_small_model_has_room_to_compile():
-    """On an H200 it found none in 1.9 GiB, and needed 1.4 with its kernels compiled before."""
+    """On an H200 it found none in 1.9 GiB, and cuDNN none in 3."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
     small = LlamaFamily().spec(CONFIG | sizes | {"head_dim": 64, "vocab_size": 8192, "max_position_embeddings": 4096})
     layout = small.kv_layout(page_size=16, dtype="bfloat16")
-    assert room(138 * GIB, small, layout)[0] == 3 * GIB and room(8 * GIB, small, layout)[0] <= 2 * GIB
+    assert room(138 * GIB, small, layout)[0] == 4 * GIB and room(8 * GIB, small, layout)[0] <= 2 * GIB
 
 
 def test_smaller_steps_leave_more_room():

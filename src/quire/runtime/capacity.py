@@ -24,7 +24,7 @@ from quire.types.plan import Capacity
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-COMPILING = 3 * GIB  # a first start runs a step of each kind at once, each in a thread with workspaces of its own
+COMPILING = 4 * GIB  # a first start runs a step of each kind at once, each in a thread with workspaces of its own
 
 
 def kv_layout(
