@@ -236,7 +236,8 @@ def test_quire_batch(default_model: Any, tmp_path: Path) -> None:
         ).encode(),
     ]
     source.write_bytes(b"\n".join(lines))
-    done = CliRunner().invoke(app, ["batch", str(source), str(target), "--kv-memory", "64M"], catch_exceptions=False)
+    options = ["--kv-memory", "64M", "--tool-parser", "auto"]
+    done = CliRunner().invoke(app, ["batch", str(source), str(target), *options], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found = {record["custom_id"]: record["response"]["body"] for record in map(json.loads, target.open())}
     assert found["chat"]["choices"][0]["message"]["content"].startswith("Gravity")

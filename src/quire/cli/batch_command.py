@@ -32,7 +32,9 @@ def batch(
     source: Annotated[Path, typer.Argument(help="requests, one JSON object a line, as for /v1/batches", metavar="IN")],
     target: Annotated[Path, typer.Argument(help="where answers go, one a line, as they are ready", metavar="OUT")],
     served_model_name: Annotated[str | None, typer.Option(help=_HELP["served_model_name"])] = None,
-    tool_call_parser: Annotated[str, typer.Option(help=_HELP["tool_call_parser"])] = "auto",
+    tool_call_parser: Annotated[
+        str, typer.Option("--tool-call-parser", "--tool-parser", help=_HELP["tool_call_parser"])
+    ] = "auto",
     reasoning_parser: Annotated[str, typer.Option(help=_HELP["reasoning_parser"])] = "auto",
 ) -> None:
     """Answer a file of OpenAI requests. Exit code 1 if any of them failed."""
