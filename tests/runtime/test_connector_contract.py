@@ -22,7 +22,7 @@ from quire.runtime.connectors.nixl_connector import NixlConnector
 from quire.runtime.connectors.page_connector import PageConnector
 from quire.runtime.connectors.shared_memory import SharedMemoryConnector
 from quire.runtime.connectors.tcp import TcpConnector
-from quire.runtime.tiers.signed_page import PageSigner
+from quire.runtime.tiers.signed_page import PageSigner, SignedPage
 from quire.types.errors import ConfigError
 from quire.types.handover import Handover
 from quire.types.kv import KVGroup, KVLayout
@@ -46,10 +46,11 @@ class Clock:
 class CorruptingSigner(PageSigner):
     """Signs a page and then changes one bit of it."""
 
-    def sign(self, key: Key, page: np.ndarray) -> bytes:
-        signed = bytearray(super().sign(key, page))
-        signed[len(signed) // 2] ^= 1
-        return bytes(signed)
+    def sign(self, key: Key, page: np.ndarray) -> SignedPage:
+        header, content, checksum = super().sign(key, page)
+        changed = bytearray(content)
+        changed[len(changed) // 2] ^= 1
+        return header, memoryview(changed), checksum
 
 
 def page(i: int) -> np.ndarray:

@@ -31,6 +31,7 @@ class InProcessConnector(PageConnector):
             peer._left(self.address)
         self._inbox.put(None)
         self._thread.join()
+        self._end_threads()
 
     def _run(self) -> None:
         while (message := self._inbox.get()) is not None:

@@ -18,13 +18,15 @@ import os
 import secrets
 import threading
 from collections import deque
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from quire.runtime.connectors.page_connector import BATCH_BYTES, Pages
+from quire.runtime.connectors.page_connector import BATCH_BYTES, Pages, signed_bytes
 from quire.runtime.connectors.tcp import POLL_MS, TcpConnector
+from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
 MAX_UNREAD_BYTES = 1 << 30  # of this engine's pages that peers have not read yet
@@ -85,14 +87,15 @@ class NixlConnector(TcpConnector):
 
     # ---- pages that peers read ------------------------------------------------------------------------------
 
-    def _pack(self, handover: str, signed: list[bytes]) -> list[bytes]:
+    def _pack(self, handover: str, signed: list[SignedPage]) -> list[bytes]:
+        size = signed_bytes(signed[0])
         with self._agent_lock:
             buffer = self._take_buffer()
-            content = b"".join(signed)
+            content = b"".join(chain.from_iterable(signed))
             buffer.bytes[: len(content)] = np.frombuffer(content, np.uint8)
             token = secrets.token_bytes(16)
             self._sent_buffers[token] = handover, buffer
-        return [msgspec.msgpack.encode(_Place(buffer.metadata, buffer.address, len(signed[0]), len(signed), token))]
+        return [msgspec.msgpack.encode(_Place(buffer.metadata, buffer.address, size, len(signed), token))]
 
     def _take_buffer(self) -> _Buffer:
         self._take_back()

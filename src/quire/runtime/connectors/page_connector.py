@@ -15,11 +15,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
-from quire.runtime.tiers.signed_page import PageSigner
+from quire.runtime.tiers.signed_page import PageSigner, SignedPage
 from quire.types.handover import Handover, HandoverStats
+from quire.types.memory_use import usable_cores
 from quire.types.transfer import Bytes, Key, TierDone, TierJob, Wanted
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
 MAX_UNREAD_BYTES = 1 << 30  # of pages sent to one peer that it has not read yet: more it computes itself
 MAX_UNREAD_PEERS = 256  # that this is known of
+MAX_THREADS = 4
 
 
 class PageRequest(msgspec.Struct, tag=True):
@@ -63,9 +67,14 @@ class Received(msgspec.Struct, tag=True):
     """A message of pages was read, the oldest that was not, whether or not anybody waits for it."""
 
 
+Buffer = bytes | memoryview
 Frame = PageRequest | Pages | PagesUnavailable | Cancel | Received
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def signed_bytes(signed: SignedPage) -> int:
+    return sum(map(len, signed))
 
 
 def _signed_name(key: Key, part: int) -> Key:
@@ -115,6 +124,8 @@ class PageConnector(ABC):
         self._done: list[TierDone] = []
         self._wake: Callable[[], None] = lambda: None
         self.stats = HandoverStats()
+        threads = min(MAX_THREADS, usable_cores() // 2)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="quire-pages") if threads > 1 else None
 
     # ---- for the engine -------------------------------------------------------------------------------------
 
@@ -170,6 +181,11 @@ class PageConnector(ABC):
             for fetch in list(self._fetches.values()):
                 self._close(fetch)
 
+    def _end_threads(self) -> None:
+        """Last of all: until then messages may come."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
     def _request_pages(self, job: TierJob, handover: Handover) -> None:
         with self._lock:
             known = handover.id in self._fetches
@@ -198,7 +214,7 @@ class PageConnector(ABC):
             named = list(zip(keys, job.buffers[start : start + count], strict=True))
             if not self._has_room(route, sum(content.nbytes for _, content in named)):
                 return self._stop_sending(job, start, route, OSError("the peer reads too slowly"))
-            signed = [self._signer.sign(_signed_name(key, job.part), content) for key, content in named]
+            signed = self._each(lambda one: self._signer.sign(_signed_name(one[0], job.part), one[1]), named)
             try:
                 packed = self._pack(handover.id, signed)
             except OSError as error:
@@ -208,7 +224,7 @@ class PageConnector(ABC):
             with self._lock:
                 last = job.part in (-1, len(self._parts[keys[0][0]]) - 1)
                 self.stats.pages_sent += len(keys) * last
-                self.stats.bytes_sent += sum(map(len, signed))
+                self.stats.bytes_sent += sum(signed_bytes(one) for one in signed)
         return [True] * len(job.keys)
 
     def _stop_sending(self, job: TierJob, start: int, route: Hashable, error: OSError) -> list[bool]:
@@ -307,40 +323,56 @@ class PageConnector(ABC):
         self._drop(f"its pages cannot be read: {error}")
         self._on_unavailable(PagesUnavailable(frame.handover, frame.keys))
 
-    def _take_pages(self, frame: Pages, signed: Sequence[bytes]) -> None:
+    def _take_pages(self, frame: Pages, signed: Sequence[Buffer]) -> None:
         if len(frame.keys) != len(signed):
             self._drop("keys and pages differ in number")
             return
-        for key, data in zip(frame.keys, signed, strict=True):
-            with self._lock:  # so that nothing is written for a job that has ended
-                fetch = self._fetches.get(frame.handover)
-                if fetch is None or key not in fetch.missing:
-                    self._drop("nobody waits for the page")
+        with self._lock:  # so that nothing is written for a job that has ended
+            fetch = self._fetches.get(frame.handover)
+            places = [self._place(fetch, key, frame.part) for key in frame.keys]
+            found = list(zip(frame.keys, signed, places, strict=True))
+            verified = self._each(lambda one: self._verify(frame.part, *one), found)
+            for (key, data, place), whole in zip(found, verified, strict=True):
+                if fetch is None or place is None or self._place(fetch, key, frame.part) is None:
+                    self._drop("nobody waits for the page, or for that part of it")
+                elif not whole:
+                    self._drop("the page is not what it is said to be")
                 else:
-                    self._take_page(fetch, key, frame.part, data)
+                    self._took(fetch, key, frame.part, len(data))
 
-    def _take_page(self, fetch: _Fetch, key: Key, part: int, data: bytes) -> None:
-        into, parts = fetch.missing[key], self._parts[key[0]]
-        came = fetch.parts.get(key, set())
-        if part != -1:
-            if not 0 <= part < len(parts) or part in came:
-                self._drop("nobody waits for that part of the page")
-                return
-            into = into[parts[part].start : parts[part].end]
-        if not self._signer.verify(_signed_name(key, part), data, into):
-            self._drop("the page is not what it is said to be")
-            return
+    def _place(self, fetch: _Fetch | None, key: Key, part: int) -> Bytes | None:
+        """Where a page or a part of it goes, if it is waited for."""
+        if fetch is None or (into := fetch.missing.get(key)) is None:
+            return None
+        if part == -1:
+            return into
+        parts = self._parts[key[0]]
+        if not 0 <= part < len(parts) or part in fetch.parts.get(key, ()):
+            return None
+        return into[parts[part].start : parts[part].end]
+
+    def _verify(self, part: int, key: Key, data: Buffer, place: Bytes | None) -> bool:
+        return place is not None and self._signer.verify(_signed_name(key, part), data, place)
+
+    def _took(self, fetch: _Fetch, key: Key, part: int, size: int) -> None:
         fetch.heard = self._clock()
-        self.stats.bytes_received += len(data)
+        self.stats.bytes_received += size
         if part != -1:
-            came = fetch.parts[key] = came | {part}
-            if len(came) < len(parts):
+            came = fetch.parts.setdefault(key, set())
+            came.add(part)
+            if len(came) < len(self._parts[key[0]]):
                 return
         del fetch.missing[key]
         fetch.came.add(key)
         self.stats.pages_received += 1
         if not fetch.missing:
             self._close(fetch)
+
+    def _each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Signing and verifying take most of a hand-over's time: side by side, where there are cores."""
+        if self._threads is None or len(items) < 2:
+            return [work(one) for one in items]
+        return list(self._threads.map(work, items))
 
     def _on_unavailable(self, frame: PagesUnavailable) -> None:
         with self._lock:
@@ -372,11 +404,12 @@ class PageConnector(ABC):
 
     # ---- the way that frames take ---------------------------------------------------------------------------
 
-    def _pack(self, handover: str, signed: list[bytes]) -> list[bytes]:
+    def _pack(self, handover: str, signed: list[SignedPage]) -> list[bytes]:
         """Signed pages as parts of a message; OSError where there is no room for them."""
-        return signed
+        return [b"".join(one) for one in signed]
 
-    def _unpack(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+    def _unpack(self, parts: Sequence[bytes]) -> Sequence[Buffer]:
+        """What is returned holds until the next message."""
         return parts
 
     @abstractmethod

@@ -16,8 +16,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from quire.runtime.connectors.page_connector import MAX_KEYS
+import numpy as np
+
+from quire.runtime.connectors.page_connector import MAX_KEYS, Buffer, signed_bytes
 from quire.runtime.connectors.tcp import TcpConnector
+from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
 MAX_UNREAD_BYTES = 1 << 30  # of this writer's files that are not read yet: the oldest goes first
@@ -31,6 +34,7 @@ class SharedMemoryConnector(TcpConnector):
             raise ConfigError("kv_connector shared-memory needs the memory files of Linux (memfd_create); use tcp")
         self._files: dict[int, int] = {}  # descriptors and sizes, the oldest first
         self._files_lock = threading.Lock()
+        self._read = np.empty(0, dtype=np.uint8)  # kept: memory that is new costs more than what is read into it
         super().__init__(*args, **kwargs)
 
     def close(self) -> None:
@@ -40,7 +44,7 @@ class SharedMemoryConnector(TcpConnector):
                 os.close(descriptor)
             self._files.clear()
 
-    def _pack(self, handover: str, signed: list[bytes]) -> list[bytes]:
+    def _pack(self, handover: str, signed: list[SignedPage]) -> list[bytes]:
         name = f"quire-pages-{secrets.token_hex(16)}"
         with self._files_lock:
             self._release()
@@ -48,11 +52,11 @@ class SharedMemoryConnector(TcpConnector):
             try:
                 with open(descriptor, "wb", closefd=False) as out:
                     for page in signed:
-                        out.write(page)
+                        out.writelines(page)
             except OSError:
                 os.close(descriptor)
                 raise
-            self._files[descriptor] = sum(map(len, signed))
+            self._files[descriptor] = sum(signed_bytes(page) for page in signed)
         return [f"{os.getpid()}/{descriptor}/{name}".encode(), str(len(signed)).encode()]
 
     def _release(self) -> None:
@@ -66,7 +70,7 @@ class SharedMemoryConnector(TcpConnector):
         del self._files[descriptor]
         os.close(descriptor)
 
-    def _unpack(self, parts: Sequence[bytes]) -> Sequence[bytes]:
+    def _unpack(self, parts: Sequence[bytes]) -> Sequence[Buffer]:
         place, count = _PLACE.fullmatch(parts[0].decode("ascii")), int(parts[1])
         if place is None or not 0 < count <= MAX_KEYS:
             raise ValueError("this names no pages")
@@ -76,6 +80,10 @@ class SharedMemoryConnector(TcpConnector):
             named = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{place[3]} ")
             if not named or odd or not size:
                 raise ValueError("the file there is another one by now")
-            pages = [file.read(size) for _ in range(count)]
+            if len(self._read) < count * size:
+                self._read = np.empty(count * size, dtype=np.uint8)
+            content = self._read[: count * size].data
+            if file.readinto(content) != len(content):
+                raise ValueError("the file there ends early")
             os.ftruncate(descriptor, 0)
-            return pages
+            return [content[start : start + size] for start in range(0, len(content), size)]

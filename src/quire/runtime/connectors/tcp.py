@@ -66,6 +66,7 @@ class TcpConnector(PageConnector):
             self._closing.set()
             self._wake_thread()
             self._thread.join()
+            self._end_threads()
             os.close(self._wake_in)
             os.close(self._wake_out)
 

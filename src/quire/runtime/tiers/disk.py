@@ -131,7 +131,7 @@ class DiskTier(ThreadedTier):
         try:
             path.parent.mkdir(exist_ok=True)
             with open(part, "wb") as out:
-                out.write(self._signer.sign(key, page))
+                out.writelines(self._signer.sign(key, page))
                 if self._fsync:
                     out.flush()
                     os.fsync(out.fileno())

@@ -77,7 +77,7 @@ class RemoteTier(ThreadedTier):
         for start in range(0, len(keys), self._batch):
             pipe = self._client.pipeline(transaction=False)
             for key, page in zip(keys[start : start + self._batch], pages[start : start + self._batch], strict=True):
-                pipe.set(self._name(key), self._signer.sign(key, page))
+                pipe.set(self._name(key), b"".join(self._signer.sign(key, page)))
             done += [answer is True for answer in pipe.execute(raise_on_error=False)]
         return done
 

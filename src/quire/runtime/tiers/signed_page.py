@@ -2,7 +2,8 @@
 
     "QKVP" | header length, 2 bytes | header (msgpack) | page | checksum, 16 bytes
 
-The checksum is keyed BLAKE2b over all before it; the key comes from the store's secret and the model's fingerprint.
+The checksum is HMAC-SHA256 over all before it, which most CPUs have instructions for; the key comes from the store's
+secret and the model's fingerprint.
 Refuses to know: where it is stored.
 """
 
@@ -19,9 +20,11 @@ from quire.types.kv import KVLayout
 from quire.types.transfer import Bytes, Key
 
 MAGIC = b"QKVP"
-VERSION = 1
+VERSION = 2
 CHECKSUM_BYTES = 16
 _START = struct.Struct("<4sH")
+
+SignedPage = tuple[bytes, memoryview, bytes]  # one after the other; the page itself is not copied
 
 
 class Header(msgspec.Struct, array_like=True):
@@ -47,26 +50,28 @@ class PageSigner:
         # Where the secret, the model or the layout differ, so do all names and checksums.
         self.naming = _derive(secret, kind, b"quire-naming")
         self.namespace = _derive(secret, kind, b"quire-space")[:16].hex()
-        self._key = _derive(secret, kind, b"quire-seal")
+        self._mac = hmac.new(_derive(secret, kind, b"quire-seal"), digestmod="sha256")
 
     @property
     def overhead(self) -> int:
         """Bytes a signed page has beside the page."""
         return len(self._header((0, bytes(16)), self.page_bytes)) + CHECKSUM_BYTES
 
-    def sign(self, key: Key, page: Bytes) -> bytes:
-        body = self._header(key, page.nbytes) + page.tobytes()
-        return body + self._checksum(body)
+    def sign(self, key: Key, page: Bytes) -> SignedPage:
+        header = self._header(key, page.nbytes)
+        content = np.ascontiguousarray(page).data
+        return header, content, self._checksum(header, content)
 
-    def verify(self, key: Key, data: bytes, into: Bytes) -> bool:
+    def verify(self, key: Key, data: bytes | memoryview, into: Bytes) -> bool:
         """Put the page where it belongs; False, and nothing is changed, if this is not that page, whole."""
         header = self._header(key, into.nbytes)  # equal pages have equal headers: nothing foreign is ever decoded
-        if len(data) != len(header) + into.nbytes + CHECKSUM_BYTES or not data.startswith(header):
+        view, start = memoryview(data), len(header)
+        if len(view) != start + into.nbytes + CHECKSUM_BYTES or view[:start] != header:
             return False
-        view = memoryview(data)
-        if not hmac.compare_digest(self._checksum(view[:-CHECKSUM_BYTES]), bytes(view[-CHECKSUM_BYTES:])):
+        content = view[start:-CHECKSUM_BYTES]
+        if not hmac.compare_digest(self._checksum(header, content), bytes(view[-CHECKSUM_BYTES:])):
             return False
-        np.copyto(into, np.frombuffer(view[len(header) : -CHECKSUM_BYTES], dtype=np.uint8))
+        np.copyto(into, np.frombuffer(content, dtype=np.uint8))
         return True
 
     def _header(self, key: Key, size: int) -> bytes:
@@ -75,8 +80,11 @@ class PageSigner:
         packed = msgspec.msgpack.encode(fields)
         return _START.pack(MAGIC, len(packed)) + packed
 
-    def _checksum(self, body: bytes | memoryview) -> bytes:
-        return hashlib.blake2b(body, digest_size=CHECKSUM_BYTES, key=self._key).digest()
+    def _checksum(self, header: bytes, content: memoryview) -> bytes:
+        mac = self._mac.copy()
+        mac.update(header)
+        mac.update(content)
+        return mac.digest()[:CHECKSUM_BYTES]
 
 
 def _derive(secret: bytes, kind: bytes, purpose: bytes) -> bytes:
