@@ -25,7 +25,7 @@ def fleet(replicas: int, autoscale: AutoscaleOptions | None, **more: object) -> 
 
 def wave(seconds: float) -> list[Arrival]:
     """A daily wave, made short, of prompts so long that one replica takes a small part of its crest."""
-    moments = takewhile(lambda at: at < seconds, arrivals(f"diurnal:{seconds}", 4.0, seed=3))
+    moments = takewhile(lambda at: at < seconds, arrivals(f"diurnal:{seconds}", 3.8, seed=3))
     return [Arrival(at, 12_000, 2) for at in moments]
 
 

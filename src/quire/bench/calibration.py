@@ -25,6 +25,7 @@ from quire.types.plan import StepResult
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PROMPTS = (16, 64, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
 CONTEXTS = (512, 2048, 8192)
+SEVERAL_STEPS = 4
 LOADS = (4, 16, 64, 256)  # requests at a time
 MAX_OUTPUTS = 64
 TOGETHER = 8  # steps in a row, fitted to as one: single ones are noticed late where the next is being launched
@@ -104,8 +105,8 @@ def single_kinds(link: LocalLink, longest: int, most: int, seed: int) -> Iterato
         for batch in (1, 8, 32):
             if context <= longest and batch <= most and batch * (context + 32) <= room // 2:
                 yield fixed(batch, context, 12)
-    long = Job(fixed(1, longest, 1)[0].prompt, 4)
-    yield [*fixed(min(16, most), 64, 60), long]
+    yield fixed(1, min(SEVERAL_STEPS * longest, capacity.longest - 40, room // 2), 2)  # whose steps attend to context
+    yield [*fixed(min(16, most), 64, 60), Job(fixed(1, longest, 1)[0].prompt, 4)]
 
 
 def fitted(link: LocalLink, steps: Sequence[tuple[StepWork, float]]) -> CostModel:
