@@ -118,17 +118,19 @@ class FakeReplica:
 
     def __init__(
         self, client: ClusterClient, *, gated: bool = False, keys: CurveKeys | None = None,
-        adapters: tuple[str, ...] = (), number: int = -1, hub: str = "",
+        adapters: tuple[str, ...] = (), number: int = -1, hub: str = "", heartbeat_fd: int = -1,
         **options: Any,
     ):  # fmt: skip
-        """`hub`: where it reaches the client, if not at its own address."""
+        """`hub`: where it reaches the client, if not at its own address. `heartbeat_fd`: to the actor that hosts it."""
         self.identity = secrets.token_hex(4)
         self.executor = GatedExecutor(gated)
         lora = {"max_loras": 4, "lora": tuple(f"{name}=/{name}" for name in adapters)}
         self.core = EngineCore(EngineOptions.of(**lora, **options), self.executor)
         self.ended = threading.Event()
         common = client.membership
-        self._member = replace(common, identity=self.identity, keys=keys or common.keys, number=number)
+        self._member = replace(
+            common, identity=self.identity, keys=keys or common.keys, number=number, heartbeat_fd=heartbeat_fd
+        )
         self._address = hub or client.hub.address
         self._adapters = [AdapterInfo(name, f"/{name}") for name in adapters]
         self._thread = threading.Thread(target=self._run, daemon=True)

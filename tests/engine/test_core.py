@@ -40,8 +40,8 @@ class Flaky(FakeExecutor):
         super().sleep(pages, level)
         self.asleep = True
 
-    def wake(self):
-        super().wake()
+    def wake(self, on_progress):
+        super().wake(on_progress)
         self.asleep = False
 
     def read_pages(self, pages):

@@ -45,6 +45,23 @@ def test_answers_after_each_level_are_those_before(default_model, dense_model, f
             llm.sleep(3)
 
 
+@pytest.mark.parametrize("form", ["compiled", "torch", "draft model"])
+def test_a_wake_that_loads_weights_shows_how_it_gets_on(default_model, dense_model, form):
+    """Or one that takes longer than the watchdog waits would be taken for a hang."""
+    model = dense_model if form == "torch" else "smollm2-135m"
+    with LLM(model, **{"kv_memory": "32M", "max_model_len": 64} | FORMS[form]) as llm:
+        core, beats = llm._link.core, []
+        core.on_progress = lambda: beats.append(1)
+        llm.sleep(1)
+        llm.wake()
+        assert len(beats) == 1, "nothing is loaded"
+        llm.sleep(2)
+        llm.wake()
+        tensors = len(core.executor._source.tensors())
+        assert len(beats) - 2 == (2 if form == "draft model" else 1) * tensors
+        core.on_progress = lambda: None
+
+
 @pytest.mark.slow
 def test_memory_goes_back_to_the_system(default_model):
     """Pages at level 1, weights at level 2: half a gigabyte in float32."""

@@ -64,6 +64,7 @@ class EngineCore:
         self.beside: list[Closable] = []  # what ends with the engine
         self.connector: KVConnector | None = None  # to engines that pages are handed over to, and from
         self._sleep_level = 0  # 0: awake
+        self.on_progress: Callable[[], object] = lambda: None  # called while weights load again
 
     def connect(self, peers: PeerLink) -> str:
         """Hand KV pages over to peers, and take theirs; the address they reach this engine by, or '' where the executor
@@ -87,7 +88,7 @@ class EngineCore:
             raise ConfigError("LoRA adapters are loaded, which would be lost: unload them, or sleep at level 1")
         began, before = self._clock(), self._sleep_level
         if self._sleep_level and (not asleep or level > self._sleep_level):
-            self.executor.wake()
+            self.executor.wake(self.on_progress)
             self._sleep_level = 0
         if asleep and not self._sleep_level:
             memory = self.scheduler.memory

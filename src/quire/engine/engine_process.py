@@ -158,6 +158,15 @@ class EngineProcess:
                 os.write(self._heartbeat_fd, b".")
         self._beat = time.monotonic()
 
+    def show_life(self) -> float:
+        """Heartbeats, to client and actor, where it is time for them. What time it is."""
+        now = time.monotonic()
+        if now - self._sent > HEARTBEAT_INTERVAL_S:
+            self.send(Heartbeat())
+        if now - self._beat > HEARTBEAT_INTERVAL_S:
+            self.beat()
+        return now
+
     def send(self, message: ToClient) -> None:
         with suppress(zmq.Again):  # the connection broke, which its session tells
             self._socket.send(self._encoder.encode(message), zmq.NOBLOCK if self._session is not None else 0)
@@ -166,6 +175,7 @@ class EngineProcess:
     def serve(self, core: EngineCore) -> bool:
         """Step while there is work, listen always. Whether another process is to follow this one."""
         checked = 0.0
+        core.on_progress = self.show_life
         while True:
             self._stay_joined(core)
             if not core.busy:
@@ -175,11 +185,7 @@ class EngineProcess:
                 core.scheduler.check()  # no request is left: time to look whether all is in order
                 tidy()
                 checked = time.monotonic()
-            now = time.monotonic()
-            if now - self._sent > HEARTBEAT_INTERVAL_S:
-                self.send(Heartbeat())
-            if now - self._beat > HEARTBEAT_INTERVAL_S:
-                self.beat()
+            now = self.show_life()
             events: list[TokenEvent] = []
             while self._socket.poll(0):
                 message = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))

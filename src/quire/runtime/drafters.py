@@ -22,6 +22,7 @@ from quire.generation.drafting.speculation import Speculation
 from quire.generation.grammar.grammar_store import GrammarStore
 from quire.kernels.cpu.int8_linear import pack_linears
 from quire.model import Runnable, load_model
+from quire.model.loading.load import Progress
 from quire.model.loading.mtp_layer import MtpLayer, load_mtp
 from quire.runtime.draft_model import DraftModelProposer
 from quire.runtime.sampling_head import SamplingHead
@@ -52,13 +53,15 @@ class Drafter:
     layout: KVLayout
 
 
-def load_drafter(options: EngineOptions, source: WeightSource, target: Runnable) -> Drafter | MtpLayer | None:
+def load_drafter(
+    options: EngineOptions, source: WeightSource, target: Runnable, *, progress: Progress | None = None
+) -> Drafter | MtpLayer | None:
     """The draft model, or the target's own layer that drafts, if there is one: before memory is divided, since it takes
     some."""
-    return _load_draft_model(options, target) or _load_mtp_layer(options, target, source)
+    return _load_draft_model(options, target, progress) or _load_mtp_layer(options, target, source)
 
 
-def _load_draft_model(options: EngineOptions, target: Runnable) -> Drafter | None:
+def _load_draft_model(options: EngineOptions, target: Runnable, progress: Progress | None) -> Drafter | None:
     kind, _, name = options.speculation.speculation.partition(":")
     if draft_limit(options.speculation) == 0 or kind != "draft":
         return None
@@ -69,6 +72,7 @@ def _load_draft_model(options: EngineOptions, target: Runnable) -> Drafter | Non
         length=options.model.max_model_len or target.length,
         compiled=target.threads,
         invariant=options.device.invariant,
+        progress=progress,
     )
     if model.spec.recurrent:
         raise ConfigError(f"draft model {name!r} has recurrent layers, whose states cannot follow drafts; take another")

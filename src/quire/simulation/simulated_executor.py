@@ -7,7 +7,7 @@ its place and its last token, because equal blocks of a trace have equal histori
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import count
 from typing import Any
@@ -99,7 +99,7 @@ class SimulatedExecutor:
     def sleep(self, pages: list[int], level: int) -> None:
         raise ConfigError("a simulated device does not sleep")
 
-    def wake(self) -> None:
+    def wake(self, on_progress: Callable[[], object]) -> None:
         raise ConfigError("a simulated device does not sleep")
 
     def read_pages(self, pages: list[int]) -> list[bytes]:

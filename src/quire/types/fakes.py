@@ -11,7 +11,7 @@ shifted, preempted or re-used, and draws tokens that depend on that history alon
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from typing import Any
@@ -368,7 +368,7 @@ class FakeExecutor:
     def sleep(self, pages: list[int], level: int) -> None:
         self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}
 
-    def wake(self) -> None:
+    def wake(self, on_progress: Callable[[], object]) -> None:
         pass
 
     kind = "fake"

@@ -90,7 +90,9 @@ class Executor(Protocol):
         host memory (level 1), or are given up (2) and loaded again."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self, on_progress: Callable[[], object]) -> None:
+        """`on_progress` is called again and again while weights are loaded, in the caller's thread."""
+        ...
 
     @property
     def kind(self) -> str:

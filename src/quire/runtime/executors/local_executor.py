@@ -26,6 +26,7 @@ from quire.model.decoder import Model
 from quire.model.decoder_spec import sparse_at
 from quire.model.families.registry import read_family
 from quire.model.loading.held_model import hold_model
+from quire.model.loading.load import Progress
 from quire.model.loading.lora_adapter import adapter_rank, read_adapter
 from quire.model.quantization.key_channel_scales import key_factors
 from quire.model.ranks import Ranks
@@ -270,25 +271,29 @@ class LocalExecutor:
         else:
             give_back_freed()
 
-    def wake(self) -> None:
+    def wake(self, on_progress: Callable[[], object]) -> None:
+        def loaded(done: int, total: int) -> None:
+            on_progress()
+
         if self._unloaded:
-            self._load_again()
+            self._load_again(loaded)
         elif self.offloads:
             self._host_weights.give_back(self._device)
             if self._held is not None and isinstance(self.model, Model):
                 hold_model(self.model, self._held)
+        on_progress()
         self._worker, self._head = self._make_worker()
         self._worker.write_pages(*self._saved_pages)
         self._saved_pages = ([], None)
 
-    def _load_again(self) -> None:
+    def _load_again(self, progress: Progress) -> None:
         """As at the start; what was computed by the first model holds for this one, which is the same."""
-        self.model, self._unloaded = self._load(), False
+        self.model, self._unloaded = self._load(progress=progress), False
         if self._kivi:
             self.model.rescale_keys(key_factors(self.model))
         if self._adapter_room is not None:
             self.model.reserve_adapters(*self._adapter_room)
-        self._drafter = self._load_drafter(self.model)
+        self._drafter = self._load_drafter(self.model, progress=progress)
 
     def _open_tiers(self, cache: CacheOptions) -> Tiers:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
