@@ -101,7 +101,10 @@ class FakeSession:
     def __init__(self, address: str | None) -> None:
         type(self).opened += 1
         self.address, self.local, self.node_address, self.ray = address, True, "127.0.0.1", None
-        self.hosts = 0
+        self.hosts, self.lost = 0, ""
+
+    def when_lost(self, told: Any) -> None:
+        pass
 
     def join(self) -> None:
         self.hosts += 1
@@ -178,6 +181,19 @@ def test_the_memory_of_a_model_is_that_of_all_replicas_it_may_have(default_model
         for most in (1, 4)
     )
     assert expected_bytes(four) == 4 * expected_bytes(one) > 4 * 64 << 20
+
+
+def test_the_memory_of_a_model_is_that_of_all_its_ranks(default_model: object) -> None:
+    """Each has as many KV pages; context-parallel ones all weights, too."""
+    plain, one, tensor, context = (
+        expected_bytes(ServedModel("m", EngineOptions.of(**options)))
+        for options in (
+            {},
+            {"kv_memory": "64M"},
+            *({"kv_memory": "64M", how: 2} for how in ("tensor_parallel", "context_parallel")),
+        )
+    )
+    assert tensor - one == one - plain == 64 << 20 and context == 2 * one
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")

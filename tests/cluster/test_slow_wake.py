@@ -97,7 +97,7 @@ async def test_a_wake_that_takes_longer_than_the_hang_timeout_is_no_hang(
             actor.check_health()
         stuck.task.cancel()
     finally:
-        replica.free()
+        replica.kill()
         await client.close()
         os.close(heartbeats)
         os.close(theirs)

@@ -26,7 +26,7 @@ FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow
 class ThreadRanks:
     """Ranks of one process: queues from each to each, one for every transfer; `sent` as `RankGroup` counts it."""
 
-    whole_experts, pipeline, context = False, False, True
+    whole_experts, pipeline, context, tensor = False, False, True, None
 
     def __init__(self, rank: int, size: int, links: dict[tuple[int, int, int], queue.Queue]):
         self.rank, self.size, self.sent, self._links, self._begun = rank, size, 0, links, 0

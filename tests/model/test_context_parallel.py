@@ -122,8 +122,10 @@ def reasons(engine):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"tensor_parallel": 2}, "context_parallel has no effect beside tensor_parallel"),
         ({"pipeline_parallel": 2}, "context_parallel has no effect beside pipeline_parallel"),
+        ({"tensor_parallel": 4}, "tensor_parallel 4 cannot divide llama: 6 attention heads"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, "pipeline_parallel has no effect beside tensor_parallel"),
+        ({"tensor_parallel": 2, "expert_parallel": True}, "expert_parallel has no effect: llama has no experts"),
         ({"speculation": "mtp"}, "reads the target's embeddings"),
         ({"depth": 2}, "depth is 1 for ranks on CPUs"),
         ({"kv_dtype": "kivi4"}, "kv_dtype kivi4 has no effect beside context_parallel"),

@@ -37,6 +37,7 @@ class ThreadRanks:
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, given: list, whole_experts: bool = False):
         self.rank, self.size, self.sent, self.whole_experts = rank, size, 0, whole_experts
         self.pipeline = self.context = False
+        self.tensor = None
         self._barrier, self._given = barrier, given
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:

@@ -15,6 +15,8 @@ from tiny_models import prompts, tiny
 from quire.assets import resolve
 from quire.model import read_spec
 from quire.model.sharding import exchanged_bytes
+from quire.runtime.hardware import probe
+from quire.runtime.model_fit import model_fit
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError
 from quire.types.request import Request
@@ -139,6 +141,29 @@ def test_expert_parallel_answers_are_one_process_s(tmp_path):
 def test_named_as_others_name_it():
     with pytest.raises(ConfigError, match="it is called tensor_parallel here"):
         EngineOptions.of(tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("how", [{"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"context_parallel": 2}], ids=str)
+def test_memory_of_all_ranks_is_told(files, how):
+    """As many pages as one process has; context-parallel ranks have as many each."""
+    one, two = Engine(files, kv_pages=100), Engine(files, kv_pages=100, **how)
+    try:
+        stats = two.core.stats()
+        assert stats.kv_bytes == one.core.stats().kv_bytes * (2 if "context_parallel" in how else 1)
+        assert stats.memory > one.core.stats().memory + (64 << 20), "Python and torch of the other process"
+    finally:
+        two.core.close()
+    fit = model_fit(
+        resolve(str(files)).open(), EngineOptions.of(model=str(files), dtype="float32", kv_memory="1M", **how)
+    )
+    assert fit.ranks == 2 and 0.9 * (2 << 20) < fit.kv_bytes <= 2 << 20, "kv_memory is each rank's"
+
+
+def test_kv_memory_that_ranks_together_do_not_have_is_refused(files):
+    """It is each rank's, and those of a CPU share one memory."""
+    free = probe("cpu").memory
+    with pytest.raises(ConfigError, match=r"kv_memory \w+ for each of 2 ranks is more than the .* free; lower it"):
+        Engine(files, tensor_parallel=2, kv_memory=f"{free * 3 // 4 >> 20}M")
 
 
 @pytest.mark.parametrize("how", ["tensor_parallel", "pipeline_parallel"])

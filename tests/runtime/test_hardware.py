@@ -46,4 +46,4 @@ def test_a_system_that_says_nothing(monkeypatch):
 def test_resident_memory_without_a_library_that_tells(monkeypatch):
     assert process.resident_bytes() > 1 << 20
     if sys.platform != "darwin":
-        assert process._resident_on_a_mac() == 0
+        assert process._resident_on_a_mac(os.getpid()) == 0

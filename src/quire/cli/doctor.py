@@ -69,15 +69,17 @@ def _model_rows(fit: Any, engine: EngineOptions, source: Any, context: int) -> l
     lasting = ""
     if layout.lasting_bytes != layout.token_bytes:
         lasting = f", {size(layout.lasting_bytes)} behind all windows"
+    each = f", on each of {fit.ranks} ranks" if fit.ranks > 1 else ""
+    in_all = f"{each}: {size(fit.kv_bytes)} in all" if each else ""
     first, *rest = fit_rows(fit, engine, source)
     rows = [
         first,
         ("attention", f"{heads} heads over {spec.kv_heads} KV heads of {spec.head_dim}, {layers}"),
-        ("KV per token", f"{size(layout.token_bytes)} in {layout.dtype}{lasting}"),
+        ("KV per token", f"{size(layout.token_bytes)} in {layout.dtype}{lasting}{each}"),
         *rest,
     ]
     if fit.fits:
-        rows.append(("KV memory", f"{fit.pages - 1} pages of {size(layout.page_bytes)}; {fit.why}"))
+        rows.append(("KV memory", f"{fit.pages - 1} pages of {size(layout.page_bytes)}{in_all}; {fit.why}"))
         rows.append(("ceiling", _ceiling(fit.sequences(context), fit.tokens, context)))
     return rows
 

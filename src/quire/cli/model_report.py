@@ -81,6 +81,8 @@ def fit_figures(fit: Any) -> dict[str, Any]:
         "context": fit.context,
         "kv_tokens": fit.tokens,
         "kv_token_bytes": fit.layout.token_bytes,
+        "kv_bytes": fit.kv_bytes,
+        "ranks": fit.ranks,
         "tokens_per_second": round(fit.tokens_per_second, 2),
     }
 

@@ -210,7 +210,9 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         found, compiling = self.scheduler.snapshot(), len(self._grammar_queue)
-        found.memory, found.sleep_level = resident_bytes(), self._sleep_level
+        pages, resident = self.executor.rank_memory()
+        found.kv_bytes, found.memory = found.kv_bytes + pages, resident_bytes() + resident
+        found.sleep_level = self._sleep_level
         found.handovers = self.connector.stats if self.connector is not None else None
         found.waiting, found.deferred = found.waiting + compiling, found.deferred + compiling
         return found

@@ -378,7 +378,8 @@ class ModelPool:
         except BaseException:
             await frontend.client.close()
             raise
-        size = max(engines * frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
+        copies = engines * model.spec.engine.device.context_parallel  # other ranks have a part of the weights each
+        size = max(copies * frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
         model.size = size * max(engines, model.spec.most_engines) // engines
         model.load_s = time.monotonic() - began
         model.load_s_total += model.load_s

@@ -113,10 +113,11 @@ def _text(local: LocalModel, serving: ServeOptions) -> TextModel:
 
 
 def expected_bytes(model: ServedModel) -> int:
-    """About what a model will take: its files, and the KV pages it asks for. A load tells more."""
-    asked = model.engine.cache.kv_memory
-    each = _local(model).size() + (parse_size(asked) if asked is not None else 0)
-    return each * model.most_engines
+    """About what a model will take: its files, as often as it has them in memory, and the KV pages it asks for, for
+    each of its ranks. A load tells more."""
+    asked, device = model.engine.cache.kv_memory, model.engine.device
+    pages = parse_size(asked) * device.ranks if asked is not None else 0
+    return (_local(model).size() * device.context_parallel + pages) * model.most_engines
 
 
 def _local(model: ServedModel) -> LocalModel:

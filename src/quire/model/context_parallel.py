@@ -1,6 +1,7 @@
 """Context parallelism as facts: which decoders can run so, and the bytes that ranks exchange.
 
-Every rank has all weights. What it computes and keeps of a step, `kernels/context_split.py` says. Refuses to know: how
+Every rank has all weights, or a tensor-parallel rank's part of them. What it computes and keeps of a step,
+`kernels/context_split.py` says. Refuses to know: how
 ranks talk.
 """
 
@@ -26,6 +27,11 @@ def context_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
     return spec
 
 
+def own_tokens(count: int, rank: int, size: int) -> int:
+    """Of a row of so many tokens, how many a rank computes."""
+    return count if count < 2 * size else sum(map(len, zigzag(count, rank, size)))
+
+
 def context_bytes(
     spec: DecoderSpec, rank: int, size: int, itemsize: int, rows: Sequence[tuple[int, int]], *, samples: int
 ) -> int:
@@ -33,15 +39,13 @@ def context_bytes(
     token of each row goes on behind the last layer that keeps anything; `itemsize` of its numbers."""
     divided = [(before, count) for before, count in rows if count >= 2 * size]
     short = [count for _, count in rows if count < 2 * size]
-
-    def own(count: int, other: int) -> int:
-        return sum(map(len, zigzag(count, other, size)))
-
-    passed_on = sum(own(count, (rank - hop) % size) for hop in range(size - 1) for _, count in divided)
+    passed_on = sum(own_tokens(count, (rank - hop) % size, size) for hop in range(size - 1) for _, count in divided)
     total = 8 * samples * (size - 1) if rank == 0 else 0
     for index, mixer in spec.attending.items():
         cut = index >= spec.last_kept and any(count > 1 for _, count in rows)
-        asked = [sum(1 if cut else own(count, r) for before, count in divided if before) for r in range(size)]
+        asked = [
+            sum(1 if cut else own_tokens(count, r, size) for before, count in divided if before) for r in range(size)
+        ]
         replicated = len(short) if cut else sum(short)
         parts = 1 if mixer.values_from is not None else 2
         total += passed_on * parts * mixer.kv_heads * mixer.head_dim * itemsize  # keys and values, round the ring

@@ -75,7 +75,9 @@ class Model:
         self.spec = spec
         self.pipeline = ranks if ranks is not None and ranks.pipeline else None
         self.context = ranks if ranks is not None and ranks.context else None
-        ranks = self.ranks = None if self.pipeline is not None or self.context is not None else ranks
+        if self.context is not None:
+            ranks = self.context.tensor
+        ranks = self.ranks = None if self.pipeline is not None else ranks
         self.device = device
         self.dtype = dtype
         self.length = length or spec.max_position

@@ -21,6 +21,11 @@ class Ranks(Protocol):
     context: bool
     whole_experts: bool  # expert parallelism: each has some of the experts, not a part of every one
 
+    @property
+    def tensor(self) -> Ranks | None:
+        """Of a context-parallel rank, those that have the same tokens and share its layers; None: it has all."""
+        ...
+
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on each of them; `x` may be overwritten."""
         ...

@@ -30,7 +30,7 @@ from quire.model.compiled import refusal
 from quire.model.decoder_spec import Experts
 from quire.model.families.registry import read_family
 from quire.model.loading.keep_quantised import can_keep
-from quire.model.parallel import describe_parallel
+from quire.model.parallel import check_parallel, describe_parallel
 from quire.model.quantization.dense_scheme import DenseScheme
 from quire.model.quantization.fp8 import Fp8Scheme
 from quire.runtime.capacity import GIB, kv_capacity, kv_layout, working_memory
@@ -64,6 +64,8 @@ class ModelFit:
     why: str  # so many pages
     tokens: int  # of KV that fit
     context: int  # longest request
+    ranks: int  # processes that divide the model; `pages` and `layout` are those of the first
+    kv_bytes: int  # of the KV pages of all ranks
 
     @property
     def fits(self) -> bool:
@@ -100,12 +102,14 @@ def model_fit(source: WeightSource, options: EngineOptions, hardware: Hardware |
     pages, why = kv_capacity(options, hardware, layout, slots=decisions.max_seqs, working=working, taken=weights)
     pages = pages if weights < hardware.memory else 0
     tokens = max(0, pages - 1) * options.cache.page_size * layout.ranks // len(layout.groups)
+    parts = [spec] if ranks == 1 else [check_parallel(spec, options.device, rank) for rank in range(ranks)]
+    page_bytes = sum(kv_layout(options, decisions, one, own, kinds).page_bytes for one in parts)
     context = min(options.model.max_model_len or spec.max_position, spec.max_position)
     if not spec.encoder:
         context = min(context, tokens)
     return ModelFit(
         spec, hardware, decisions, parameter_count(spec), weights, form, tuple(kernels), layout, pages, why, tokens,
-        context,
+        context, ranks, pages * page_bytes,
     )  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from quire.model.parallel import check_parallel
 from quire.runtime.hardware import Hardware, resolve
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
+from quire.types.memory_use import GIB
+from quire.types.option_checks import parse_size
 
 HIDDEN_STATE_DRAFTERS = ("medusa", "eagle", "mtp")
 
@@ -27,6 +29,10 @@ def check_ranks(spec: DecoderSpec, options: EngineOptions, hardware: Hardware) -
         )
     if not hardware.gpu and (options.device.depth or 1) > 1:
         raise ConfigError("depth is 1 for ranks on CPUs: they compute one step at a time, together")
+    asked = options.cache.kv_memory
+    if not hardware.gpu and asked and parse_size(asked) * size > hardware.memory:
+        free = f"the {hardware.memory / GIB:.1f} GiB of memory that are free"
+        raise ConfigError(f"kv_memory {asked} for each of {size} ranks is more than {free}; lower it")
     if hardware.gpu and torch.cuda.device_count() < size:
         raise ConfigError(f"{size} ranks take as many GPUs; there are {torch.cuda.device_count()}")
     return part

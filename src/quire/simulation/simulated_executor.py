@@ -102,6 +102,9 @@ class SimulatedExecutor:
     def wake(self, on_progress: Callable[[], object]) -> None:
         raise ConfigError("a simulated device does not sleep")
 
+    def rank_memory(self) -> tuple[int, int]:
+        return 0, 0
+
     def read_pages(self, pages: list[int]) -> list[bytes]:
         raise ConfigError("pages of a simulated device hold nothing")
 

@@ -70,8 +70,8 @@ class DeviceOptions(Checked):
     )
     context_parallel: int = option(
         1,
-        "processes that divide the tokens of every context, each with all weights and a part of the KV cache: one for "
-        "each GPU, or on the cores of this machine",
+        "processes that divide the tokens of every context, each with all weights (with tensor_parallel, its part of "
+        "them) and a part of the KV cache: one for each GPU, or on the cores of this machine",
         low=1,
         high=1024,
     )
@@ -281,7 +281,7 @@ PAIRS = (
     Pair("max_lora_rank", "no adapter can be loaded", needs=("lora", "max_loras")),
     *(Pair("sparse_pages", _RESIDUAL, excludes="kv_dtype", excluded=kind) for kind in ("kivi4", "kivi2")),
     Pair("pipeline_parallel", "a model is divided in one way or the other", excludes="tensor_parallel"),
-    *(Pair("context_parallel", "ranks have all weights", excludes=how) for how in _PARALLEL[:2]),
+    Pair("context_parallel", "ranks have all layers", excludes="pipeline_parallel"),
     *(Pair("kv_dtype", _RESIDUAL, value=kind, excludes="context_parallel") for kind in ("kivi4", "kivi2")),
     *(Pair(name, _DIVIDED, excludes="context_parallel") for name in ("sparse_pages", "sparse_attention")),
     *(Pair(tier, _DIVIDED, excludes=how) for tier in _TIERS for how in _PARALLEL),

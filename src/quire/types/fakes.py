@@ -371,6 +371,9 @@ class FakeExecutor:
     def wake(self, on_progress: Callable[[], object]) -> None:
         pass
 
+    def rank_memory(self) -> tuple[int, int]:
+        return 0, 0
+
     kind = "fake"
 
     def read_pages(self, pages: list[int]) -> list[bytes]:

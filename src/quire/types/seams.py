@@ -94,6 +94,10 @@ class Executor(Protocol):
         """`on_progress` is called again and again while weights are loaded, in the caller's thread."""
         ...
 
+    def rank_memory(self) -> tuple[int, int]:
+        """Of its processes beside this one: bytes of their KV pages, and bytes resident."""
+        ...
+
     @property
     def kind(self) -> str:
         """Equal where the contents of pages are interchangeable."""

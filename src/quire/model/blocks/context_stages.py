@@ -28,7 +28,7 @@ class ContextStages(Stages):
     kv_kinds: tuple[str, ...] = ("int8", "fp8", "int4")
 
     def __init__(self, spec: DecoderSpec, device: torch.device, ranks: Ranks):
-        super().__init__(spec, device)
+        super().__init__(spec, device, ranks=ranks.tensor)
         self._context = ranks
         self._read_again = {mixer.kv_from for mixer in spec.attending.values()}
         self.reasons = [CONTEXT_ATTENTION]

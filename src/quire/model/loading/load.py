@@ -235,7 +235,8 @@ def rank_spec(spec: DecoderSpec, ranks: Ranks) -> DecoderSpec:
     if ranks.pipeline:
         return staged_spec(spec, ranks.rank, ranks.size)
     if ranks.context:
-        return context_spec(spec, ranks.size)
+        spec = context_spec(spec, ranks.size)
+        return spec if ranks.tensor is None else rank_spec(spec, ranks.tensor)
     return sharded_spec(spec, ranks.size, ranks.rank, whole_experts=ranks.whole_experts)
 
 

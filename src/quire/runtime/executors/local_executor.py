@@ -295,6 +295,9 @@ class LocalExecutor:
             self.model.reserve_adapters(*self._adapter_room)
         self._drafter = self._load_drafter(self.model, progress=progress)
 
+    def rank_memory(self) -> tuple[int, int]:
+        return 0, 0
+
     def _open_tiers(self, cache: CacheOptions) -> Tiers:
         if not (cache.kv_host or cache.kv_disk or cache.kv_remote):
             return Tiers()

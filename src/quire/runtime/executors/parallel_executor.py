@@ -20,7 +20,7 @@ from quire.model import Runnable, read_spec
 from quire.model.parallel import describe_parallel
 from quire.runtime.capacity import capacity_for
 from quire.runtime.executors.local_executor import LocalExecutor
-from quire.runtime.executors.rank_group import RankGroup
+from quire.runtime.executors.rank_group import RankGroup, join_ranks
 from quire.runtime.executors.rank_messages import (
     Forward,
     KeepBranch,
@@ -41,6 +41,7 @@ from quire.types.errors import ConfigError, QuireError
 from quire.types.grammar import Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.membership import PeerLink
+from quire.types.memory_use import resident_bytes
 from quire.types.plan import Capacity, StepPlan
 from quire.types.seams import WeightSource
 
@@ -61,10 +62,12 @@ class ParallelExecutor(LocalExecutor):
         try:
             self._processes.receive(RankJoined)
             device = torch.device(probe(every[0].device.device).device)
-            self._group = RankGroup(self._processes.directory / "store", 0, every[0].device, device)
+            self._group = join_ranks(self._processes.directory / "store", 0, every[0].device, device)
             self._processes.when_one_dies(self._group.abort)
             super().__init__(every[0], source, vocabulary=vocabulary, progress=progress, ranks=self._group)
-            self._fit(every[0], min(ready.pages for ready in self._processes.receive(RankReady)))
+            ready = self._processes.receive(RankReady)
+            self._others_page_bytes = sum(one.page_bytes for one in ready)
+            self._fit(every[0], min(one.pages for one in ready))
         except QuireError:
             self._processes.close()
             raise
@@ -107,6 +110,9 @@ class ParallelExecutor(LocalExecutor):
             raise self._processes.error(f"{type(error).__name__}: {error}") from error
         step.exchanged_bytes = self._group.sent - before
         return step
+
+    def rank_memory(self) -> tuple[int, int]:
+        return self._capacity.pages * self._others_page_bytes, sum(map(resident_bytes, self._processes.pids))
 
     def sleep(self, pages: list[int], level: int) -> None:
         raise ConfigError("sleeping is for engines of one process")

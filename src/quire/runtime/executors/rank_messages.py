@@ -52,9 +52,10 @@ class RankJoined(msgspec.Struct, tag=True):
 
 
 class RankReady(msgspec.Struct, tag=True):
-    """Its weights are in; so many pages would fit beside them."""
+    """Its weights are in; so many pages would fit beside them, of so many bytes."""
 
     pages: int
+    page_bytes: int
 
 
 class RankStarted(msgspec.Struct, tag=True):

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from quire.assets import resolve as find_model
 from quire.generation.drafting.speculation import ExpandedPlan
 from quire.runtime.capacity import capacity_for, kv_layout
-from quire.runtime.executors.rank_group import RankGroup
+from quire.runtime.executors.rank_group import RankGroup, join_ranks
 from quire.runtime.executors.rank_messages import (
     EndRank,
     Forward,
@@ -65,11 +65,11 @@ class RankProcess:
         hardware = probe(options.device.device)
         resolved = resolve(options, hardware)
         device = torch.device(resolved.device)
-        group = RankGroup(directory / "store", rank, options.device, device)
+        group = join_ranks(directory / "store", rank, options.device, device)
         source = find_model(options.model.model).open()
         model = load_runnable(options, hardware, resolved, source, ranks=group)
         layout = kv_layout(options, resolved, model.spec, model.kv_dtype, model.kv_kinds)
-        self.send(RankReady(capacity_for(options, resolved, layout, model, None)[0].pages))
+        self.send(RankReady(capacity_for(options, resolved, layout, model, None)[0].pages, layout.page_bytes))
         start = self.receive()
         if not isinstance(start, StartRank):
             return
@@ -86,7 +86,7 @@ def follow(message: ToRank, worker: ForwardWorker, group: RankGroup) -> None:
     """What rank 0 does to its own worker, done to this one."""
     match message:
         case Forward(plan, tree_rows):
-            if group.heads_apart:  # the first rank alone has the head, and the layers that are probed
+            if group.heads_apart:  # others have the head, and the layers that are probed
                 plan = replace(plan, samples=[], probes=[])
             output = worker.forward(ExpandedPlan(plan, [], tree_rows), greedy=False)
             for _ in () if group.heads_apart else output.prompt_logits:  # computed as they are read, by all ranks
