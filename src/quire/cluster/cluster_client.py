@@ -169,6 +169,16 @@ class ClusterClient(ReplicaOperations):
     async def lost(self) -> QuireError:
         return await asyncio.shield(self._lost)
 
+    def lose(self, why: str) -> None:
+        """From any thread: who hosts the replicas is gone. They answer what they have."""
+
+        def told() -> None:
+            if not self._lost.done():
+                self._lost.set_result(EngineDeadError(why))
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(told)
+
     # ---- requests -------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> EventQueue:

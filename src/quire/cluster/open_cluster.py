@@ -55,8 +55,9 @@ class PooledClusters:
 
     async def open(self, model: ServedModel) -> ClusterClient:
         assert model.replicas is not None
-        if self._session is None:
-            self._session = asyncio.create_task(asyncio.to_thread(RaySession, self._address))
+        lost = self._lost_session()
+        if self._session is None or lost is not None:
+            self._session = asyncio.create_task(self._connected(lost))
         try:
             session = await asyncio.shield(self._session)
         except Exception:
@@ -68,6 +69,18 @@ class PooledClusters:
         own.run(model_of_task.set, model.name)
         opening = _opened(model.engine, model.replicas, self._policy, host)
         return await asyncio.create_task(opening, context=own)
+
+    def _lost_session(self) -> RaySession | None:
+        """That of a Ray that is there no more."""
+        task = self._session
+        found = task.result() if task is not None and task.done() and not task.exception() else None
+        return found if found is not None and found.lost else None
+
+    async def _connected(self, lost: RaySession | None) -> RaySession:
+        """There is one at a time."""
+        if lost is not None:
+            await asyncio.to_thread(lost.close)
+        return await asyncio.to_thread(RaySession, self._address)
 
     def close(self) -> None:
         """When all of them have ended."""
@@ -112,6 +125,7 @@ async def _opened(
             hang_timeout=policy.hang_timeout,
         )
         await client.ready(host)
+        host.when_lost(client.lose)
     except BaseException:
         await client.close()
         await asyncio.to_thread(host.stop)

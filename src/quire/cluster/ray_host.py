@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from quire.cluster.engine_replica import EngineReplica
+from quire.cluster.gcs_watch import GcsWatch
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError
 from quire.types.membership import ReplicaMembership
@@ -36,11 +37,19 @@ INSTALL = "replicas run on Ray, which is not installed; install it with: pip ins
 HEALTH_PERIOD_S = 1.0
 HEALTH_TIMEOUT_S = 10.0
 SHUTDOWN_TIMEOUT_S = 5.0
+CALL_POLL_S = 0.5  # between looks whether Ray is there, while a call of it is waited for
 CLOSE_TIMEOUT_S = 60.0  # that replicas of others have to end before Ray does
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
 # What makes a Ray of one machine listen on its loopback interface only (named for where that is the default), and not
-# serve its own metrics, for which it wants no token.
-LOCAL_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_enable_metrics_collection": "false"}
+# serve its own metrics, for which it wants no token; and what lets its processes live on without their control process
+# while requests are finished.
+LOCAL_ONLY = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_enable_metrics_collection": "false",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+}
+OWN_GCS_PATIENCE_S = 3.0  # one that this server has started does not come back
+GCS_PATIENCE_S = 20.0  # of the 60 s after which processes of a cluster end without it
 
 
 class RaySession:
@@ -55,8 +64,27 @@ class RaySession:
         self._hosts = 0
         self._left = threading.Condition()
         self._closed = False
+        self.lost = ""  # why there is no Ray any more
+        self._on_lost: list[Callable[[str], None]] = []
         self.ray = _connect(address, Path(self._token.name) if self._token else None)
         self.node_address = "127.0.0.1" if self.local else self.ray.util.get_node_ip_address()
+        patience_s = OWN_GCS_PATIENCE_S if self.local else GCS_PATIENCE_S
+        self._gcs = GcsWatch(self.ray.get_runtime_context().gcs_address, patience_s, self._lose)
+
+    def when_lost(self, told: Callable[[str], None]) -> None:
+        """What to call, in a thread, when Ray is there no more."""
+        with self._left:
+            self._on_lost.append(told)
+            lost = self.lost
+        if lost:
+            told(lost)
+
+    def _lose(self, why: str) -> None:
+        with self._left:
+            self.lost = why
+            every = list(self._on_lost)
+        for told in every:
+            told(why)
 
     def join(self) -> None:
         """Somebody uses it."""
@@ -75,6 +103,7 @@ class RaySession:
             if self._closed:
                 return
             self._closed = True
+        self._gcs.close()
         self.ray.shutdown()
         if self._token is not None:
             self._token.cleanup()
@@ -96,6 +125,7 @@ class RayHost:
         self._name = "quire-" + re.sub(r"[^A-Za-z0-9_-]+", "-", name)
         self._ray = session.ray
         self.node_address = session.node_address
+        self.when_lost = session.when_lost
         session.join()
 
     def start(
@@ -179,7 +209,7 @@ class RayHost:
     def _calling(self) -> Iterator[bool]:
         """Whether Ray is there; it stays so long. A call after its end would start another."""
         with self._ended:
-            there = not self._stopped
+            there = not self._stopped and not self._session.lost
             self._calls += there
         try:
             yield there
@@ -202,9 +232,11 @@ class RayHost:
             if self._stopped:
                 return
             self._stopped = True
-            self._ended.wait_for(lambda: not self._calls)
+            while not self._ended.wait_for(lambda: not self._calls, CALL_POLL_S):
+                if self._session.lost:  # they would wait for it for long
+                    break
         try:
-            if self._shared or not self._local:
+            if (self._shared or not self._local) and not self._session.lost:
                 self._delete_all()
         finally:
             self._session.leave()
