@@ -2,9 +2,9 @@
 [migration]`, all three unless told.
 
 Engine processes of the default model, without Ray. `handover`: bytes and seconds of one, and how much of it is hidden
-behind computing. `decode`: inter-token latency of streams beside long prompts, for one engine with all cores and some
-step targets, and for one prefill and one decode replica with half of them each. `migration`: the pause of running
-requests that move, with their pages and without. `--long`, `--streams` and `--tokens` scale the load.
+behind computing. `decode`: inter-token latency of streams beside long prompts that come at fixed times, for one engine
+with all cores and each of some step targets, and for one prefill and one decode replica with half of them each, in
+turns. `migration`: the pause of running requests that move, with their pages and without.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from random import Random
 from statistics import median
@@ -90,6 +90,10 @@ class Stream:
                 self.tokens += event.tokens
                 self.times += [time.perf_counter()] * len(event.tokens)
 
+    async def stop(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
     @property
     def ttft(self) -> float:
         return self.times[0] - self.began
@@ -154,36 +158,76 @@ async def received(client: ClusterClient) -> HandoverStats:
     return found
 
 
-async def decode(cores: int, long: int, streams: int, tokens: int) -> None:
-    """Streams that draw tokens while long prompts come one after the other."""
-    ways: list[tuple[str, dict[str, Any]]] = [
-        (
-            f"one engine, {cores} threads, step target {target:g} s",
-            {"count": 1, "threads": cores, "step_target": target},
+class Interference:
+    """Streams of one way to serve them while long prompts come, in rounds: gaps between tokens that ended within the
+    same time of each round, and how long the prompts waited for their first token."""
+
+    def __init__(self, name: str, client: ClusterClient):
+        self.name, self._client = name, client
+        self.gaps: list[list[float]] = []  # by round
+        self.waits: list[float] = []
+        self.seconds = 0.0
+        self._before = 0  # prompts that were computed elsewhere
+
+    async def forget(self) -> None:
+        self.gaps, self.waits, self.seconds = [], [], 0.0
+        self._before = (await received(self._client)).remote_prefills
+
+    async def round(self, number: int, streams: int, long: int, prompts: int, every: float) -> None:
+        """The same requests for all ways, at the same times."""
+        client, most = self._client, 4096
+        running = [Stream(client, f"s{number}-{i}", ids(64, number * 100 + i), most, seed=i) for i in range(streams)]
+        await until(lambda: all(len(one.times) > 1 for one in running))
+        began, asked = time.perf_counter(), []
+        for index in range(prompts):
+            asked.append(Stream(client, f"long{number}-{index}", ids(long, 1000 + number * 100 + index), 1))
+            await asyncio.sleep(began + (index + 1) * every - time.perf_counter())
+        end = time.perf_counter()
+        self.seconds += end - began
+        pairs = [pair for one in running for pair in zip(one.times, one.times[1:], strict=False)]
+        cut_short = [end - one.times[-1] for one in running]  # counted, for it may be the longest
+        self.gaps.append([after - before for before, after in pairs if after > began] + cut_short)
+        await asyncio.gather(*(one.task for one in asked))
+        self.waits += [one.ttft for one in asked]
+        for one in running:
+            await one.stop()
+
+    async def report(self) -> str:
+        every = [gap for gaps in self.gaps for gap in gaps]
+        p99s = sorted(at(gaps, 0.99) for gaps in self.gaps)
+        elsewhere = (await received(self._client)).remote_prefills - self._before
+        return (
+            f"{self.name}: ITL p50 {median(every) * 1e3:.0f} ms, p99 {median(p99s) * 1e3:.0f} ms "
+            f"({p99s[0] * 1e3:.0f} to {p99s[-1] * 1e3:.0f}), most {max(every) * 1e3:.0f} ms; TTFT of prompts p50 "
+            f"{median(self.waits):.2f} s, most {max(self.waits):.2f} s; {len(every) / self.seconds:.0f} tokens/s; "
+            f"{elsewhere} of {len(self.waits)} prompts prefilled elsewhere"
         )
-        for target in (0.05, 0.1, 0.3)
+
+
+async def decode(asked: argparse.Namespace) -> None:
+    """Streams that draw tokens while long prompts come, whatever becomes of the ones before. All engines are started
+    first, and take turns in every round, so that what else the machine does is the same for all."""
+    cores, half = asked.cores, max(1, asked.cores // 2)
+    ways: list[tuple[str, dict[str, Any]]] = [
+        (f"one engine, {cores} thread(s), step target {one:g} s", {"count": 1, "threads": cores, "step_target": one})
+        for one in asked.targets
     ]
-    half = max(1, cores // 2)
     ways.append((f"1 prefill + 1 decode, {half} thread(s) each", {"count": 2, "threads": half, "prefill": 1}))
-    for name, settings in ways:
-        async with cluster(connector="shared-memory", **settings) as client:
-            running = [Stream(client, f"s{i}", ids(64, i), tokens, seed=i) for i in range(streams)]
-            await until(lambda running=running: all(one.times for one in running))
-            waits, number = [], 0
-            while not all(one.task.done() for one in running):
-                prompt = Stream(client, f"long-{number}", ids(long, 1000 + number), 1)
-                await prompt.task
-                waits.append(prompt.ttft)
-                number += 1
-            gaps = [gap for one in running for gap in one.gaps]
-            took = max(one.times[-1] for one in running) - min(one.times[0] for one in running)
-            stats = (await client.stats()).handovers
-            print(
-                f"{name}: ITL p50 {median(gaps) * 1e3:.0f} ms, p99 {at(gaps, 0.99) * 1e3:.0f} ms, most "
-                f"{max(gaps) * 1e3:.0f} ms; {number} prompts of {long} tokens, TTFT {median(waits):.2f} s; "
-                f"{streams * tokens / took:.0f} tokens/s; prefilled elsewhere: {stats and stats.remote_prefills}",
-                flush=True,
-            )
+    async with AsyncExitStack() as stack:
+        measured = []
+        for name, settings in ways:
+            client = await stack.enter_async_context(cluster(connector=asked.connector, **settings))
+            measured.append(Interference(name, client))
+        for number in range(-1, asked.rounds):
+            for one in Random(number).sample(measured, len(measured)):
+                await one.round(number + 1, asked.streams, asked.long, asked.prompts, asked.every)
+                if number < 0:  # in which costs are learned and memory is touched
+                    await one.forget()
+        print(
+            f"{asked.prompts} prompts of {asked.long} tokens, one in {asked.every:g} s, beside {asked.streams} streams"
+        )
+        for one in measured:
+            print(await one.report(), flush=True)
 
 
 async def migration(threads: int, streams: int, tokens: int) -> None:
@@ -230,14 +274,21 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=1600)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="of handover")
+    parser.add_argument("--rounds", type=int, default=3, help="of decode, behind one to warm up")
+    parser.add_argument("--prompts", type=int, default=3, help="of each round of decode")
+    parser.add_argument("--every", type=float, default=6.0, help="seconds between them")
+    parser.add_argument(
+        "--targets", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.3], help="step targets of decode"
+    )
+    parser.add_argument("--connector", default="shared-memory", choices=CONNECTORS, help="of decode")
     parser.add_argument("--moved", type=int, default=50)
     asked = parser.parse_args()
     half = max(1, asked.cores // 2)
     if "handover" in asked.what:
         asyncio.run(handover(half, asked.long, asked.turns))
     if "decode" in asked.what:
-        asyncio.run(decode(asked.cores, asked.long, asked.streams, asked.tokens))
+        asyncio.run(decode(asked))
     if "migration" in asked.what:
         asyncio.run(migration(half, asked.moved, asked.tokens))
 

@@ -129,6 +129,47 @@ async def test_a_link_that_breaks_costs_nothing_and_comes_back(fault: str) -> No
         assert not faulty.replicas[0].core.scheduler.sequences.requests and faulty.client.failovers == 2
 
 
+async def test_a_partition_that_outlasts_a_replica_s_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process ends, and so do those that take its place while nobody is reached; the first that is joins."""
+    monkeypatch.setattr(engine_process, "ORPHAN_TIMEOUT_S", 1.0)
+    async with faulty_cluster(2) as faulty:
+        readers = await begun(faulty)
+        faulty.proxies[0].partition()
+        await until(lambda: not faulty.client._replicas[0].identity)
+        await finished(faulty, readers)
+        await until(faulty.replicas[0].ended.is_set)
+        started = FakeReplica(faulty.client, number=0, hub=faulty.proxies[0].address)
+        await until(started.ended.is_set)
+        assert not faulty.is_ready(0) and not faulty.client._lost.done()
+        faulty.replicas[0] = FakeReplica(faulty.client, number=0, hub=faulty.proxies[0].address)
+        faulty.proxies[0].heal()
+        await used_again(faulty, 0)
+        first, second = await faulty.client.replicas()
+        assert (first.restarts, first.rejoins, second.restarts, second.rejoins) == (1, 0, 0, 0)
+        assert "nothing came from it for" in first.lost
+
+
+async def test_a_partition_from_all_replicas_that_outlasts_their_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was accepted waits for the processes that take their places, and goes on from what its reader has."""
+    monkeypatch.setattr(engine_process, "ORPHAN_TIMEOUT_S", 1.0)
+    async with faulty_cluster(2) as faulty:
+        readers = await begun(faulty)
+        had = [reader.drawn for reader in readers]
+        for proxy in faulty.proxies:
+            proxy.partition()
+        for replica in faulty.replicas:
+            replica.free()
+            await until(replica.ended.is_set)
+        await until(lambda: not any(replica.identity for replica in faulty.client._replicas))
+        assert faulty.client.pending == len(readers) and faulty.client.trouble(), "new ones get 503"
+        for number, proxy in enumerate(faulty.proxies):
+            proxy.heal()
+            faulty.replicas[number] = FakeReplica(faulty.client, number=number, hub=proxy.address)
+        await finished(faulty, readers)
+        assert all(reader.drawn > before > 0 for reader, before in zip(readers, had, strict=True))
+        assert [view.restarts for view in await faulty.client.replicas()] == [1, 1]
+
+
 async def test_all_links_break_at_once() -> None:
     async with faulty_cluster(6) as faulty:
         readers = await begun(faulty, 8)
