@@ -22,6 +22,7 @@ from quire.cluster.ray_host import RayHost
 from quire.cluster.routers import make_router
 from quire.engine.client import RestartPolicy
 from quire.types.config import EngineOptions
+from quire.types.errors import EngineDeadError
 from quire.types.models_file import ServedModel
 from quire.types.replica_options import ReplicaOptions
 from quire.types.serving import ServeOptions
@@ -86,6 +87,17 @@ async def test_replicas_answer_what_they_have() -> None:
         (await asyncio.wait_for(reader.task, 20)).check()
     finally:
         replica.free()
+        await client.close()
+
+
+async def test_a_start_without_ray_is_given_up() -> None:
+    client = ClusterClient(1, make_router("round-robin", 1), RestartPolicy())
+    try:
+        starting = asyncio.create_task(client.ready(Host()))
+        client.lose("Ray is gone")
+        with pytest.raises(EngineDeadError, match="Ray is gone"):
+            await asyncio.wait_for(starting, 20)
+    finally:
         await client.close()
 
 

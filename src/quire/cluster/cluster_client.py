@@ -170,11 +170,12 @@ class ClusterClient(ReplicaOperations):
         return await asyncio.shield(self._lost)
 
     def lose(self, why: str) -> None:
-        """From any thread: who hosts the replicas is gone. They answer what they have."""
+        """From any thread: who hosts the replicas is gone. Those that are there answer what they have."""
 
         def told() -> None:
-            if not self._lost.done():
-                self._lost.set_result(EngineDeadError(why))
+            for future in (self._lost, self._failed):
+                if not future.done():
+                    future.set_result(EngineDeadError(why))
 
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(told)

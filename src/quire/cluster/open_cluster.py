@@ -112,6 +112,7 @@ async def _opened(
         switch_roles=replicas.switch_roles and replicas.prefill_replicas > 0,
         targets=(engine.scheduler.slo_ttft or 0.0, engine.scheduler.slo_tpot or 0.0),
     )
+    host.when_lost(client.lose)
     try:
         await asyncio.to_thread(
             host.start,
@@ -125,7 +126,6 @@ async def _opened(
             hang_timeout=policy.hang_timeout,
         )
         await client.ready(host)
-        host.when_lost(client.lose)
     except BaseException:
         await client.close()
         await asyncio.to_thread(host.stop)

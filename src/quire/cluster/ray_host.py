@@ -46,7 +46,7 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least: nothing of ours goes through it
 LOCAL_ONLY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "false",
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "120",
 }
 OWN_GCS_PATIENCE_S = 3.0  # one that this server has started does not come back
 GCS_PATIENCE_S = 20.0  # of the 60 s after which processes of a cluster end without it
