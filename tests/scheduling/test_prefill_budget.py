@@ -2,7 +2,8 @@
 
 import pytest
 
-from quire.scheduling.prefill_budget import MIN_PREFILL_TOKENS, WORK_DOUBLING_CONTEXT, Budget, PrefillLimiter
+from quire.scheduling.prefill_budget import MIN_PREFILL_TOKENS, Budget, PrefillLimiter
+from quire.scheduling.step_times import WORK_DOUBLING_CONTEXT, StepTimes
 from quire.types.plan import Probe, Row, StepPlan
 
 
@@ -99,7 +100,7 @@ def test_where_streams_alone_take_too_long_nothing_is_tried():
     now = learn(prefill_limiter, 0.01, 2e-5, [0] * 40 + [512] * 10)
     learn(prefill_limiter, 0.01, 2e-5, [MIN_PREFILL_TOKENS] * 50, now)
     assert prefill_limiter.budget(decoding=True).fit(0) == MIN_PREFILL_TOKENS
-    assert prefill_limiter._seconds / prefill_limiter._work == pytest.approx(2e-5, rel=0.3)
+    assert prefill_limiter.seconds(0, 1) == pytest.approx(2e-5, rel=0.3)
 
 
 def test_tokens_that_were_forgotten_are_not_attended():
@@ -141,3 +142,40 @@ def test_steps_that_prompts_fill_up_to_the_target_are_not_late():
     assert prefill_limiter.behind and 0 < prefill_limiter.recovery < 1, "much longer than they may be"
     learn(prefill_limiter, 0.06, 1e-5, [0] * 40, now)
     assert prefill_limiter.behind and prefill_limiter.room(10) < 0, "without prompts too"
+
+
+def test_steps_with_few_rows_stay_known_while_there_are_many():
+    """A burst that comes after many streams would else be thought to take as long for each prompt as those did."""
+    times = StepTimes()
+    for rows in [1] * 20 + [64] * 500:
+        times.learn(0.006 + 0.0006 * rows, rows, 0.0)
+    assert times.decode_seconds(1) == pytest.approx(0.0066) and times.decode_seconds(0) == times.decode_seconds(1)
+    assert times.decode_seconds(64) == pytest.approx(0.0444)
+    assert times.decode_seconds(32) == pytest.approx(0.0252, rel=0.05), "between those that were seen"
+    assert times.decode_seconds(128) == pytest.approx(0.0828, rel=0.05), "and beyond"
+
+
+def test_short_prompts_tell_what_a_token_takes():
+    times = StepTimes()
+    for _ in range(20):
+        times.learn(0.006 + 0.0006 * 32, 0, 32.0)
+        for _ in range(10):
+            times.learn(0.0066, 1, 0.0)
+    assert times.rate == pytest.approx(0.0006, rel=0.1)
+
+
+def test_short_prompts_hardly_change_what_long_ones_told():
+    times = StepTimes()
+    for work in [0.0] * 10 + [2048.0] * 10:
+        times.learn(0.01 + 1e-5 * work, 1, work)
+    known = times.rate
+    for _ in range(20):
+        times.learn(0.02, 1, 16.0)
+    assert times.rate == pytest.approx(known, rel=0.2)
+
+
+def test_a_few_rows_that_took_long_once_are_got_over_by_many_that_do_not():
+    times = StepTimes()
+    times.learn(3.0, 1, 0.0)  # what is slow only once
+    times.learn(0.05, 16, 0.0)
+    assert times.decode_seconds(1) <= 0.05

@@ -1,28 +1,39 @@
 """Predicted waits for a first token: checked against what came true, and what is refused for them."""
 
+from contextlib import suppress
 from itertools import count
-from math import isfinite
+from math import isfinite, log
 from random import Random
 
 import pytest
 from msgspec.structs import replace
 
 from quire.scheduling.features.lateness import LatenessModel
+from quire.scheduling.features.wait_prediction import WaitCorrection
 from quire.simulation.devices import load_device
 from quire.simulation.figures import Targets, summarise
 from quire.simulation.replica import Replica
 from quire.simulation.synthetic import synthetic
 from quire.simulation.traces import Arrival
 from quire.types.config import EngineOptions
+from quire.types.cost_model import CostModel, Machine, Rates
 from quire.types.errors import OverloadedError
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 H200 = load_device("h200")
+CPU = CostModel(
+    "cpu",
+    "135M",
+    "made up: 64 streams take seven times as long a step as one does",
+    knee=0,
+    rates=Rates(base=0.006, tokens=0.0006, context=2e-8, pairs=1e-8),
+    machine=Machine(8000, 256, 8192, 2048, depth=1, step_target=0.3),
+)
 
 
-def served(trace, *, slots=150, **options):
-    one = Replica(EngineOptions.of(**options), replace(H200, machine=replace(H200.machine, slots=slots)))
+def served(trace, *, device=H200, slots=150, **options):
+    one = Replica(EngineOptions.of(**options), replace(device, machine=replace(device.machine, slots=slots)))
     for number, arrival in enumerate(trace):
         one.arrives(arrival, number)
     one.run()
@@ -42,6 +53,26 @@ def test_predicted_waits_are_within_a_factor_of_two_on_the_bursty_mix(rate):
     ratios = one.core.stats().wait_ratios
     assert sum(ratios.counts) > 400, "all but those that came before anything was known"
     assert sum(ratios.counts[3:7]) > 0.85 * sum(ratios.counts), "from 0.5 to 2"
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "fcfs"])
+@pytest.mark.parametrize("streams", [1, 16, 64])
+def test_a_burst_behind_many_streams_is_not_told_of_a_wait_that_is_too_long(streams, scheduler):
+    """With time between in which nothing came, and prompts so short that steps are hardly about them."""
+    rounds, burst = 12, 100
+    trace = [Arrival(30.0 * number, 64, 64) for number in range(rounds) for _ in range(streams)]
+    trace += [Arrival(30.0 * rounds, 64, 64)] * burst
+    one = served(trace, device=CPU, slots=256, scheduler=scheduler)
+    rows = one.result().rows
+    ratios = [told / real for told, real in zip(rows["predicted"][-burst:], rows["waited"][-burst:], strict=True)]
+    assert max(ratios) < 2, "the first of a burst cannot know of the others, but nobody is told of more than there is"
+    assert min(ratios[burst // 4 :]) > 0.5
+
+
+def test_waits_are_predicted_where_every_step_has_prompts():
+    """What a step takes by itself has not been seen then."""
+    one = served([Arrival(0.01 * number, 256, 2) for number in range(60)], device=CPU, slots=2)
+    assert min(one.result().rows["predicted"][-20:]) > 0
 
 
 def test_waits_for_slots_follow_from_expected_lengths():
@@ -76,10 +107,34 @@ def test_what_would_wait_longer_than_it_may_is_refused_and_leaves_nothing():
     core.scheduler.check()
 
 
+def test_a_correction_that_is_wrong_does_not_refuse_for_ever():
+    """Nothing comes true of what was refused."""
+    one = served([Arrival(float(i), 64, 50) for i in range(20)], slots=1, scheduler="fcfs")
+    waits, params = one.core.scheduler.features.waits, SamplingParams(temperature=0.0, seed=0, max_tokens=50)
+    one._lengths.update((str(number), 50) for number in range(100))
+
+    def ask(number):
+        one.recorder.expect(str(number), Arrival(0.0, 64, 50), 64)
+        arrival = one._clock.now
+        one.core.submit(Request(id=str(number), prompt=[1] * 64, params=params, arrival=arrival, longest_wait=5.0))
+
+    ask(0)
+    regime = (1, True, False, False, None)  # behind one that waits for the slot too
+    waits._corrections[regime] = WaitCorrection(log(64.0), 16)
+    refused = 0
+    for number in range(1, 100):
+        with suppress(OverloadedError):
+            ask(number)
+            break
+        refused += 1
+    assert 0 < refused < 50
+    assert one.core.scheduler.sequences.requests.keys() == {"0", str(1 + refused)}
+
+
 def test_a_first_impression_refuses_nobody():
     """The first step is slow: those who come next would be told of hours, and nothing would ever be learned."""
     one = served([Arrival(0.0, 64, 50)], slots=1, scheduler="fcfs")
-    one.core.scheduler._prefill_limiter._base = 1000.0
+    one.core.scheduler._prefill_limiter._times.learn(1e5, 1, 0.0)
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=2)
     for name in "abc":
         one._lengths[name] = 2

@@ -130,7 +130,7 @@ class EngineCore:
 
     def _submit(self, request: Request) -> None:
         if request.params.grammar is None:
-            self.scheduler.submit(request)
+            self.scheduler.submit(request, self._clock())
         else:
             ready = self.executor.prepare(request.params.grammar)
             self._grammar_queue.add(request, ready, self.scheduler.sequences.requests)

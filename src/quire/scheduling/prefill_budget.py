@@ -1,7 +1,6 @@
 """How many prompt tokens a step may take on while answers are being streamed, so that it ends in time.
 
-A step takes about `base + rate * work`, learned from how long steps took lately. A prompt token is one unit of work
-and more the further back it attends. Refuses to know: sequences, pages.
+What steps take is learned from the latest of them (`step_times.py`). Refuses to know: sequences, pages.
 """
 
 from __future__ import annotations
@@ -9,22 +8,12 @@ from __future__ import annotations
 from math import inf, log
 from typing import NamedTuple
 
+from quire.scheduling.step_times import StepTimes, plan_work, work_of
 from quire.types.plan import StepPlan
 
-WORK_DOUBLING_CONTEXT = 16384  # tokens of context that double a token's work
 MIN_PREFILL_TOKENS = 64  # prompt tokens of a step, however slow: prompts must get on too
-EMA_WEIGHT = 0.2  # weight of the latest step
 LATE = 1.15  # times the target, from which on steps are late however little of them is prompts
-PACE_WEIGHT = 0.1  # the same, in how long steps take that draw tokens
-
-
-def _work(start: int, count: int) -> float:
-    """Of so many tokens from position `start` on."""
-    return count * (1 + start / WORK_DOUBLING_CONTEXT)
-
-
-def _plan_work(plan: StepPlan) -> float:
-    return sum([_work(row.start - row.shift, row.count) for row in plan.rows if row.count > 1])
+PACE_WEIGHT = 0.1  # of the latest step, in how long steps take that draw tokens
 
 
 class Budget(NamedTuple):
@@ -37,10 +26,10 @@ class Budget(NamedTuple):
 
     def fit(self, start: int) -> int:
         """Tokens from position `start` on that are within it; of a whole budget one at least."""
-        return max(int(min(self.tokens, self.work / _work(start, 1))), 0 if self.begun else 1)
+        return max(int(min(self.tokens, self.work / work_of(start, 1))), 0 if self.begun else 1)
 
     def less(self, start: int, count: int) -> Budget:
-        return Budget(self.tokens - count, self.work - _work(start, count), self.begun or count > 0, self.aside)
+        return Budget(self.tokens - count, self.work - work_of(start, count), self.begun or count > 0, self.aside)
 
     def part(self, share: float) -> Budget:
         """A part of it; the rest is set aside."""
@@ -60,74 +49,90 @@ class PrefillLimiter:
         whatever that lasts."""
         self._default = self._target = target
         self._most = most
-        self._base = 0.0  # seconds of a step without prompt tokens
-        self._seconds = 0.0  # beyond that, of the latest steps with some, and their work
-        self._work = 0.0
+        self._times = StepTimes()
+        self._rows = 1  # that draw tokens, in the step that was planned last
         self._last = 0.0  # when the step before ended
         self._pace = 0.0  # seconds of the latest steps that drew tokens
         self._asked = False  # whether a policy set the target
 
-    def budget(self, *, decoding: bool, target: float | None = None) -> Budget:
-        """For the next step; `decoding`: a running sequence is waiting for its next token."""
+    def budget(self, *, decoding: bool, rows: int = 1, target: float | None = None) -> Budget:
+        """For the next step, in which so many rows draw tokens; `decoding`: a running sequence is waiting for its next
+        token."""
         self._target, self._asked = (self._default, False) if target is None else (target, True)
-        if not self._target or not decoding or not self._work:
+        self._rows = max(1, rows)
+        if not self._target or not decoding or not self._times.rate:
             return Budget(self._most)
-        return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
+        return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting(self._rows)))
 
     @property
     def behind(self) -> bool:
         """Whether steps take longer than the target that a policy set, and would without prompts too or do so by much:
         one more sequence would make all of them slower. Steps that prompts fill up to the target are not late."""
-        return self._asked and (self._base > self._target or self._pace > LATE * self._target)
+        return self._asked and (self.step > self._target or self._pace > LATE * self._target)
 
     def seconds(self, start: int, count: int) -> float:
         """About how long so many prompt tokens take from `start` on, as the latest steps say; 0: nothing is known."""
-        return _work(start, count) * self._seconds / self._work if self._work else 0.0
+        return work_of(start, count) * self._times.rate
 
     def step_seconds(self, plan: StepPlan) -> float:
         """About how long a step takes."""
-        return self._base + _plan_work(plan) * self._seconds / self._work if self._work else self._base
+        drawing = sum(row.count == 1 for row in plan.rows)
+        return self._times.decode_seconds(drawing) + plan_work(plan) * self._times.rate
 
-    def prompt_seconds(self, start: int, count: int, *, decoding: bool) -> float:
-        """About how long so many prompt tokens take from `start` on, among others: their part of steps that draw
-        tokens included."""
-        return self.seconds(start, count) + self._base * _work(start, count) / self._most_work(decoding)
+    def prompt_seconds(self, start: int, count: int, *, decoding: bool, rows: int) -> float:
+        """About how long so many prompt tokens take from `start` on, among others: their part of steps in which so many
+        rows draw tokens included."""
+        share = work_of(start, count) / self._most_work(rows, decoding=decoding)
+        return self.seconds(start, count) + self.decode_seconds(rows) * share
 
-    def _most_work(self, decoding: bool) -> float:
+    def decode_seconds(self, rows: int) -> float:
+        """About how long a step takes in which so many rows draw tokens and no prompt is computed; 0: nothing is
+        known."""
+        return self._times.decode_seconds(rows)
+
+    def _most_work(self, rows: int, *, decoding: bool) -> float:
         """Of prompts, in a step of now."""
-        if not (decoding and self._target and self._work):
+        if not (decoding and self._target and self._times.rate):
             return float(self._most)
-        return min(self._most, max(MIN_PREFILL_TOKENS, self._fitting))
+        return min(self._most, max(MIN_PREFILL_TOKENS, self._fitting(rows)))
 
-    def longest_step(self, *, decoding: bool) -> float:
+    def longest_step(self, rows: int, *, decoding: bool) -> float:
         """About how long a step takes that is full of prompts."""
-        return self._base + self._most_work(decoding) * self._seconds / self._work if self._work else self._base
+        return self.decode_seconds(rows) + self._most_work(rows, decoding=decoding) * self._times.rate
+
+    @property
+    def knows(self) -> bool:
+        """Whether it has been seen how long prompts take."""
+        return self._times.rate > 0
 
     @property
     def step(self) -> float:
-        """Seconds of a step without prompts; 0: nothing is known."""
-        return self._base
+        """Seconds of a step of now without prompts; 0: nothing is known."""
+        return self._times.decode_seconds(self._rows)
 
     @property
     def pace(self) -> float:
         """Seconds of the latest steps that drew tokens."""
         return self._pace
 
+    def pace_of(self, rows: int) -> float:
+        """... as it is among so many rows: prompts beside them take what they take now."""
+        return max(self._times.decode_seconds(rows), self._pace + self._times.decode_seconds(rows) - self.step)
+
     def room(self, running: int) -> float:
         """How many sequences more would keep to the target that a policy set; below 0: so many are too many."""
-        return running * (self._target / self._base - 1) if self._asked and self._base else inf
+        return running * (self._target / self.step - 1) if self._asked and self.step else inf
 
     @property
     def recovery(self) -> float:
         """Seconds until steps without prompts have brought the pace back to the target."""
-        if not self.behind or self._base >= self._target:
+        if not self.behind or self.step >= self._target:
             return 0.0
-        return self._base * log((self._pace - self._base) / (self._target - self._base)) / -log(1 - PACE_WEIGHT)
+        return self.step * log((self._pace - self.step) / (self._target - self.step)) / -log(1 - PACE_WEIGHT)
 
-    @property
-    def _fitting(self) -> float:
+    def _fitting(self, rows: int) -> float:
         """Work that ends in time."""
-        return (self._target - self._base) * self._work / self._seconds
+        return (self._target - self._times.decode_seconds(rows)) / self._times.rate
 
     def ended(self, now: float, plan: StepPlan, *, began: float | None) -> None:
         """A step is over; `began`: when it was planned, if none was in flight. Others begin when the last ends."""
@@ -135,15 +140,7 @@ class PrefillLimiter:
         if not plan.rows or plan.probes or took <= 0:
             return
         counts = [row.count for row in plan.rows]
-        if 1 in counts:
+        drawing = counts.count(1)
+        if drawing:
             self._pace += PACE_WEIGHT * (took - self._pace)
-        work = _plan_work(plan) if max(counts) > 1 else 0
-        if work <= MIN_PREFILL_TOKENS:  # as little as there may be: the base is what keeps it so
-            self._base += EMA_WEIGHT * (took - self._base)
-            if (
-                work and self._work and 0 < self._fitting <= MIN_PREFILL_TOKENS
-            ):  # or the rate, of which nothing is learned here:
-                self._seconds *= 1 - EMA_WEIGHT  # better by and by, until more is tried
-        else:  # those with much work tell more
-            self._seconds += max(took - self._base, 0.1 * took) - EMA_WEIGHT * self._seconds
-            self._work += work - EMA_WEIGHT * self._work
+        self._times.learn(took, drawing, plan_work(plan) if drawing < len(counts) else 0.0)

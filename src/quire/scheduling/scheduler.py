@@ -128,8 +128,9 @@ class Scheduler:
 
     # ---- requests in and out --------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, now: float = 0.0) -> None:
         """Queue a request. Refuses, with a reason, what could never run."""
+        self.clock.now = now or self.clock.now
         requests, waiting = self.sequences.requests, len(self.sequences.waiting)
         if request.id in requests:
             raise InputError(f"request id {request.id!r} is already in use", param="request_id")
@@ -138,8 +139,10 @@ class Scheduler:
         if request.priority and not self.policy.uses_priority:
             raise InputError("priority needs an engine with scheduler priority", param="priority")
         limit = check_request(request, self.memory, self.capacity, self.features.eviction.budget(request))
-        wait = self.features.waits.queued(self.sequences.enter(request, limit), self._in_flight)
+        seq = self.sequences.enter(request, limit)
+        wait = self.features.waits.queued(seq, self._in_flight)
         if 0 < request.longest_wait < wait and not request.outputs:
+            self.features.waits.refused(seq)
             self.sequences.end(request.id, FinishReason.ERROR)
             raise OverloadedError(f"others go first for about {wait:.1f} s, longer than it may wait; retry later")
         if request.deadline:
@@ -250,7 +253,7 @@ class Scheduler:
             held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
             prefill = prefill[: len(prefill) - len(held_back)]
         target = self.policy.latency_target(seq.view for seq in running)
-        builder.budget = budget = self._prefill_limiter.budget(decoding=decoding, target=target)
+        builder.budget = budget = self._prefill_limiter.budget(decoding=decoding, rows=len(decode), target=target)
         changes: list[tuple[Sequence, Change]] = []
         for seq in looked_at:
             if seq.status is RUNNING and (change := self._extend_for_row(seq, 1, drafts)) is not None:

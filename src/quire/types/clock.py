@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class Clock:
-    """`now` is set once by whoever plans, commits or expires, and read by everyone else: within a step it stands still,
-    and a simulator can set it to any time."""
+    """`now` is set once by whoever submits, plans, commits or expires, and read by everyone else: within a step it
+    stands still, and a simulator can set it to any time."""
 
     __slots__ = ("now",)
 

@@ -62,10 +62,6 @@ class Running:
     ends: list[tuple[float, int]]
     prompts: list[Sequence]  # ... of them, in the midst of their prompts
 
-    @property
-    def decoding(self) -> bool:
-        return len(self.ends) > len(self.prompts)
-
 
 @dataclass
 class Prediction:
@@ -88,13 +84,18 @@ class SimulatedDevice:
     busy: float  # until when prompts ahead are computed
     waited: bool = field(default=False)
 
-    def start(self, pages: int, prefill: float, decode: float) -> None:
-        """One more takes a slot and pages as soon as there are any."""
-        while self.ends and (self.slots < 1 or self.pages < pages):
+    def reach(self, pages: int) -> int:
+        """Until there is a slot, and so many pages. How many run then."""
+        while self.ends and (self.ends[0][0] <= self.busy or self.slots < 1 or self.pages < pages):
             end, freed = heapq.heappop(self.ends)
-            self.busy, self.waited = max(self.busy, end), True
+            if end > self.busy:
+                self.busy, self.waited = end, True
             self.slots += 1
             self.pages += freed
+        return len(self.ends)
+
+    def start(self, pages: int, prefill: float, decode: float) -> None:
+        """One more takes a slot and pages."""
         self.slots -= 1
         self.pages -= pages
         self.busy += prefill
@@ -138,7 +139,7 @@ class WaitPrediction(SchedulingFeature):
         """Predict the wait of a sequence that has just been queued; returns what of it is due to others, 0 if there are
         none or too little is known yet: however slow the device seems, one that is idle takes whatever comes. For what
         runs in the background nobody waits."""
-        if not seq.draws or seq.request.background or not self._limiter.step:
+        if not seq.draws or seq.request.background or not self._limiter.knows:
             return 0.0
         busy = sum(self._limiter.step_seconds(step.plan) for step in in_flight) + self._limiter.recovery
         seconds, waited = self._simulate_wait(seq, busy, last=False)
@@ -147,7 +148,8 @@ class WaitPrediction(SchedulingFeature):
         if late:
             seconds, waited = self._simulate_wait(seq, busy, last=True)
             seconds = sqrt(seconds * max(seconds, self._max_wait))
-        regime = (seq.rank[0], waited, late, round(log(target, 2)) if target else None)
+        first = not self._table.waiting.before(seq)
+        regime = (seq.rank[0], waited, first, late, round(log(target, 2)) if target else None)
         made = self._predictions[seq] = Prediction(self._clock.now, seconds, regime, target, late)
         if late:
             self._late.append(made)
@@ -158,13 +160,22 @@ class WaitPrediction(SchedulingFeature):
         seq.log.predicted_wait = predicted
         alone = not (self._table.running or len(self._table.waiting) > 1)
         checked = sum(correction.seen for correction in self._corrections.values())
-        return 0.0 if alone or checked < MIN_CHECKED else max(0.0, predicted - self._prefill(seq))
+        if alone or checked < MIN_CHECKED:
+            return 0.0
+        return max(0.0, predicted - self._prefill(seq, len(self._table.running)))
+
+    def refused(self, seq: Sequence) -> None:
+        """It does not wait, for what was predicted: nothing can come true of that, so what was learned counts for less.
+        Else a correction that is wrong once would refuse all who could put it right."""
+        made = self._predictions.get(seq)
+        if made is not None and (correction := self._corrections.get(made.regime)) is not None:
+            correction.logarithm *= 1 - LEARNING_RATE
 
     def _expects_late(self, seq: Sequence, target: float, seconds: float) -> bool:
         """Whether it will go last, because it can no longer be in time."""
         if self._lateness is None or not target:
             return False
-        ahead, prefill = self._table.waiting.before(seq), self._prefill(seq)
+        ahead, prefill = self._table.waiting.before(seq), self._prefill(seq, len(self._table.running))
         return self._lateness.expects(seq.id, self._clock.now, target, seconds=seconds, prefill=prefill, ahead=ahead)
 
     def _simulate_wait(self, seq: Sequence, busy: float, *, last: bool) -> tuple[float, bool]:
@@ -174,13 +185,16 @@ class WaitPrediction(SchedulingFeature):
         scanned = [one for one in waiting.first(MAX_SCANNED) if one is not seq]
         ahead = scanned if last else [one for one in scanned if one.rank < seq.rank]
         unscanned = max(0, (len(waiting) - 1 if last else waiting.before(seq)) - len(ahead))
-        busy += sum(self._prefill(one) for one in running.prompts if last or one.rank < seq.rank)
+        rows = len(running.ends)
+        busy += sum(self._prefill(one, rows) for one in running.prompts if last or one.rank < seq.rank)
         device = self._after_those_ahead(ahead, running, busy)
         if unscanned and ahead:
             device.busy *= 1 + unscanned / len(ahead)
-        device.start(self._memory.layout.pages_for(seq.known), max(self._prefill(seq), limiter.step), 0.0)
-        behind = sum(self._prefill(one) for one in (*running.prompts, *scanned) if one.rank > seq.rank)
-        longest = limiter.longest_step(decoding=running.decoding)  # others fill the step that its own prompt ends in
+        pages = self._memory.layout.pages_for(seq.known)
+        rows = device.reach(pages)
+        device.start(pages, max(self._prefill(seq, rows), limiter.decode_seconds(rows)), 0.0)
+        behind = sum(self._prefill(one, rows) for one in (*running.prompts, *scanned) if one.rank > seq.rank)
+        longest = limiter.longest_step(rows, decoding=rows > 0)  # others fill the step that its own prompt ends in
         return device.busy + min(behind, longest - device.busy % longest), device.waited
 
     def _after_those_ahead(self, ahead: list[Sequence], running: Running, busy: float) -> SimulatedDevice:
@@ -192,7 +206,9 @@ class WaitPrediction(SchedulingFeature):
         free = min(len(self._table.slots), self._limiter.room(len(self._table.running)))
         device = SimulatedDevice(free, self._memory.pool.available, list(running.ends), busy)
         for one in ahead:
-            device.start(self._memory.layout.pages_for(one.known), self._prefill(one), self._decode(one))
+            pages = self._memory.layout.pages_for(one.known)
+            rows = device.reach(pages)
+            device.start(pages, self._prefill(one, rows), self._decode(one, rows + 1))
         if many:
             self._queue = steps, replace(device, ends=list(device.ends))
         return device
@@ -200,22 +216,23 @@ class WaitPrediction(SchedulingFeature):
     def _as_of_now(self) -> Running:
         steps = self._timeline.stats.steps
         if self._running is None or self._running[0] != steps:
-            decode = self._decode
-            ends = [(decode(one), sum(map(len, one.table.pages))) for one in self._table.running]
+            decode, rows = self._decode, len(self._table.running)
+            ends = [(decode(one, rows), sum(map(len, one.table.pages))) for one in self._table.running]
             heapq.heapify(ends)
             prompts = [one for one in self._table.running if len(one.tokens) + one.pending - one.computed > 1]
             self._running = steps, Running(ends, prompts)
         return self._running[1]
 
-    def _prefill(self, seq: Sequence) -> float:
+    def _prefill(self, seq: Sequence, rows: int) -> float:
+        """Seconds that the rest of a prompt takes while so many others run."""
         count = max(1, seq.known - seq.computed)
-        return self._limiter.prompt_seconds(seq.computed, count, decoding=self._as_of_now().decoding)
+        return self._limiter.prompt_seconds(seq.computed, count, decoding=rows > 0, rows=rows)
 
-    def _decode(self, seq: Sequence) -> float:
-        """Seconds that the rest of an answer takes."""
+    def _decode(self, seq: Sequence, rows: int) -> float:
+        """Seconds that the rest of an answer takes, among so many."""
         likely = seq.expected.likely if self._lengths else min(self._mean_outputs, seq.limit - seq.prompt_len)
         left, least = likely - (len(seq.tokens) - seq.prompt_len), RESIDUAL_SHARE * likely
-        return (left if left > least else least) * self._limiter.pace
+        return (left if left > least else least) * self._limiter.pace_of(rows)
 
     def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
         made = self._predictions.pop(seq, None)
