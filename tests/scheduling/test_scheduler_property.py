@@ -9,6 +9,7 @@ import pytest
 
 from quire.scheduling import Scheduler
 from quire.scheduling import prefill_budget as prefill_limiter
+from quire.scheduling import step_times
 from quire.scheduling.beam_group import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
@@ -29,7 +30,7 @@ VOCAB = 97
 def short_steps(monkeypatch):
     """Prompts here are too short to be cut."""
     monkeypatch.setattr(prefill_limiter, "MIN_PREFILL_TOKENS", 4)
-    monkeypatch.setattr(prefill_limiter, "WORK_DOUBLING_CONTEXT", 16)
+    monkeypatch.setattr(step_times, "WORK_DOUBLING_CONTEXT", 16)
 
 
 def layout(*groups: KVGroup | StateGroup) -> KVLayout:

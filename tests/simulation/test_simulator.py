@@ -345,3 +345,21 @@ def test_short_prompts_do_not_wait_behind_long_ones():
     after, served_after = run("auto")
     assert after < 0.5 < before
     assert served_after > 0.97 * served_before
+
+
+def test_a_long_prompt_gets_less_of_each_step_while_better_ones_wait_for_a_slot():
+    """Slots come free sooner the shorter steps are; the prompt keeps its own part of them."""
+    slow = with_machine(pages=1000, slots=2, max_model_len=8192, max_batch_tokens=2048, step_target=0.3)
+    slow = replace(slow, rates=Rates(base=0.006, tokens=0.0006))
+    warm = [Arrival(float(number), 512, 8) for number in range(4)]
+    stream, prompt, short = Arrival(10.0, 17, 30), Arrival(10.1, 6000, 2), Arrival(10.5, 16, 2)
+
+    def times(*trace):
+        rows = served([*warm, *trace], slow, scheduler="auto").result().rows
+        return {size: (rows["ttft"][i], rows["ttlt"][i]) for i, size in enumerate(rows["prompt"])}
+
+    alone, waited_for = times(stream, prompt), times(stream, prompt, short)
+    ended = waited_for[17][1]
+    assert ended < 0.75 * alone[17][1], "the stream, for whose slot the short one waits, ends sooner"
+    assert waited_for[16][0] < ended - 0.5 + 0.35, "and that starts in a step that is no longer for there being no stream"
+    assert waited_for[6000][0] < 1.1 * alone[6000][0]

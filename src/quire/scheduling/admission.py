@@ -72,8 +72,8 @@ class Admission(SchedulingFeature):
         self._since_overdue = OVERDUE_EVERY  # sequences admitted
 
     def better_waits(self, seq: Sequence) -> bool:
-        """Whether the best that waits, and could start, goes before this one, which runs."""
-        first = self._table.waiting.first(1) if self._table.slots else []
+        """Whether the best that waits, and could start if it had a slot, goes before this one, which runs."""
+        first = self._table.waiting.first(1)
         return bool(first) and first[0].rank < seq.rank and first[0].status is not Status.PENDING
 
     def _put_overdue_first(self, now: float) -> None:

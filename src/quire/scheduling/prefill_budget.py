@@ -37,6 +37,11 @@ class Budget(NamedTuple):
         aside = self.tokens - tokens, self.work - work if self.work < inf else 0.0
         return Budget(tokens, work, self.begun, aside)
 
+    def own(self) -> Budget:
+        """What was set aside, by itself, if there is so much work at all that a step may have; else with the rest."""
+        tokens, work = self.aside
+        return Budget(tokens, work, self.begun) if self.work < inf else self.whole()
+
     def whole(self) -> Budget:
         """With what was set aside."""
         tokens, work = self.aside
@@ -57,7 +62,7 @@ class PrefillLimiter:
 
     def budget(self, *, decoding: bool, rows: int = 1, target: float | None = None) -> Budget:
         """For the next step, in which so many rows draw tokens; `decoding`: a running sequence is waiting for its next
-        token."""
+        token, or one that starts beside a long prompt for its first."""
         self._target, self._asked = (self._default, False) if target is None else (target, True)
         self._rows = max(1, rows)
         if not self._target or not decoding or not self._times.rate:

@@ -253,7 +253,8 @@ class Scheduler:
             held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
             prefill = prefill[: len(prefill) - len(held_back)]
         target = self.policy.latency_target(seq.view for seq in running)
-        builder.budget = budget = self._prefill_limiter.budget(decoding=decoding, rows=len(decode), target=target)
+        waited_for = decoding or bool(held_back)
+        builder.budget = budget = self._prefill_limiter.budget(decoding=waited_for, rows=len(decode), target=target)
         changes: list[tuple[Sequence, Change]] = []
         for seq in looked_at:
             if seq.status is RUNNING and (change := self._extend_for_row(seq, 1, drafts)) is not None:
@@ -315,11 +316,13 @@ class Scheduler:
         return Lacking(decode, looked_at, prefill, decoding)
 
     def _go_on(self, builder: PlanBuilder, held_back: list[Sequence]) -> None:
-        """Prompts that let others start first take what the budget has left, and their own part of it. Nobody loses
-        pages for them once others were admitted: those have their rows."""
+        """Prompts that let others start first take what the budget has left, and their own part of it; that part alone
+        while better ones wait for slots, which come free sooner the shorter steps are. Nobody loses pages for them once
+        others were admitted: those have their rows."""
         if not held_back:
             return
-        builder.budget = builder.budget.whole()
+        lacks_slot = not self.sequences.slots and self._admission.better_waits(held_back[0])
+        builder.budget = builder.budget.own() if lacks_slot else builder.budget.whole()
         alone = not (builder.rows or builder.probes or builder.plan.admits)
         for seq in held_back:
             if seq.status is not Status.RUNNING:

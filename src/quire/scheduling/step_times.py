@@ -10,7 +10,7 @@ from __future__ import annotations
 from quire.types.plan import StepPlan
 
 WORK_DOUBLING_CONTEXT = 16384  # tokens of context that double a token's work
-SMALL_WORK = 64  # up to which a step tells as much about itself as about prompts
+SMALL_WORK = 64  # of prompts, up to which a step that was short says that steps without any are
 EMA_WEIGHT = 0.2  # weight of the latest step
 LEAST_SHARE = 0.1  # of a step with prompts, that is theirs
 
@@ -56,14 +56,10 @@ class StepTimes:
     def learn(self, took: float, rows: int, work: float) -> None:
         """A step took so long, in which so many sequences drew a token and so much of prompts was computed."""
         base = self.decode_seconds(rows)
-        if not work:
+        if not work or (work <= SMALL_WORK and base > took):  # as little as there may be: the base is what keeps it so
             self._learn_decode(rows, took)
-        elif work > SMALL_WORK or not (self._work and base):
+        else:
             self._learn_work(max(took - base, LEAST_SHARE * took), work)
-        else:  # what was too long is made shorter, be it the one or the other
-            share = base / (base + self.rate * work)
-            self._learn_decode(rows, share * took)
-            self._learn_work((1 - share) * took, work)
 
     def _learn_decode(self, rows: int, seconds: float) -> None:
         if rows:
@@ -77,8 +73,11 @@ class StepTimes:
             self._points = sorted(self._decode.values())
 
     def _learn_work(self, seconds: float, work: float) -> None:
-        """Those with much work tell more, and let less be forgotten that have little."""
+        """Those with much work tell more. Few tokens take longer than they would among many, so that they tell at most
+        what those told; and let less be forgotten."""
         typical = EMA_WEIGHT * self._work
+        if work <= SMALL_WORK < typical:
+            seconds = min(seconds, self.rate * work)
         decay = EMA_WEIGHT * min(1.0, work / typical) if typical else 0.0
         self._seconds += seconds - decay * self._seconds
         self._work += work - decay * self._work
