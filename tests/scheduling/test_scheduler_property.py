@@ -7,9 +7,8 @@ from collections import Counter
 import msgspec
 import pytest
 
-from quire.scheduling import Scheduler
+from quire.scheduling import Scheduler, step_times
 from quire.scheduling import prefill_budget as prefill_limiter
-from quire.scheduling import step_times
 from quire.scheduling.beam_group import BeamGroup
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions

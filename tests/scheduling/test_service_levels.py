@@ -13,7 +13,7 @@ from quire.scheduling import scheduler as scheduler_module
 from quire.scheduling.length_mlp import LengthMLP
 from quire.scheduling.length_predictor import ConstantPredictor
 from quire.scheduling.policies import mlfq
-from quire.scheduling.policies.targets import STEP_MARGIN
+from quire.scheduling.policies.targets import RELAXED_SHARE, STEP_MARGIN
 from quire.types.errors import DeadlineError, InputError
 from quire.types.request import FinishReason, Request
 
@@ -64,7 +64,7 @@ def test_auto_pauses_only_answers_that_stay_ahead_of_their_target_and_lets_them_
         for i in range(8):
             step(scheduler, executor, 0.1 * i)
         for name in ("short", "other"):
-            scheduler.submit(ask(name, [ord(name[0]), 5, 6], tokens=2, arrival=0.8, slo_ttft=99.0, slo_tpot=1.0))
+            scheduler.submit(ask(name, [ord(name[0]), 5, 6], tokens=2, arrival=0.8, slo_ttft=30.0, slo_tpot=1.0))
         now, ends = 0.8, {}
         while scheduler.busy:
             for event in step(scheduler, executor, now)[1]:
@@ -85,7 +85,7 @@ def test_what_was_paused_goes_on_before_its_time_is_up(monkeypatch):
     for i in range(6):
         step(scheduler, executor, 0.1 * i)
     for i, name in enumerate(names):
-        scheduler.submit(ask(name, [4, i, 6], tokens=4, arrival=0.6, slo_ttft=99.0))
+        scheduler.submit(ask(name, [4, i, 6], tokens=4, arrival=0.6, slo_ttft=30.0))
     now, ends = 0.6, {}
     while "runs" not in ends:
         for event in step(scheduler, executor, now)[1]:
@@ -320,3 +320,34 @@ def test_targets_through_the_public_options(default_model):
         assert llm.stats().lengths_predicted == 2
         with pytest.raises(InputError, match="slo_ttft"):
             llm.generate("Hi", params, slo_ttft=-1.0)
+
+
+def test_under_auto_those_with_much_time_left_let_others_go_first_until_they_must_hurry():
+    """Slack comes before little work; but only where others have much less time at all."""
+    scheduler, executor = engine("auto", slots=1)
+
+    def waits(name, prompt, target):
+        scheduler.submit(ask(name, prompt, tokens=2, arrival=0.2, slo_ttft=target), 0.2)
+        return next(seq for seq in scheduler.sequences.waiting if seq.request.id == name)
+
+    scheduler.submit(ask("runs", [9, 9, 9], tokens=20, slo_ttft=1.0))
+    step(scheduler, executor, 0.1)
+    loose, tight, alike = waits("loose", [1, 2], 30.0), waits("tight", [3] * 9, 1.0), waits("alike", [4] * 5, 3.0)
+    assert alike.rank < tight.rank < loose.rank
+    step(scheduler, executor, 0.2 + (1 - RELAXED_SHARE) * 30.0 - 0.1)
+    assert loose.rank > alike.rank or alike.id in scheduler.policy._targets.lost
+    step(scheduler, executor, 0.2 + (1 - RELAXED_SHARE) * 30.0 + 0.1)
+    assert loose.rank < min(tight.rank, alike.rank), "which are too late by now"
+    for name in ("runs", "loose", "tight", "alike"):
+        scheduler.abort(name)
+    kept = scheduler.policy._targets
+    assert not (kept.relaxed or kept.lost or kept._ttft)
+
+
+def test_targets_of_what_ended_are_forgotten_though_tighter_ones_stay():
+    scheduler, _ = engine("auto")
+    scheduler.submit(ask("tight", [1, 2], slo_ttft=0.1))
+    for number in range(300):
+        scheduler.submit(ask(f"loose{number}", [1, 2], slo_ttft=9.0))
+        scheduler.abort(f"loose{number}")
+    assert len(scheduler.policy._targets._tightest) < 100

@@ -361,5 +361,5 @@ def test_a_long_prompt_gets_less_of_each_step_while_better_ones_wait_for_a_slot(
     alone, waited_for = times(stream, prompt), times(stream, prompt, short)
     ended = waited_for[17][1]
     assert ended < 0.75 * alone[17][1], "the stream, for whose slot the short one waits, ends sooner"
-    assert waited_for[16][0] < ended - 0.5 + 0.35, "and that starts in a step that is no longer for there being no stream"
+    assert waited_for[16][0] < ended - 0.5 + 0.35, "and that starts in a step of no more than the target"
     assert waited_for[6000][0] < 1.1 * alone[6000][0]

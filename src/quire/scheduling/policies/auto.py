@@ -2,6 +2,7 @@
 
    -1   was paused for another, and must go on to be in time          as they came
     0   can still have its first token in time (or has no target)     by tenant's service, in coarse steps; then by work
+    0.5 ... and has much more time left for it than others            in the same order
     1   is too late                                                   as they came
 
 Work is what is left of the prompt behind the prefix cache, and the answer as far as it is expected; of two that look
@@ -48,14 +49,16 @@ class Auto(Fair):
         if seq.id in self._pauses.due:
             return (-1, 0.0, seq.arrival)
         work = seq.arrival if seq.background else self._work.get(seq.id, inf)
-        return (0, self._steps.get(seq.tenant, 0.0), work)
+        return (0.5 if seq.id in self._targets.relaxed else 0, self._steps.get(seq.tenant, 0.0), work)
 
     def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
         return True
 
     def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
-        lost = self._targets.lost
-        if waiting.id in lost or self._targets.lost_at(waiting.id) == inf or waiting.background:
+        targets, lost = self._targets, self._targets.lost
+        if waiting.id in lost or targets.lost_at(waiting.id) == inf or waiting.background:
+            return False
+        if waiting.id in targets.relaxed and running.id not in targets.relaxed:
             return False
         if HYSTERESIS * remaining_work(waiting) >= remaining_work(running):
             return False

@@ -13,6 +13,9 @@ from quire.types.policy import PolicyServices, SequenceId, SequenceView
 
 STEP_MARGIN = 0.85  # of a target for each token, that steps are held to: some take longer than they should
 RANGE_S = 0.005  # a target that is missed by less counts as met
+RELAXED = 4.0  # times the tightest target under way that one must have left to give way to others
+MOST_ENDED = 64  # targets kept of those that ended, beside as many as of those that did not
+RELAXED_SHARE = 0.25  # of its own target, that it must have left besides
 
 
 class Targets:
@@ -24,17 +27,34 @@ class Targets:
         self._requests: dict[SequenceId, str] = {}  # of those that could be lost
         self._started: set[SequenceId] = set()  # ... and are being computed
         self._tpot: dict[SequenceId, float] = {}  # own targets of those under way
+        self._ttft: dict[SequenceId, float] = {}  # targets of those under way
+        self._tightest: list[tuple[float, SequenceId]] = []  # a heap of them, and of some that ended
+        self.relaxed: set[SequenceId] = set()  # have so much time left that others go first
 
     def arrived(self, seq: SequenceView, services: PolicyServices) -> None:
         if seq.tpot_target:
             self._tpot[seq.id] = seq.tpot_target
         if self.deadline(seq) < inf:
             self._requests[seq.id] = seq.request
+            self._ttft[seq.id] = target = seq.ttft_target or self._options.slo_ttft or 0.0
+            heapq.heappush(self._tightest, (target, seq.id))
             self._watch(seq.id, self.deadline(seq) - services.prefill_seconds(seq.prompt))
+            self._relax(seq.id, target, seq.arrival)
 
     def _watch(self, id: SequenceId, at: float) -> None:
         self._lost_at[id] = at
         heapq.heappush(self._heap, (at, id))
+
+    def _relax(self, id: SequenceId, target: float, now: float) -> None:
+        """Whether it has much more time than others have at all, and until when."""
+        while self._tightest[0][1] not in self._ttft:
+            heapq.heappop(self._tightest)
+        if len(self._tightest) > 2 * len(self._ttft) + MOST_ENDED:
+            self._tightest = sorted((target, id) for id, target in self._ttft.items())
+        hurries = self._lost_at[id] - max(RELAXED * self._tightest[0][0], RELAXED_SHARE * target)
+        if now < hurries:
+            self.relaxed.add(id)
+            heapq.heappush(self._heap, (hurries, id))
 
     def deadline(self, seq: SequenceView) -> float:
         """Of its first token."""
@@ -63,6 +83,7 @@ class Targets:
     def drew(self, id: SequenceId) -> bool:
         """It has its first token, or more; whether that is news."""
         self.lost.pop(id, None)
+        self.relaxed.discard(id)
         self._requests.pop(id, None)
         self._started.discard(id)
         return self._lost_at.pop(id, None) is not None
@@ -70,14 +91,18 @@ class Targets:
     def finished(self, id: SequenceId) -> None:
         self.drew(id)
         self._tpot.pop(id, None)
+        self._ttft.pop(id, None)
 
     def passed(self, now: float) -> list[SequenceId]:
-        """Those that can no longer meet their target, since the last look."""
+        """Those that can no longer meet their target, or must hurry now to do so, since the last look."""
         found: list[SequenceId] = []
         while self._heap and self._heap[0][0] < now - RANGE_S:
             at, id = heapq.heappop(self._heap)
             if self._lost_at.get(id) == at and id not in self.lost:
                 self.lost[id] = self._requests[id]
+                found.append(id)
+            elif id in self.relaxed:
+                self.relaxed.discard(id)
                 found.append(id)
         return found
 
