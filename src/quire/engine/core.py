@@ -41,9 +41,11 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         listeners: Iterable[SchedulingFeature] = (),
         predictor: LengthPredictor | None = None,
+        streams: bool = True,
     ):
         """`clock`: seconds; `listeners`: scheduling features beside the scheduler's own; `predictor`: of answers'
-        lengths, in place of the one that is asked for."""
+        lengths, in place of the one that is asked for; `streams`: whether every token is told of, or first ones and
+        ends alone."""
         self.executor = executor
         self._clock = clock
         self.capacity = executor.start()
@@ -56,6 +58,7 @@ class EngineCore:
             session_quota=options.cache.session_quota,
             listeners=listeners,
             predictor=predictor,
+            streams=streams,
         )
         self._grammar_queue = GrammarQueue(options.scheduler.max_waiting)
         self.adapters = Adapters(options.adapters, executor)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from operator import mul
 
 from quire.memory.cache_events import CacheEventRecorder, PageListener
 from quire.memory.page_table import UNCHANGED, UNLIMITED, Change, Hit, PageTable
@@ -142,7 +143,7 @@ class KVManager:
                 content = pack(tokens[first * size : last * size])
                 self.index.publish_run(group, names, pages, table.name_before(group, first), content)
                 table.published[group] = last
-        table.next_publish = min((n + 1) * size for n, size in zip(table.published, self._sizes, strict=True))
+        table.next_publish = min(map(mul, [n + 1 for n in table.published], self._sizes))
 
     def publish_tail(self, table: PageTable, upto: int, tokens: Sequence[int], salt: str) -> None:
         """As `publish`, with the page that the first `upto` of `tokens` fill in part."""
@@ -237,7 +238,7 @@ class KVManager:
                 added, fresh = fresh[:more], fresh[more:]
                 change.deltas.append((group, len(pages), added))
                 pages.extend(added)
-        table.writable_until = min(len(p) * size for p, size in zip(table.pages, self._sizes, strict=True))
+        table.writable_until = min(map(mul, map(len, table.pages), self._sizes))
         return change
 
     def trim(self, table: PageTable, tokens: int) -> None:

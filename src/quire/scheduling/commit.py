@@ -26,9 +26,11 @@ RUNNING = Status.RUNNING
 
 
 class Commit(SchedulingFeature):
-    def __init__(self, table: SequenceTable, memory: KVManager):
+    def __init__(self, table: SequenceTable, memory: KVManager, *, streams: bool = True):
+        """`streams`: whether every token is told of, not only those of which there is more to say."""
         self._table = table
         self._memory = memory
+        self._streams = streams
         self._scores: dict[Sequence, list[TokenLogprobs]] = {}  # prompt log-probabilities so far
         self._pooled: dict[Sequence, list[float]] = {}  # sum of hidden states so far
         self._late: dict[int, tuple[PlanBuilder, set[int]]] = {}  # by step: samples not told of yet
@@ -62,38 +64,30 @@ class Commit(SchedulingFeature):
 
     def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> int:
         """Returns how many tokens that told of."""
-        rows, samples, first = step.plan.rows, step.plan.samples, len(events)
-        eventful = _eventful(step, result)
+        eventful, streams, told = _eventful(step, result), self._streams, 0
         plain: list[Sequence] = []
         for i, ((seq, epoch), drawn) in enumerate(zip(step.samples, result.tokens, strict=True)):
-            if seq.epoch != epoch or seq.status is not RUNNING:
+            if seq.epoch != epoch:
                 continue
-            request, tokens = seq.request, seq.tokens
-            index = len(tokens) - seq.prompt_len
-            if (  # there is nothing to say but the token: it neither begins nor ends an answer
-                index > len(request.outputs)
-                and i not in eventful
-                and len(drawn) == 1
-                and drawn[0] not in seq.stops
-                and len(tokens) + 1 < seq.limit
-                and not seq.log.evicted
-            ):
-                events.append(TokenEvent(request.id, seq.branch, index, drawn))
+            tokens = seq.tokens
+            length = len(tokens)
+            if length < seq.steady_until and i not in eventful and len(drawn) == 1 and drawn[0] not in seq.stops:
+                if streams:
+                    events.append(TokenEvent(seq.request.id, seq.branch, length - seq.prompt_len, drawn))
                 tokens += drawn
                 seq.pending -= 1
-                seq.unsent = 0
                 plain.append(seq)
             elif i in result.deferred:
                 continue
-            elif request.beam is not None:
-                events += self._search(seq, result.logprobs[i][0])
             else:
-                events.append(self._advance(seq, rows[samples[i].row], result, i))
+                row = step.plan.rows[step.plan.samples[i].row]
+                beam = seq.request.beam is not None
+                found = self._search(seq, result.logprobs[i][0]) if beam else [self._advance(seq, row, result, i)]
+                told += sum(len(event.tokens) for event in found)
+                events += found
         if EventKind.DREW in self._table.observed:
             self._table.tell(EventKind.DREW, [(seq, 1) for seq in plain])
-        if len(events) - first == len(plain):
-            return len(plain)
-        return sum(len(event.tokens) for event in events[first:])
+        return told + len(plain)
 
     def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> int:
         if late.step not in self._late:
@@ -150,6 +144,7 @@ class Commit(SchedulingFeature):
             event = self._table.finish(seq, finish or FinishReason.STOP)
         else:
             event = TokenEvent(seq.request.id, seq.branch, index, drawn)
+            seq.steady_until = seq.limit - 1 if seq.hook is None else 0
         event.index, event.tokens = index, drawn
         if first or event.finish or drafted or forced or seq.log.evicted:
             log = seq.log

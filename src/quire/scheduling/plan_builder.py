@@ -15,6 +15,18 @@ from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Wri
 NOTHING = Budget(0)
 
 
+class DecodeBatch:
+    """Sequences that decode together, as plans tell of them: most steps have those of the step before."""
+
+    __slots__ = ("members", "sequences", "slots", "whose")
+
+    def __init__(self, sequences: list[Sequence]):
+        self.sequences = sequences
+        self.slots = [seq.slot for seq in sequences]
+        self.whose = [(seq, seq.epoch) for seq in sequences]
+        self.members: dict[Sequence, None] = dict.fromkeys(sequences)
+
+
 class PlanBuilder:
     __slots__ = ("budget", "drafts", "filling", "idle", "members", "now", "plan", "probes", "rows", "samples", "tokens")
 
@@ -86,23 +98,25 @@ class PlanBuilder:
         self.tokens += count
         self.drafts = self.drafts or drafts > 0
 
-    def decode(self, sequences: list[Sequence]) -> None:
+    def decode(self, batch: DecodeBatch) -> None:
         """As `row` and `sample`, of sequences that lack one token each, have no hook, draw, and whose slots have all
         other tokens."""
-        plan = self.plan
-        slots = [seq.slot for seq in sequences]
-        starts = [seq.computed for seq in sequences]
-        whose = [(seq, seq.epoch) for seq in sequences]
-        for seq in sequences:
-            seq.computed += 1
+        plan, first = self.plan, len(self.rows)
+        starts = [seq.computed for seq in batch.sequences]
+        ends: list[int] = []
+        for row, seq in enumerate(batch.sequences, first):
+            computed = seq.computed = seq.computed + 1
             seq.attained += 1
             seq.pending += 1
-        plan.samples += map(Sample, count(len(plan.rows)), slots, [start + 1 for start in starts])
-        plan.rows += map(Row, slots, starts, repeat(1))
-        self.rows += whose
-        self.samples += whose
-        self.members.update(dict.fromkeys(sequences))
-        self.tokens += len(sequences)
+            ends.append(computed)
+            if computed >= seq.table.next_publish:
+                self.filling.append(row)
+        plan.samples += map(Sample, count(first), batch.slots, ends)
+        plan.rows += map(Row, batch.slots, starts, repeat(1))
+        self.rows += batch.whose
+        self.samples += batch.whose
+        self.members |= batch.members
+        self.tokens += len(starts)
 
     def probe(self, seq: Sequence, start: int, count: int) -> None:
         """Find out how far the sequence's KV is from what it would be here."""

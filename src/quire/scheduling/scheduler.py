@@ -69,9 +69,10 @@ class Scheduler:
         session_quota: float = 0.25,
         listeners: Iterable[SchedulingFeature] = (),
         predictor: LengthPredictor | None = None,
+        streams: bool = True,
     ):
         """`listeners`: features beside those that the scheduler has itself; `predictor`: of answers' lengths, in place
-        of the one that is asked for."""
+        of the one that is asked for; `streams`: whether every token is told of, or first ones and ends alone."""
         self.capacity = capacity
         self.clock = Clock()
         self.policy = make_policy(options)
@@ -118,7 +119,7 @@ class Scheduler:
             max_wait=options.max_wait if self.policy.starves else inf,
             limiter=self._prefill_limiter,
         )
-        self._commit = Commit(self.sequences, self.memory)
+        self._commit = Commit(self.sequences, self.memory, streams=streams)
         self.sequences.register(*self.features, self._admission, self._commit, *listeners)
         self._max_waiting = options.max_waiting
         self.policy.attach(Services(self.sequences, self.memory, self._prefill_limiter))
@@ -244,7 +245,7 @@ class Scheduler:
         """Rows for running sequences. Decoding rows are outside the prefill budget: there are at most as many as slots,
         and a prompt need not be cut in two because others are being answered. Returns those in the midst of their
         prompts that let better ones start first; a part of the budget stays theirs."""
-        running, drafting = self.sequences.running, self.features.drafting
+        running, drafting, before = self.sequences.running, self.features.drafting, len(self.sequences.running)
         drafts = self._up_to_boundaries(drafting.budgets(list(running))) if drafting is not None else {}
         decode, looked_at, prefill, decoding = self._lacking(drafts)
         held_back: list[Sequence] = []
@@ -272,7 +273,7 @@ class Scheduler:
                 changes.append((seq, change))
                 rows.append((seq, count))
                 budget = budget.less(seq.held, count)
-        if looked_at or prefill:
+        if len(changes) < len(looked_at) + len(rows) or len(running) < before:  # some have no pages, or none any more
             without = {*looked_at}.difference(seq for seq, _ in changes)
             decode = [seq for seq in decode if seq.status is RUNNING and seq not in without]
         for seq, change in changes:
@@ -295,8 +296,13 @@ class Scheduler:
         looked_at: list[Sequence] = []
         prefill: list[tuple[Sequence, int]] = []
         decoding = False
+        steady = self.features.drafting is None
         for seq in self.sequences.running:
-            pending, computed = seq.pending, seq.computed
+            computed = seq.computed
+            if steady and computed < seq.steady_until and computed < seq.table.writable_until and not seq.stepwise:
+                decode.append(seq)
+                continue
+            pending = seq.pending
             known = len(seq.tokens) + pending
             missing = known - computed
             if missing == 1 or pending:
@@ -313,7 +319,7 @@ class Scheduler:
             decode.append(seq)
             if computed >= seq.table.writable_until or hook is not None or seq.unsent or drafts or not seq.draws:
                 looked_at.append(seq)
-        return Lacking(decode, looked_at, prefill, decoding)
+        return Lacking(decode, looked_at, prefill, decoding or bool(decode))
 
     def _go_on(self, builder: PlanBuilder, held_back: list[Sequence]) -> None:
         """Prompts that let others start first take what the budget has left, and their own part of it; that part alone

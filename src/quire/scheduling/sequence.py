@@ -23,8 +23,8 @@ class Sequence:
 
     __slots__ = (
         "attained", "branch", "cached", "computed", "draws", "epoch", "expected", "hook", "id", "inflight", "limit",
-        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "stepwise", "stops", "table",
-        "tokens", "unsent",
+        "log", "overdue", "pending", "prompt_len", "rank", "request", "slot", "status", "steady_until", "stepwise",
+        "stops", "table", "tokens", "unsent",
     )  # fmt: skip
 
     def __init__(self, request: Request, branch: int, *, id: int, limit: int, table: PageTable):
@@ -38,6 +38,7 @@ class Sequence:
         self.limit = limit  # most tokens it may ever have, prompt included
         self.tokens = [*request.prompt, *request.outputs] if request.outputs else list(request.prompt)
         self.pending = 0
+        self.steady_until = 0  # with fewer tokens it decodes: of its next draw there is nothing to say but the token
         self.unsent = 0  # tokens at the end that its slot does not have: they were not drawn there
         self.draws = not request.pooling  # whether tokens are drawn once all it knows is computed
         self.stepwise = request.params.grammar is not None or request.beam is not None  # a row needs the token before
@@ -49,7 +50,7 @@ class Sequence:
         self.table = table
         self.hook: RowHook | None = None
         self.slot = -1
-        self.epoch = 0  # grows when in-flight results become void
+        self.epoch = 0  # grows when in-flight results become void: it lost its pages, or is over
         self.inflight = 0  # steps submitted that still use its slot and pages
         self.status = Status.WAITING
         self.log = Timeline(request=request.id, branch=branch, prompt=self.prompt_len, arrival=request.arrival)

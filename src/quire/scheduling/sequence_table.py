@@ -19,7 +19,7 @@ from typing import Any
 from quire.memory.manager import Hit, KVManager, PageTable
 from quire.scheduling.beam_search import Search
 from quire.scheduling.feature import SchedulingFeature
-from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.plan_builder import DecodeBatch, PlanBuilder
 from quire.scheduling.policies import Policy
 from quire.scheduling.sequence import Sequence
 from quire.scheduling.sequence_group import SequenceGroup
@@ -29,6 +29,8 @@ from quire.types.counts import Counts
 from quire.types.events import TokenEvent
 from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 from quire.types.request import FinishReason, Request, Status
+
+NO_BATCH = DecodeBatch([])
 
 
 class RowViews(SequenceOf[tuple[SequenceView, int]]):
@@ -65,6 +67,7 @@ class SequenceTable:
         self._clock = clock
         self._ids = count(1)
         self._by_id: dict[int, Sequence] = {}
+        self._batch = NO_BATCH  # of the latest step
         self.register()
 
     def register(self, *features: SchedulingFeature) -> None:
@@ -206,12 +209,13 @@ class SequenceTable:
             self._add_plain_rows(builder, sequences)
 
     def _add_plain_rows(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        first = len(builder.rows)
-        builder.decode(sequences)
-        for row, seq in enumerate(sequences, first):
-            if seq.computed >= seq.table.next_publish:
-                builder.filling.append(row)
-                known = min(seq.computed, len(seq.tokens))
+        before = len(builder.filling)
+        if sequences != self._batch.sequences:
+            self._batch = DecodeBatch(sequences)
+        builder.decode(self._batch)
+        for row in builder.filling[before:]:
+            seq, _ = builder.rows[row]
+            if (known := min(seq.computed, len(seq.tokens))) >= seq.table.next_publish:
                 self._memory.publish(seq.table, known, seq.tokens, seq.request.salt)
 
     def _fork_children(self, builder: PlanBuilder, parent: Sequence) -> None:
@@ -242,7 +246,8 @@ class SequenceTable:
         seq.move(Status.PREEMPTED)
         del self.running[seq]
         seq.epoch += 1
-        seq.pending = 0
+        seq.pending = seq.steady_until = 0
+        self._batch = NO_BATCH
         if isinstance(search := self.requests.get(seq.request.id), Search):
             search.lost(seq)
         for told in self._preempted:
@@ -298,6 +303,8 @@ class SequenceTable:
             if child.status is not Status.FINISHED:
                 self.waiting.add(child)
         seq.move(Status.FINISHED)
+        seq.epoch += 1
+        self._batch = NO_BATCH
         if not seq.inflight:
             self.release(seq)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 DIGEST_BYTES = 16
 RUN_PAGES = 16  # pages named at a time where they were named before
 MAX_RUNS = 2048  # such runs remembered, about 4 KiB each
+MAX_ROOTS = 1024  # salts of which the root is remembered
 
 
 class Root(bytes):
@@ -34,11 +35,17 @@ class PageHasher:
         self._key = key
         self._page = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, person=b"quire-page")  # copied for each
         self._size = self.tokens_per_page = tokens_per_page
+        self._roots: dict[str, Root] = {}  # by salt; oldest first
         self._runs: dict[tuple[bytes, bytes], list[bytes]] = {}  # (hash before, tokens) → hashes; oldest first
 
     def root(self, salt: str) -> Root:
-        seed = f"{self._size}:{salt}".encode()
-        return Root(hashlib.blake2b(seed, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-root").digest())
+        if (found := self._roots.get(salt)) is None:
+            seed = f"{self._size}:{salt}".encode()
+            digest = hashlib.blake2b(seed, digest_size=DIGEST_BYTES, key=self._key, person=b"quire-root").digest()
+            if len(self._roots) >= MAX_ROOTS:
+                del self._roots[next(iter(self._roots))]
+            found = self._roots[salt] = Root(digest)
+        return found
 
     def chain(self, parent: bytes, tokens: Sequence[int], first: int = 0) -> list[bytes]:
         """Hashes of the full pages of `tokens` from page `first` on; `parent` is the hash before them."""

@@ -16,12 +16,11 @@ from quire.scheduling.sequence import Sequence
 from quire.types.clock import Clock
 from quire.types.events import EngineStats
 from quire.types.plan import StepResult
-from quire.types.request import FinishReason, Status
+from quire.types.request import ENDED_WELL, FinishReason
 from quire.types.timeline import MAX_CHUNKS, MAX_PREEMPTIONS, Preemption, PrefixOutcome, Timeline
 
 MAX_PAST_REQUESTS = 1024  # remembered after they ended
 MAX_PAST_STEPS = 240
-FINISHED = Status.FINISHED
 
 
 class TimelineRecorder(SchedulingFeature):
@@ -36,6 +35,7 @@ class TimelineRecorder(SchedulingFeature):
         self._pending_since: dict[Sequence, float] = {}
         self._lost: dict[Sequence, int] = {}  # KV entries it had when it was preempted
         self._recomputed: dict[Sequence, int] = {}  # rows computed a second time
+        self._outlived: set[Sequence] = set()  # answers that steps in flight go on with, though they are complete
 
     def reset(self) -> None:
         self.stats = EngineStats(pages_total=self._memory.pool.total)
@@ -147,11 +147,10 @@ class TimelineRecorder(SchedulingFeature):
         stats.step_seconds += result.seconds
         stats.step_tokens.observe(tokens)
         self.steps.append((len(plan.rows), tokens))
-        over = {seq for seq in step.members if seq.status is FINISHED and seq.log.finish in ("stop", "length")}
-        if over:
-            stats.waste["overrun"] += sum(
-                row.count for row, (seq, _) in zip(plan.rows, step.rows, strict=True) if seq in over
-            )
+        if self._outlived:
+            rows = zip(plan.rows, step.rows, strict=True)
+            stats.waste["overrun"] += sum(row.count for row, (seq, _) in rows if seq in self._outlived)
+            self._outlived = {seq for seq in self._outlived if seq.inflight}
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         log, stats = seq.log, self.stats
@@ -164,6 +163,8 @@ class TimelineRecorder(SchedulingFeature):
         if since is not None:
             log.pending += log.ended - since
         stats.finished[reason] = stats.finished.get(reason, 0) + 1
+        if reason in ENDED_WELL and seq.inflight:
+            self._outlived.add(seq)
         if log.first_token:
             stats.decode_time.observe(log.ended - log.first_token)
             stats.inference_time.observe(log.ended - log.admitted)
