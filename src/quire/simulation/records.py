@@ -21,13 +21,11 @@ from quire.simulation.traces import Arrival
 from quire.types.clock import Clock
 from quire.types.events import EngineStats
 from quire.types.plan import StepResult
-from quire.types.request import ENDED_WELL, FinishReason, Status
+from quire.types.request import ENDED_WELL, FinishReason
 
 GAP_RESOLUTION = 400  # buckets of gaps by a factor of e: percentiles are right to a quarter of a percent
 COLUMNS = ("arrival", "ttft", "ttlt", "wait", "outputs", "prompt", "ttft_target", "tpot_target", "tenant", "background",
            "waited", "predicted")  # fmt: skip
-
-RUNNING = Status.RUNNING
 
 Progress = tuple[float, int, int]  # when, of which request, and tokens it came to; 0: its first
 
@@ -126,7 +124,9 @@ class Recorder(SchedulingFeature):
         self._gaps = Gaps()
         self._refused: Counter[str] = Counter()
         self._served: Counter[str] = Counter()
-        self._drew: dict[Sequence, float] = {}  # when it drew last
+        self._drawing: list[Sequence] = []  # those that the latest step drew for
+        self._drew_at = 0.0  # ... and when
+        self._drew: dict[Sequence, float] = {}  # when others drew last
         self._needs: dict[str, int] = {}  # tokens to compute, of requests without a first token
         self.tokens = 0  # ... of all of them
         self._observes = observes
@@ -183,20 +183,23 @@ class Recorder(SchedulingFeature):
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         now, drew = self._clock.now, self._drew
-        drawing = [seq for seq, epoch in step.samples if seq.epoch == epoch and seq.status is RUNNING]
-        before = list(map(drew.get, drawing))
-        drew.update(dict.fromkeys(drawing, now))
-        if before and before[0] is not None and before.count(before[0]) == len(before):  # as in most steps
-            self._gaps.add(now - before[0], len(before))
-            return
-        for seq, last in zip(drawing, before, strict=True):
-            if last is None:
-                self._first_token(seq.request.id)
-        for last, run in groupby(filter(None, before)):
-            self._gaps.add(now - last, len(list(run)))
+        drawing = [seq for seq, epoch in step.samples if seq.epoch == epoch]
+        if drawing and drawing == self._drawing:  # as in most steps
+            self._gaps.add(now - self._drew_at, len(drawing))
+        else:
+            drew |= dict.fromkeys(self._drawing, self._drew_at)
+            before = [drew.pop(seq, None) for seq in drawing]
+            for seq, last in zip(drawing, before, strict=True):
+                if last is None:
+                    self._first_token(seq.request.id)
+            for last, run in groupby(filter(None, before)):
+                self._gaps.add(now - last, len(list(run)))
+        self._drawing, self._drew_at = drawing, now
 
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self._drew.pop(seq, None)
+        if seq in self._drawing:
+            self._drawing.remove(seq)
         self._first_token(seq.request.id, drawn=reason in ENDED_WELL)
         self._lengths.pop(seq.request.id, None)
         (one, queued), log_ = self._arrivals.pop(seq.request.id), seq.log

@@ -53,6 +53,7 @@ class Replica:
             clock=lambda: self._clock.now,
             listeners=[self.recorder],
             predictor=OraclePredictor(self._lengths) if oracle else None,
+            streams=False,  # the recorder hears of what matters
         )
         self.core.scheduler.memory.name_pages_by(ContentNames)
         self._due: deque[tuple[Arrival, int]] = deque()

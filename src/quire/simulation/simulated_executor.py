@@ -1,15 +1,15 @@
 """An executor without a device: a step takes as long as the cost model says, on a virtual clock, and draws what the
 trace says.
 
-Token values stand for content: in a prompt the id of its block, in an answer a number of its own; a page is named by
-its place and its last token, because equal blocks of a trace have equal histories. Refuses to know: arrivals, figures.
+Token values stand for content: in a prompt the id of its block, in an answer the number of its request; a page is
+named by its place and its last token, because equal blocks of a trace have equal histories. Refuses to know: arrivals,
+figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import count
 from typing import Any
 
 from quire.types.clock import Clock
@@ -23,8 +23,9 @@ from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo
 
 STOP_TOKEN = 0
+STOP = [STOP_TOKEN]
 PLACE_BITS = 32  # of a page's name
-FIRST_OUTPUT = 1 << 60  # numbers of drawn tokens: no block of a trace is called so
+FIRST_OUTPUT = 1 << 60  # drawn tokens are this and the number of their request: no block of a trace is called so
 
 
 class SimulatedTicket:
@@ -58,8 +59,8 @@ class SimulatedExecutor:
         self._model = model
         self._clock = clock
         self._lengths = lengths
-        self._ends: dict[int, int] = {}  # by slot: tokens that prompt and answer come to
-        self._numbers = count(FIRST_OUTPUT)
+        self._last = [0] * machine.slots  # by slot: where the last token of its answer stands
+        self._drawn: list[list[int]] = [[]] * machine.slots  # ... and what is drawn before it
         self._free = 0.0  # when the device has done all that was submitted
         self.busy = 0.0  # seconds of work so far
 
@@ -68,13 +69,15 @@ class SimulatedExecutor:
 
     def submit(self, plan: StepPlan) -> SimulatedTicket:
         for admit in plan.admits:
-            self._ends[admit.slot] = admit.prompt_len + self._lengths[admit.key.rpartition("/")[0]]
+            request = admit.key.rpartition("/")[0]
+            self._last[admit.slot] = admit.prompt_len + self._lengths[request] - 1
+            self._drawn[admit.slot] = [FIRST_OUTPUT + int(request)]
         seconds = self._model.seconds(work_of(plan.rows))
         self._free = max(self._free, self._clock.now) + seconds
         self.busy += seconds
-        ends, numbers = self._ends, self._numbers
-        drawn = [[STOP_TOKEN if s.position + 1 >= ends[s.slot] else next(numbers)] for s in plan.samples]
-        return SimulatedTicket(self._clock, self._free, StepResult(plan.step, drawn, seconds=seconds))
+        last, drawn = self._last, self._drawn
+        tokens = [drawn[s.slot] if s.position < last[s.slot] else STOP for s in plan.samples]
+        return SimulatedTicket(self._clock, self._free, StepResult(plan.step, tokens, seconds=seconds))
 
     def describe(self) -> ExecutorInfo:
         return ExecutorInfo(self._model.device, "simulated", 0, [f"cost model: {self._model.source}"], {})
@@ -115,7 +118,7 @@ class SimulatedExecutor:
         """Pages are not handed over."""
 
     def close(self) -> None:
-        self._ends.clear()
+        """There is nothing to give back."""
 
 
 class ContentNames(PageHasher):
