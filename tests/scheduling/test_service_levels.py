@@ -76,6 +76,38 @@ def test_auto_pauses_only_answers_that_stay_ahead_of_their_target_and_lets_them_
         assert ends["runs"] < 40 * 1.0
 
 
+def test_auto_pauses_an_answer_for_one_that_must_begin_soon_however_long_that_is(monkeypatch):
+    """Not at once, because it is not shorter; but when most of the time that it may wait has passed."""
+    expecting(monkeypatch, {"runs": 80, "comes": 80})
+    scheduler, executor = engine("auto", slots=1)
+    scheduler.submit(ask("runs", [1, 2, 3], tokens=80, slo_ttft=9.0, slo_tpot=5.0))
+    for i in range(8):
+        step(scheduler, executor, 0.1 * i)
+    scheduler.submit(ask("comes", [4, 5, 6], tokens=80, arrival=0.8, slo_ttft=4.0, slo_tpot=5.0))
+    now, first = 0.8, None
+    while first is None:
+        told = step(scheduler, executor, now)[1]
+        first = next((now for event in told if event.request == "comes"), None)
+        now += 0.1
+    assert scheduler.stats.preemptions == 1
+    assert 0.8 + 0.7 * 4.0 < first <= 0.8 + 4.0
+
+
+def test_auto_pauses_the_answer_that_came_last(monkeypatch):
+    """Not the one that has outgrown all predictions and may be the longest: it is late enough without that."""
+    expecting(monkeypatch, {"old": 10, "young": 10, "comes": 1})
+    scheduler, executor = engine("auto", slots=2)
+    scheduler.submit(ask("old", [1, 2, 3], tokens=60, slo_ttft=9.0, slo_tpot=5.0))
+    for i in range(36):
+        if i == 25:
+            scheduler.submit(ask("young", [4, 5, 6], tokens=60, arrival=2.5, slo_ttft=9.0, slo_tpot=5.0))
+        step(scheduler, executor, 0.1 * i)
+    scheduler.submit(ask("comes", [7, 8, 9], tokens=60, arrival=3.6, slo_ttft=9.0, slo_tpot=5.0))
+    step(scheduler, executor, 3.6)
+    assert scheduler.stats.preemptions == 1
+    assert {seq.request.id for seq in scheduler.sequences.running} == {"old", "comes"}
+
+
 def test_what_was_paused_goes_on_before_its_time_is_up(monkeypatch):
     """However many shorter ones come."""
     names = [f"short{i}" for i in range(60)]
