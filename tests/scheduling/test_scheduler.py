@@ -4,7 +4,7 @@ import pytest
 
 from quire.memory import PageTable
 from quire.scheduling import Scheduler
-from quire.scheduling.plan_builder import PlanBuilder
+from quire.scheduling.plan_builder import DecodeBatch, PlanBuilder
 from quire.scheduling.sequence import Sequence
 from quire.types.beam import BeamParams
 from quire.types.config import SchedulerOptions
@@ -61,7 +61,7 @@ def test_decode_rows_planned_together_are_those_planned_one_by_one():
     some, same = decoding(5), decoding(5)
     together.row(some[0], 3)
     one_by_one.row(same[0], 3)
-    together.decode(some[1:])
+    together.decode(DecodeBatch(some[1:]))
     for seq in same[1:]:
         one_by_one.row(seq, 1)
         one_by_one.sample(seq)
@@ -71,6 +71,38 @@ def test_decode_rows_planned_together_are_those_planned_one_by_one():
     for mine, other in ((together.rows, one_by_one.rows), (together.samples, one_by_one.samples)):
         assert [(seq.id, epoch) for seq, epoch in mine] == [(seq.id, epoch) for seq, epoch in other]
     assert [seq.id for seq in together.members] == [seq.id for seq in one_by_one.members]
+
+
+def test_a_step_is_planned_anew_when_a_slot_changes_hands():
+    """What most steps have of the step before is not taken from a sequence that was preempted since."""
+    scheduler, executor = world(slots=2)
+    for name in ("a", "b"):
+        scheduler.submit(ask(name, [ord(name), 2, 3], max_tokens=40))
+    for _ in range(3):
+        plan, _ = step(scheduler, executor)
+    first, second = scheduler.sequences.running
+    slots = first.slot, second.slot
+    scheduler.sequences.preempt(second)
+    scheduler.sequences.preempt(first)
+    for _ in range(2):
+        plan, _ = step(scheduler, executor)
+        scheduler.check()
+    assert {row.slot for row in plan.rows} == set(slots)
+    assert all(seq.slot == row.slot for row, seq in zip(plan.rows, scheduler.sequences.running, strict=True))
+
+
+def test_without_streams_first_tokens_and_ends_are_told_of_alone():
+    capacity = Capacity(pages=100, slots=8, max_model_len=80, max_batch_tokens=32, depth=1)
+    told = {}
+    for streams in (True, False):
+        scheduler = Scheduler(SchedulerOptions(), LAYOUT, capacity, streams=streams)
+        executor = FakeExecutor(LAYOUT, capacity)
+        scheduler.submit(ask("a", [1, 2, 3], max_tokens=6))
+        events = [event for _ in range(6) for event in step(scheduler, executor)[1]]
+        told[streams] = [(event.index, event.finish) for event in events]
+        assert scheduler.stats.output_tokens == 6 and not scheduler.busy
+    assert [index for index, _ in told[True]] == [0, 1, 2, 3, 4, 5]
+    assert told[False] == [(0, None), (5, FinishReason.LENGTH)]
 
 
 def test_a_policy_that_looks_at_a_step_sees_every_row_and_its_tokens():

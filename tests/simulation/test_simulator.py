@@ -56,6 +56,17 @@ def test_a_request_alone_takes_what_the_cost_model_says():
     one.core.scheduler.check()
 
 
+def test_gaps_are_those_of_each_answer_whoever_draws_beside_it():
+    """Answers come and go, one is preempted; nothing is kept of them."""
+    one = served([Arrival(0.02 * i, 16, 40 + 7 * i) for i in range(8)], with_machine(pages=20))
+    result = one.result()
+    between = sum(last - first for first, last in zip(result.rows["ttft"], result.rows["ttlt"], strict=True))
+    assert result.preemptions
+    assert sum(result.gaps.counts.values()) == sum(result.rows["outputs"]) - 8
+    assert result.gaps.total == pytest.approx(between)
+    assert not one.recorder._drawing and not one.recorder._drew
+
+
 def test_a_request_that_arrives_during_a_step_waits_for_its_end():
     one = served([Arrival(0.0, 256, 1), Arrival(0.001, 16, 1)])
     whole = MODEL.seconds(StepWork(tokens=256, rows=1, pairs=256 * 257 / 2))
