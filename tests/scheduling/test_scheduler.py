@@ -61,7 +61,7 @@ def test_decode_rows_planned_together_are_those_planned_one_by_one():
     some, same = decoding(5), decoding(5)
     together.row(some[0], 3)
     one_by_one.row(same[0], 3)
-    together.decode(DecodeBatch(some[1:]))
+    together.decode_rows(DecodeBatch(some[1:]))
     for seq in same[1:]:
         one_by_one.row(seq, 1)
         one_by_one.sample(seq)

@@ -14,8 +14,8 @@ import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-FEW = 16  # times as many pages behind another, and new ones are put in their places one by one
-NONE: list[tuple[bytes, int]] = []
+MERGE_RATIO = 16  # times as many pages behind another, and new ones are put in their places one by one
+NO_ENTRIES: list[tuple[bytes, int]] = []
 TOKEN_BYTES = 8  # a simulator numbers tokens beyond 32 bits
 Parent = tuple[int, bytes]  # group, name of the page before (of the first one: the root of its salt)
 Entry = tuple[int, Parent, bytes]  # a page, what it stands behind, its tokens
@@ -46,7 +46,7 @@ def _longest(known: list[tuple[bytes, int]], tokens: bytes) -> tuple[int, int]:
 
 def _merge(known: list[tuple[bytes, int]], new: list[tuple[bytes, int]]) -> None:
     """Into one sorted list another one."""
-    if len(new) * FEW < len(known):
+    if len(new) * MERGE_RATIO < len(known):
         for entry in new:
             insort(known, entry)
     else:
@@ -117,7 +117,7 @@ class PartialPages:
         self._tails.discard(page)
         parent, tokens = entry
         within, at = self._after, 0
-        known = within.get(parent, NONE)
+        known = within.get(parent, NO_ENTRIES)
         if len(known) > 1:
             at = bisect_left(known, (tokens, page))
         if at == len(known) or known[at][1] != page:

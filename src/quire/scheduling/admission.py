@@ -250,7 +250,7 @@ class Admission(SchedulingFeature):
             self._timeline.stats.cached_tokens += seq.cached
         self._table.waiting.remove(seq)
         self._table.start(builder, seq, hit)
-        builder.tables(seq)
+        builder.page_tables(seq)
         builder.plan.copies += extended.copies
         whole = min(seq.known, seq.peak)
         self._memory.want_snapshots(seq.table, whole)
@@ -270,7 +270,7 @@ class Admission(SchedulingFeature):
                 break
             del self._table.forks[seq]
             self._table.start(builder, seq, None)
-            builder.tables(seq)
+            builder.page_tables(seq)
             builder.plan.copies += change.copies
             self._table.add_row(builder, seq, 1)
 

@@ -47,12 +47,12 @@ class Commit(SchedulingFeature):
             self._late[result.step] = step, set(result.deferred)
         stats.output_tokens += self._samples(step, result, events)
         for late in result.late:
-            stats.output_tokens += self._samples_of_before(late, events)
+            stats.output_tokens += self._late_samples(late, events)
         for i, vector in result.pooled.items():
             seq, epoch = step.rows[i]
             if seq.epoch == epoch and seq.status is RUNNING:
                 events += self._pool(seq, step.plan.rows[i], vector)
-        self._publish(step, step.filling)
+        self._publish(step, step.publishing)
 
     @property
     def awaiting(self) -> bool:
@@ -64,14 +64,14 @@ class Commit(SchedulingFeature):
 
     def _samples(self, step: PlanBuilder, result: StepResult, events: list[TokenEvent]) -> int:
         """Returns how many tokens that told of."""
-        eventful, streams, told = _eventful(step, result), self._streams, 0
+        special, streams, told = _special_samples(step, result), self._streams, 0
         plain: list[Sequence] = []
         for i, ((seq, epoch), drawn) in enumerate(zip(step.samples, result.tokens, strict=True)):
             if seq.epoch != epoch:
                 continue
             tokens = seq.tokens
             length = len(tokens)
-            if length < seq.steady_until and i not in eventful and len(drawn) == 1 and drawn[0] not in seq.stops:
+            if length < seq.steady_until and i not in special and len(drawn) == 1 and drawn[0] not in seq.stops:
                 if streams:
                     events.append(TokenEvent(seq.request.id, seq.branch, length - seq.prompt_len, drawn))
                 tokens += drawn
@@ -89,7 +89,7 @@ class Commit(SchedulingFeature):
             self._table.tell(EventKind.DREW, [(seq, 1) for seq in plain])
         return told + len(plain)
 
-    def _samples_of_before(self, late: StepResult, events: list[TokenEvent]) -> int:
+    def _late_samples(self, late: StepResult, events: list[TokenEvent]) -> int:
         if late.step not in self._late:
             return 0  # all ended since
         step, left = self._late[late.step]
@@ -197,7 +197,7 @@ class Commit(SchedulingFeature):
         self._late.clear()
 
 
-def _eventful(step: PlanBuilder, result: StepResult) -> set[int]:
+def _special_samples(step: PlanBuilder, result: StepResult) -> set[int]:
     """Samples of which there is more to say than the token drawn, or nothing yet."""
     found: set[int] = set()
     for some in (result.drafts, result.forced, result.errors, result.ended, result.logprobs, result.deferred):

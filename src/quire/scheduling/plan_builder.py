@@ -12,7 +12,7 @@ from quire.scheduling.prefill_budget import Budget
 from quire.scheduling.sequence import Sequence
 from quire.types.plan import Admit, PageDelta, Probe, Row, Sample, StepPlan, Write
 
-NOTHING = Budget(0)
+NO_BUDGET = Budget(0)
 
 
 class DecodeBatch:
@@ -28,18 +28,30 @@ class DecodeBatch:
 
 
 class PlanBuilder:
-    __slots__ = ("budget", "drafts", "filling", "idle", "members", "now", "plan", "probes", "rows", "samples", "tokens")
+    __slots__ = (
+        "budget",
+        "drafts",
+        "idle",
+        "members",
+        "now",
+        "plan",
+        "probes",
+        "publishing",
+        "rows",
+        "samples",
+        "tokens",
+    )
 
     def __init__(self, step: int, now: float = 0.0, *, idle: bool = True):
         self.plan = StepPlan(step=step)
         self.now = now  # when it was planned
         self.idle = idle  # whether no other step was in flight then
-        self.budget = NOTHING  # what is left for prefill
+        self.budget = NO_BUDGET  # what is left for prefill
         self.rows: list[tuple[Sequence, int]] = []
         self.samples: list[tuple[Sequence, int]] = []
         self.probes: list[tuple[Sequence, int]] = []
         self.members: dict[Sequence, None] = {}  # whose slot and pages it uses (a new branch has a sample but no row)
-        self.filling: list[int] = []  # rows after which pages may be complete
+        self.publishing: list[int] = []  # rows after which pages may be complete, to be published
         self.tokens = 0  # of all rows
         self.drafts = False  # whether any row has a draft budget
 
@@ -71,7 +83,7 @@ class PlanBuilder:
             self.plan.copies += change.copies
             self.plan.rope_shifts += change.rope_shifts
 
-    def tables(self, seq: Sequence) -> None:
+    def page_tables(self, seq: Sequence) -> None:
         """Tell the sequence's page tables whole."""
         self.plan.deltas += [PageDelta(seq.slot, g, 0, list(pages)) for g, pages in enumerate(seq.table.pages)]
 
@@ -91,14 +103,14 @@ class PlanBuilder:
             row.pool = request.pooling
         if hook is not None:
             row.shift, row.mass = hook.evicted, hook.wants_mass(start)
-        self.filling.append(len(self.rows))
+        self.publishing.append(len(self.rows))
         self.plan.rows.append(row)
         self.rows.append((seq, seq.epoch))
         self.members[seq] = None
         self.tokens += count
         self.drafts = self.drafts or drafts > 0
 
-    def decode(self, batch: DecodeBatch) -> None:
+    def decode_rows(self, batch: DecodeBatch) -> None:
         """As `row` and `sample`, of sequences that lack one token each, have no hook, draw, and whose slots have all
         other tokens."""
         plan, first = self.plan, len(self.rows)
@@ -110,7 +122,7 @@ class PlanBuilder:
             seq.pending += 1
             ends.append(computed)
             if computed >= seq.table.next_publish:
-                self.filling.append(row)
+                self.publishing.append(row)
         plan.samples += map(Sample, count(first), batch.slots, ends)
         plan.rows += map(Row, batch.slots, starts, repeat(1))
         self.rows += batch.whose

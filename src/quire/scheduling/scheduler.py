@@ -6,8 +6,9 @@ Every sequence has tokens it knows and KV it has computed; a plan lets some of t
     plan:    catch up running (preempting when pages lack) ─► features ─► admit waiting ─► StepPlan
     commit:  append drawn tokens, publish finished pages, end what is over ─► TokenEvents
 
-The sequence table has the sequences, admission starts those that wait, the policy orders both, features listen and
-take part (`feature.py`). Several plans may be in flight. Plans are made from counts alone; values arrive at commit.
+The sequence table has the sequences, continuation has rows for those that run, admission starts those that wait, the
+policy orders both, features listen and take part (`feature.py`). Several plans may be in flight. Plans are made from
+counts alone; values arrive at commit.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import NamedTuple
 
-from quire.memory.manager import Change, KVManager
+from quire.memory.manager import KVManager
 from quire.scheduling.admission import IDLE_SEQUENCES, Admission
 from quire.scheduling.beam_search import Search
 from quire.scheduling.commit import Commit
+from quire.scheduling.continuation import Continuation
 from quire.scheduling.feature import SchedulingFeature
 from quire.scheduling.feature_set import FeatureSet
 from quire.scheduling.length_mlp import LengthMLP
@@ -43,18 +44,7 @@ from quire.types.request import FinishReason, Request, Status
 from quire.types.timeline import Timeline
 from quire.types.view import EngineView
 
-HELD_BACK_SHARE = 0.25  # of a step's prefill budget, for prompts that let better ones start first
-RUNNING = Status.RUNNING
 PREDICTORS: dict[str, Callable[[], LengthPredictor]] = {"mlp": LengthMLP, "constant": ConstantPredictor}
-
-
-class Lacking(NamedTuple):
-    """Running sequences with tokens to compute."""
-
-    decode: list[Sequence]  # one token each
-    looked_at: list[Sequence]  # ... of them, those that need pages, or whose rows are not like the others'
-    prefill: list[tuple[Sequence, int]]  # so many tokens
-    decoding: bool  # whether any waits for its next token
 
 
 class Scheduler:
@@ -105,11 +95,11 @@ class Scheduler:
             late_last=self.policy.late_last,
             max_wait=options.max_wait,
         )
-        self._chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
+        chunk = min(options.prefill_chunk or capacity.max_batch_tokens, capacity.max_batch_tokens)
         self._admission = Admission(
             self.sequences,
             policy=self.policy,
-            chunk=self._chunk,
+            chunk=chunk,
             longest=capacity.longest,
             overlapped=capacity.depth > 1,
             whole=capacity.whole,
@@ -117,6 +107,16 @@ class Scheduler:
             timeline=self.features.timeline,
             preemption=self.features.preemption,
             max_wait=options.max_wait if self.policy.starves else inf,
+            limiter=self._prefill_limiter,
+        )
+        self._continuation = Continuation(
+            self.sequences,
+            self._in_flight,
+            chunk=chunk,
+            memory=self.memory,
+            policy=self.policy,
+            features=self.features,
+            admission=self._admission,
             limiter=self._prefill_limiter,
         )
         self._commit = Commit(self.sequences, self.memory, streams=streams)
@@ -205,12 +205,12 @@ class Scheduler:
         builder = PlanBuilder(self._step, now, idle=idle)
         self.memory.plan_begins()
         admission.displace(builder)
-        held_back = self._catch_up(builder)
+        held_back = self._continuation.plan_rows(builder)
         for contribute in sequences.contribute:
             contribute(builder)
         admission.seat_forks(builder)
         admission.admit(builder)
-        self._go_on(builder, held_back)
+        self._continuation.plan_held_back(builder, held_back)
         if idle and not builder.plan.computes:
             if (sequences.running or sequences.forks) and not self._commit.awaiting:
                 self._make_way(builder)
@@ -241,118 +241,6 @@ class Scheduler:
             plan.rests = self.features.drafting.rests
         return plan
 
-    def _catch_up(self, builder: PlanBuilder) -> list[Sequence]:
-        """Rows for running sequences. Decoding rows are outside the prefill budget: there are at most as many as slots,
-        and a prompt need not be cut in two because others are being answered. Returns those in the midst of their
-        prompts that let better ones start first; a part of the budget stays theirs."""
-        running, drafting, before = self.sequences.running, self.features.drafting, len(self.sequences.running)
-        drafts = self._up_to_boundaries(drafting.budgets(list(running))) if drafting is not None else {}
-        decode, looked_at, prefill, decoding = self._lacking(drafts)
-        held_back: list[Sequence] = []
-        if prefill:
-            prefill.sort(key=lambda one: one[0].rank)
-            held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
-            prefill = prefill[: len(prefill) - len(held_back)]
-        target = self.policy.latency_target(seq.view for seq in running)
-        waited_for = decoding or bool(held_back)
-        builder.budget = budget = self._prefill_limiter.budget(decoding=waited_for, rows=len(decode), target=target)
-        changes: list[tuple[Sequence, Change]] = []
-        for seq in looked_at:
-            if seq.status is RUNNING and (change := self._extend_for_row(seq, 1, drafts)) is not None:
-                changes.append((seq, change))
-        rows: list[tuple[Sequence, int]] = []
-        for seq, missing in prefill:
-            if seq.status is not RUNNING:
-                continue  # preempted for one before it
-            count = min(missing, self._chunk, budget.fit(seq.held))
-            if seq.hook is not None:
-                count = min(count, seq.hook.row_limit(seq.computed))
-            if count <= 0:
-                break
-            if (change := self._extend_for_row(seq, count, drafts)) is not None:
-                changes.append((seq, change))
-                rows.append((seq, count))
-                budget = budget.less(seq.held, count)
-        if len(changes) < len(looked_at) + len(rows) or len(running) < before:  # some have no pages, or none any more
-            without = {*looked_at}.difference(seq for seq, _ in changes)
-            decode = [seq for seq in decode if seq.status is RUNNING and seq not in without]
-        for seq, change in changes:
-            if seq.status is RUNNING:
-                builder.change(seq, change)
-        self.sequences.add_decode_rows(builder, decode, looked_at, drafts)
-        for seq, count in rows:
-            if seq.status is RUNNING:
-                builder.budget = builder.budget.less(seq.held, count)
-                self.sequences.add_row(builder, seq, count, drafts.get(seq, 0))
-        if held_back:
-            builder.budget = builder.budget.part(1 - HELD_BACK_SHARE)
-        return held_back
-
-    def _lacking(self, drafts: dict[Sequence, int]) -> Lacking:
-        """Running sequences that may compute now. Drafts need all tokens before them, and other rows should not go
-        without them."""
-        unverified = self.features.drafting.unverified if self.features.drafting is not None else ()
-        decode: list[Sequence] = []
-        looked_at: list[Sequence] = []
-        prefill: list[tuple[Sequence, int]] = []
-        decoding = False
-        steady = self.features.drafting is None
-        for seq in self.sequences.running:
-            computed = seq.computed
-            if steady and computed < seq.steady_until and computed < seq.table.writable_until and not seq.stepwise:
-                decode.append(seq)
-                continue
-            pending = seq.pending
-            known = len(seq.tokens) + pending
-            missing = known - computed
-            if missing == 1 or pending:
-                decoding = True
-            if missing <= 0 or known >= seq.limit:
-                continue
-            if pending and (drafts or seq.stepwise or seq in unverified):
-                continue
-            if (hook := seq.hook) is not None and seq.inflight and hook.sequential:
-                continue
-            if missing > 1:
-                prefill.append((seq, missing))
-                continue
-            decode.append(seq)
-            if computed >= seq.table.writable_until or hook is not None or seq.unsent or drafts or not seq.draws:
-                looked_at.append(seq)
-        return Lacking(decode, looked_at, prefill, decoding or bool(decode))
-
-    def _go_on(self, builder: PlanBuilder, held_back: list[Sequence]) -> None:
-        """Prompts that let others start first take what the budget has left, and their own part of it; that part alone
-        while better ones wait for slots, which come free sooner the shorter steps are. Nobody loses pages for them once
-        others were admitted: those have their rows."""
-        if not held_back:
-            return
-        lacks_slot = not self.sequences.slots and self._admission.better_waits(held_back[0])
-        builder.budget = builder.budget.own() if lacks_slot else builder.budget.whole()
-        alone = not (builder.rows or builder.probes or builder.plan.admits)
-        for seq in held_back:
-            if seq.status is not Status.RUNNING:
-                continue
-            count = min(seq.known - seq.computed, self._chunk, builder.budget.fit(seq.held))
-            if seq.hook is not None:
-                count = min(count, seq.hook.row_limit(seq.computed))
-            if count <= 0:
-                return
-            change = self._extend_or_preempt(seq, count) if alone else self._extend(seq, count)
-            if change is not None:
-                builder.budget = builder.budget.less(seq.held, count)
-                builder.change(seq, change)
-                self.sequences.add_row(builder, seq, count)
-                alone = False
-
-    def _up_to_boundaries(self, drafts: dict[Sequence, int]) -> dict[Sequence, int]:
-        """Where states are kept, no draft goes beyond the next page boundary, so that one can be kept there."""
-        if self.memory.states is None or not self.memory.prefix_cache:
-            return drafts
-        step = self.memory.layout.alignment
-        most = {seq: min(budget, -seq.known % step) for seq, budget in drafts.items()}
-        return {seq: budget for seq, budget in most.items() if budget}
-
     def _make_way(self, builder: PlanBuilder) -> None:
         """Nothing moves: beams hold slots and pages while they wait for others of theirs, which wait for these. Forks
         queue up without their pages, then others are preempted for one search, until that goes on."""
@@ -377,45 +265,6 @@ class Scheduler:
         searches = sorted((g for g in groups.values() if isinstance(g, Search)), key=lambda search: search.rank)
         waiting = self.sequences.waiting
         return next((seq for search in searches for seq in search.live if seq in waiting), None)
-
-    def _extend_for_row(self, seq: Sequence, count: int, drafts: dict[Sequence, int]) -> Change | None:
-        """Pages for `count` more tokens, and its drafts if there are any; None: not in this step."""
-        change = self._extend_for_drafts(seq, drafts) if drafts else None
-        return change or self._extend_or_preempt(seq, count)
-
-    def _extend_or_preempt(self, seq: Sequence, count: int) -> Change | None:
-        """Pages for `count` more tokens, taking them from others if need be; None: not in this step."""
-        running = self.sequences.running
-        while (change := self._extend(seq, count)) is None:
-            if any(reclaim(running=True) for reclaim in self.sequences.reclaim):
-                continue
-            if self._pages_returning():
-                return None
-            victims = self.features.preemption.victims(running) or [max(running, key=lambda seq: seq.rank)]
-            self.features.preemption.short_of_pages()
-            self.sequences.preempt(victims[0])
-            if victims[0] is seq:
-                return None
-        return change
-
-    def _extend(self, seq: Sequence, count: int) -> Change | None:
-        if seq.hook is not None:
-            return seq.hook.extend(seq, count, self._step)
-        return self.memory.extend(seq.table, seq.computed, seq.computed + count)
-
-    def _extend_for_drafts(self, seq: Sequence, drafts: dict[Sequence, int]) -> Change | None:
-        """Pages for the next token and the drafts after it; no sequence loses any for a draft."""
-        if seq not in drafts:
-            return None
-        change = self.memory.extend(seq.table, seq.computed, seq.known + drafts[seq])
-        if change is None:
-            del drafts[seq]
-        return change
-
-    def _pages_returning(self) -> bool:
-        """Whether pages come back by themselves when a step in flight commits."""
-        landing = any(seq.status is not Status.RUNNING for step in self._in_flight for seq in step.members)
-        return landing or bool(self._in_flight and (self.features.eviction.returning or self.memory.returning))
 
     # ---- commit ---------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def decodes(self) -> bool:
+    def regular(self) -> bool:
         """Whether its row is like any other's once it lacks one token: its slot has all others, and it draws."""
         return self.hook is None and self.draws and not self.unsent
 

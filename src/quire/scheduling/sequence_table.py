@@ -198,22 +198,22 @@ class SequenceTable:
             builder.sample(seq)
 
     def add_decode_rows(
-        self, builder: PlanBuilder, sequences: list[Sequence], looked_at: list[Sequence], drafts: Mapping[Sequence, int]
+        self, builder: PlanBuilder, sequences: list[Sequence], irregular: list[Sequence], drafts: Mapping[Sequence, int]
     ) -> None:
         """Let running sequences that lack one token compute it, and up to so many drafts, and draw the next. Those that
-        are not `looked_at` are sure to be `decodes`."""
-        if drafts or self._memory.states is not None or self.children or not all(seq.decodes for seq in looked_at):
+        are not `irregular` are sure to be `regular`."""
+        if drafts or self._memory.states is not None or self.children or not all(seq.regular for seq in irregular):
             for seq in sequences:
                 self.add_row(builder, seq, 1, drafts.get(seq, 0))
         else:
             self._add_plain_rows(builder, sequences)
 
     def _add_plain_rows(self, builder: PlanBuilder, sequences: list[Sequence]) -> None:
-        before = len(builder.filling)
+        before = len(builder.publishing)
         if sequences != self._batch.sequences:
             self._batch = DecodeBatch(sequences)
-        builder.decode(self._batch)
-        for row in builder.filling[before:]:
+        builder.decode_rows(self._batch)
+        for row in builder.publishing[before:]:
             seq, _ = builder.rows[row]
             if (known := min(seq.computed, len(seq.tokens))) >= seq.table.next_publish:
                 self._memory.publish(seq.table, known, seq.tokens, seq.request.salt)
@@ -232,7 +232,7 @@ class SequenceTable:
             if child.hook is not None and parent.hook is not None:
                 child.hook.inherit(parent.hook)
             self.start(builder, child, None)
-            builder.tables(child)
+            builder.page_tables(child)
             builder.sample(child)
 
     def drew(self, seq: Sequence, drafted: int = 0, accepted: int = 0, forced: int = 0) -> None:
