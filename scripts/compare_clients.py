@@ -24,9 +24,10 @@ FIGURES = ("ttft_s", "tpot_s", "output_tok_s")
 WITHIN = 0.05
 
 
-def ours(known: argparse.Namespace, path: Path) -> dict[str, float]:
+def ours(known: argparse.Namespace, path: Path, seed: int) -> dict[str, float]:
     command = [sys.executable, "-m", "quire", "bench", "serve", known.url, "--workload", "fixed", "--json", str(path)]
     command += ["--num", known.num, "--in", known.prompt, "--out", known.outputs, "--concurrency", known.concurrency]
+    command += ["--seed", seed]  # prompts of a run before would be found in the prefix cache
     subprocess.run(list(map(str, command)), check=True, stdout=subprocess.DEVNULL)
     (phase,) = json.loads(path.read_text())["phases"]
     return {
@@ -36,7 +37,7 @@ def ours(known: argparse.Namespace, path: Path) -> dict[str, float]:
     }
 
 
-def theirs(known: argparse.Namespace, path: Path) -> dict[str, float]:
+def theirs(known: argparse.Namespace, path: Path, seed: int) -> dict[str, float]:
     command = [
         *(known.guidellm, "run", "--disable-console"),
         *("--backend", f"kind=openai_http,target={known.url},request_format=/v1/completions"),
@@ -44,6 +45,7 @@ def theirs(known: argparse.Namespace, path: Path) -> dict[str, float]:
         *("--constraint", f"kind=max_requests,count={known.num}"),
         *("--tokenizer", f"kind=hf_auto,model={known.tokenizer}"),
         *("--data", f"kind=synthetic_text,prompt_tokens={known.prompt},output_tokens={known.outputs}"),
+        *("--seed", f"kind=static,value={seed}"),
         *("--output", f"kind=json,path={path}"),
     ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -76,7 +78,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(known.rounds):
             for name, run in (("quire", ours), ("guidellm", theirs)):
-                found[name].append(run(known, Path(folder) / f"{name}{number}.json"))
+                found[name].append(run(known, Path(folder) / f"{name}{number}.json", number + 1))
                 print(name, found[name][-1], flush=True)
     result: dict[str, Any] = dict(found)
     for figure in FIGURES:
