@@ -35,6 +35,7 @@ from quire.types.handover import HandoverStats
 from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
+OPTIONS: dict[str, Any] = {}  # of the engines, by the command line
 CONNECTORS = ("shared-memory", "tcp", *(("nixl",) if find_spec("nixl") is not None else ()))
 
 
@@ -55,7 +56,7 @@ async def cluster(
     client = ClusterClient(
         count, make_router("least-load", count), policy, prefill=prefill, connector=connector, handover_timeout=60.0
     )
-    said = {"kv_memory": "384M", "max_model_len": 8192, "threads": threads, "max_seqs": 64} | options
+    said = {"kv_memory": "384M", "max_model_len": 8192, "threads": threads, "max_seqs": 64} | OPTIONS | options
     engine = json.dumps(EngineOptions.of(**said).flat())
     processes = []
     for number in range(count):
@@ -283,7 +284,9 @@ def main() -> None:
     )
     parser.add_argument("--connector", default="shared-memory", choices=CONNECTORS, help="of decode")
     parser.add_argument("--moved", type=int, default=50)
+    parser.add_argument("--options", type=json.loads, default={}, help="other options of the engines, as JSON")
     asked = parser.parse_args()
+    OPTIONS.update(asked.options)
     half = max(1, asked.cores // 2)
     if "handover" in asked.what:
         asyncio.run(handover(half, asked.long, asked.turns))

@@ -81,7 +81,7 @@ class PrefillLimiter:
 
     def step_seconds(self, plan: StepPlan) -> float:
         """About how long a step takes."""
-        drawing = sum(row.count == 1 for row in plan.rows)
+        drawing = [row.count for row in plan.rows].count(1)
         return self._times.decode_seconds(drawing) + plan_work(plan) * self._times.rate
 
     def prompt_seconds(self, start: int, count: int, *, decoding: bool, rows: int) -> float:

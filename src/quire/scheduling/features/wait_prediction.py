@@ -208,7 +208,7 @@ class WaitPrediction(SchedulingFeature):
         for one in ahead:
             pages = self._memory.layout.pages_for(one.known)
             rows = device.reach(pages)
-            device.start(pages, self._prefill(one, rows), self._decode(one, rows + 1))
+            device.start(pages, self._prefill(one, rows), self._decode(one, self._limiter.pace_of(rows + 1)))
         if many:
             self._queue = steps, replace(device, ends=list(device.ends))
         return device
@@ -216,8 +216,8 @@ class WaitPrediction(SchedulingFeature):
     def _as_of_now(self) -> Running:
         steps = self._timeline.stats.steps
         if self._running is None or self._running[0] != steps:
-            decode, rows = self._decode, len(self._table.running)
-            ends = [(decode(one, rows), sum(map(len, one.table.pages))) for one in self._table.running]
+            decode, pace = self._decode, self._limiter.pace_of(len(self._table.running))
+            ends = [(decode(one, pace), sum(map(len, one.table.pages))) for one in self._table.running]
             heapq.heapify(ends)
             prompts = [one for one in self._table.running if len(one.tokens) + one.pending - one.computed > 1]
             self._running = steps, Running(ends, prompts)
@@ -228,11 +228,11 @@ class WaitPrediction(SchedulingFeature):
         count = max(1, seq.known - seq.computed)
         return self._limiter.prompt_seconds(seq.computed, count, decoding=rows > 0, rows=rows)
 
-    def _decode(self, seq: Sequence, rows: int) -> float:
-        """Seconds that the rest of an answer takes, among so many."""
+    def _decode(self, seq: Sequence, pace: float) -> float:
+        """Seconds that the rest of an answer takes, a token each so many."""
         likely = seq.expected.likely if self._lengths else min(self._mean_outputs, seq.limit - seq.prompt_len)
         left, least = likely - (len(seq.tokens) - seq.prompt_len), RESIDUAL_SHARE * likely
-        return (left if left > least else least) * self._limiter.pace_of(rows)
+        return (left if left > least else least) * pace
 
     def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
         made = self._predictions.pop(seq, None)
