@@ -199,8 +199,8 @@ async def test_a_request_waits_while_it_is_not_known_why_replicas_were_lost_unde
             seen.append(holder.number)
             faulty.proxies[holder.number].partition()
             await until(lambda one=holder: not one.identity)
-        assert faulty.client.pending == 1 and len(set(seen)) == MAX_FAILOVERS + 1
-        assert sum(replica.load.accepts_requests for replica in faulty.client._replicas) == 2
+        await until(lambda: sum(replica.load.accepts_requests for replica in faulty.client._replicas) == 2)
+        assert faulty.client.pending == 1 and len(set(seen)) == MAX_FAILOVERS + 1 and not faulty.client._replica_by_id
         faulty.proxies[seen[0]].heal()
         await finished(faulty, [reader])
 

@@ -157,9 +157,8 @@ class ForwardWorker:
     def prepare_next(self) -> bool:
         """Record one more of those steps or, after the last, have attention prepare for one more length of prompts;
         whether there is more to do."""
-        if any(
-            steps.capture_next() for steps in (self._captured, self._adapted_steps) if steps is not None and steps.ready
-        ):
+        adapted = self._adapted_steps
+        if self._captured.capture_next() or (adapted is not None and adapted.ready and adapted.capture_next()):
             return True
         if self._unprepared and self._warmup_model is not None:
             self._warmup_model.attention(self._null_batch([self._unprepared.pop(0)])[1], self._kv)
