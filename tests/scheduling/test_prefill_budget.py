@@ -34,6 +34,19 @@ def test_the_budget_meets_the_target_once_steps_were_seen():
     assert prefill_limiter.budget(decoding=False) == Budget(8192), "nobody is waiting for a next token"
 
 
+def test_steps_are_filled_up_to_a_captured_size():
+    """Padding takes as long as tokens do."""
+    sizes = [(256, 8), (256, 64), (512, 64), (1024, 64)]
+    prefill_limiter = PrefillLimiter(0.05, 8192, sizes)
+    learn(prefill_limiter, 0.01, 5e-5, [0] * 40 + [511] * 40)
+    budget = prefill_limiter.budget(decoding=True, rows=12)
+    assert 790 < budget.work < 810, "(50 - 10) ms at 50 us a token"
+    assert budget.fit(0) == 512 - 12
+    assert prefill_limiter.budget(decoding=True, rows=150).fit(0) == 512 - 150
+    assert prefill_limiter.budget(decoding=True, rows=12, target=0.2).fit(0) > 3000, "larger steps are not captured"
+    assert prefill_limiter.budget(decoding=True, rows=12, target=0.02).fit(0) <= 200, "as many as are in time"
+
+
 def test_prompts_get_on_however_slow_steps_are():
     prefill_limiter = PrefillLimiter(0.001, 8192)
     learn(prefill_limiter, 0.01, 1e-3, [0] * 20 + [512] * 20)

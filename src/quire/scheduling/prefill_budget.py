@@ -5,6 +5,8 @@ What steps take is learned from the latest of them (`step_times.py`). Refuses to
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from math import inf, log
 from typing import NamedTuple
 
@@ -49,11 +51,12 @@ class Budget(NamedTuple):
 
 
 class PrefillLimiter:
-    def __init__(self, target: float, most: int):
+    def __init__(self, target: float, most: int, captured: Sequence[tuple[int, int]] = ()):
         """`target`: seconds a step may last unless a policy says otherwise; 0: a step takes `most` prompt tokens
-        whatever that lasts."""
+        whatever that lasts. `captured`: (tokens, rows) that steps are padded to."""
         self._default = self._target = target
         self._most = most
+        self._sizes = sorted({tokens for tokens, _ in captured})
         self._times = StepTimes()
         self._rows = 1  # that draw tokens, in the step that was planned last
         self._last = 0.0  # when the step before ended
@@ -67,7 +70,8 @@ class PrefillLimiter:
         self._rows = max(1, rows)
         if not self._target or not decoding or not self._times.rate:
             return Budget(self._most)
-        return Budget(self._most, max(MIN_PREFILL_TOKENS, self._fitting(self._rows)))
+        work = max(MIN_PREFILL_TOKENS, self._fitting(self._rows))
+        return Budget(self._unpadded(self._rows, work), work)
 
     @property
     def behind(self) -> bool:
@@ -99,7 +103,15 @@ class PrefillLimiter:
         """Of prompts, in a step of now."""
         if not (decoding and self._target and self._times.rate):
             return float(self._most)
-        return min(self._most, max(MIN_PREFILL_TOKENS, self._fitting(rows)))
+        return self._unpadded(rows, max(MIN_PREFILL_TOKENS, self._fitting(rows)))
+
+    def _unpadded(self, rows: int, work: float) -> int:
+        """Prompt tokens of up to so much work that fill a captured size beside so many rows: the step would take as
+        long with fewer, and the next size longer than it may."""
+        at = bisect_right(self._sizes, rows + work)
+        if 0 < at < len(self._sizes) and (tokens := self._sizes[at - 1] - rows) >= MIN_PREFILL_TOKENS:
+            return min(self._most, tokens)
+        return min(self._most, int(work))
 
     def longest_step(self, rows: int, *, decoding: bool) -> float:
         """About how long a step takes that is full of prompts."""

@@ -78,7 +78,7 @@ class Scheduler:
             clock=self.clock,
         )
         self.sequences = SequenceTable(capacity.slots, memory=self.memory, policy=self.policy, clock=self.clock)
-        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens)
+        self._prefill_limiter = PrefillLimiter(capacity.step_target, capacity.max_batch_tokens, capacity.captured)
         self._in_flight: deque[PlanBuilder] = deque()
         self.features = FeatureSet(
             self.sequences,
@@ -204,6 +204,7 @@ class Scheduler:
         sequences, admission, idle = self.sequences, self._admission, not self._in_flight
         builder = PlanBuilder(self._step, now, idle=idle)
         self.memory.plan_begins()
+        admission.put_overdue_first(now)
         admission.displace(builder)
         held_back = self._continuation.plan_rows(builder)
         for contribute in sequences.contribute:

@@ -55,6 +55,7 @@ class SimulatedExecutor:
             max_batch_tokens=machine.max_batch_tokens,
             depth=machine.depth,
             step_target=machine.step_target,
+            captured=tuple(machine.captured),
         )
         self._model = model
         self._clock = clock
