@@ -14,6 +14,7 @@ from quire.scheduling.length_mlp import LengthMLP
 from quire.scheduling.length_predictor import ConstantPredictor
 from quire.scheduling.policies import mlfq
 from quire.scheduling.policies.targets import RELAXED_SHARE, STEP_MARGIN
+from quire.types.beam import BeamParams
 from quire.types.errors import DeadlineError, InputError
 from quire.types.request import FinishReason, Request
 
@@ -226,6 +227,8 @@ def test_targets_for_each_token_bound_steps():
     scheduler, executor = engine("slo", slo_tpot=0.4)
     scheduler.submit(ask("a", [1, 2], tokens=4, slo_tpot=0.1))
     scheduler.submit(ask("b", [1, 2], tokens=4))
+    assert scheduler.policy.latency_target(()) == pytest.approx(STEP_MARGIN * 0.4), "nobody waits for a next token yet"
+    step(scheduler, executor, 0.5)
     assert scheduler.policy.latency_target(()) == pytest.approx(STEP_MARGIN * 0.1)
     for i in range(20):
         step(scheduler, executor, 1.0 + i)
@@ -265,6 +268,64 @@ def test_nobody_waits_much_longer_than_max_wait_while_others_keep_coming(policy,
         waits[bound] = now
     assert waits[5.0] < 5.0 + 2.0, "one in eight of those admitted is the oldest"
     assert waits[1e9] > 30.0, "without the bound it starves"
+
+
+@pytest.mark.parametrize("policy", ["sjf", "srpt", "auto"])
+def test_a_prompt_under_way_does_not_wait_much_longer_than_max_wait_either(policy):
+    """It was admitted at once; others that are better have taken all of every step since."""
+    waits = {}
+    for bound in (5.0, 1e9):
+        scheduler, executor = engine(policy, slots=4, tokens=16, max_wait=bound, slo_ttft=300.0)
+        stem = list(range(16))
+        scheduler.submit(ask("warm", stem, tokens=1))
+        step(scheduler, executor, 0.0)
+        scheduler.submit(ask("long", [90 + i % 7 for i in range(80)], tokens=2, slo_ttft=100_000.0))
+        now, count, drawn = 0.1, 0, False
+        while not drawn and now < 40.0:
+            _, events = step(scheduler, executor, now)
+            drawn = any(event.request == "long" for event in events)
+            now += 0.1
+            while len(scheduler.sequences.waiting) < 3:
+                size = 15 if count % 3 else 40
+                scheduler.submit(ask(f"s{count}", [*stem, *[count % 50] * size], tokens=1, arrival=now))
+                count += 1
+        waits[bound] = now
+    assert waits[5.0] < 5.0 + 3.0, "it goes before all others then"
+    assert waits[1e9] > 2 * waits[5.0], "without the bound it waits as long as they come"
+
+
+def test_a_plan_never_has_two_rows_of_one_sequence():
+    """One that let better ones start first may lose its pages to another, and be admitted again by the same plan."""
+    for policy in ("fcfs", "mlfq", "sjf", "auto"):
+        for seed in range(4):
+            rng = random.Random(seed)
+            scheduler, executor = engine(policy, slots=6, pages=40, tokens=16, length=90, prefill_chunk=7)
+            now = 0.0
+            for i in range(350):
+                now += 0.1
+                if rng.random() < 0.5:
+                    stem = [1] * rng.choice([0, 20, 40])
+                    prompt = [*stem, *[rng.randrange(90) for _ in range(rng.randint(1, 35))]]
+                    scheduler.submit(ask(f"r{i}", prompt, tokens=rng.randint(1, 25), arrival=now))
+                plan, _ = step(scheduler, executor, now)
+                rows = [row.slot for row in plan.rows] if plan is not None else []
+                assert len(rows) == len(set(rows)), (policy, seed, i)
+
+
+def test_beams_that_wait_for_a_slot_are_not_late_for_a_first_token_that_came_in_time():
+    for policy in ("slo", "auto"):
+        scheduler, executor = engine(policy, slots=4, slo_ttft=0.5, slo_give_up=True)
+        beam = BeamParams(beams=3, n=3, max_tokens=20)
+        params = SamplingParams(n=3, temperature=0.0, max_tokens=20, logprobs=beam.candidates(1))
+        scheduler.submit(Request(id="beams", prompt=[1, 2, 3, 4, 5], params=params, beam=beam, arrival=1.0), 1.0)
+        for name in ("a", "b"):
+            scheduler.submit(ask(name, [7, 8, ord(name[0])], tokens=60, arrival=1.0), 1.0)
+        ends = {}
+        for i in range(150):
+            now = 1.0 + 0.1 * i
+            found = [*scheduler.expire(now), *step(scheduler, executor, now)[1]]
+            ends |= {event.request: event.finish for event in found if event.finish}
+        assert ends["beams"] is FinishReason.LENGTH
 
 
 def test_a_long_prompt_under_way_lets_shorter_ones_start_and_goes_on_all_the_same():
@@ -376,10 +437,30 @@ def test_under_auto_those_with_much_time_left_let_others_go_first_until_they_mus
     assert not (kept.relaxed or kept.lost or kept._ttft)
 
 
-def test_targets_of_what_ended_are_forgotten_though_tighter_ones_stay():
-    scheduler, _ = engine("auto")
-    scheduler.submit(ask("tight", [1, 2], slo_ttft=0.1))
-    for number in range(300):
-        scheduler.submit(ask(f"loose{number}", [1, 2], slo_ttft=9.0))
-        scheduler.abort(f"loose{number}")
-    assert len(scheduler.policy._targets._tightest) < 100
+def test_under_auto_those_with_much_time_left_leave_slots_and_steps_to_others_while_few_are_free():
+    """With seven of eight slots taken none of them starts; a prompt of theirs under way takes a quarter of a step."""
+    scheduler, executor = engine("auto", slots=8, pages=200, tokens=64, length=300, slo_tpot=0.5)
+
+    def submit(name, prompt, tokens, now, target):
+        scheduler.submit(ask(name, prompt, tokens=tokens, arrival=now, slo_ttft=target), now)
+
+    def answers(first, last, now):
+        for number in range(first, last):
+            submit(f"answer{number}", [number, 7], 30, now, 1.0)
+        step(scheduler, executor, now)
+
+    answers(0, 2, 0.1)
+    submit("loose", [*range(90, 99)] * 25, 2, 0.2, 100.0)
+    step(scheduler, executor, 0.2)
+    [loose] = [seq for seq in scheduler.sequences.running if seq.request.id == "loose"]
+    assert loose.computed == 64, "all of a step"
+    answers(2, 6, 0.3)
+    before = loose.computed
+    submit("later", [9] * 30, 2, 0.4, 100.0)
+    step(scheduler, executor, 0.4)
+    assert loose.computed - before == 16 and [seq.request.id for seq in scheduler.sequences.waiting] == ["later"]
+    for number in range(6):
+        scheduler.abort(f"answer{number}")
+    before = loose.computed
+    step(scheduler, executor, 0.5)
+    assert loose.computed - before > 16 and not scheduler.sequences.waiting, "slots are free again"

@@ -7,7 +7,7 @@ bound; and the policy may have running sequences displaced for it. Refuses to kn
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection
 from math import inf
 
@@ -68,33 +68,44 @@ class Admission(SchedulingFeature):
         self._displaced: list[Sequence] = []
         self._max_wait = max_wait
         self._limiter = limiter
-        self._oldest: deque[Sequence] = deque()  # that wait for their first admission, and others that do no more
+        self._tokenless: OrderedDict[Sequence, None] = OrderedDict()  # without a first token, and not put first yet
         self._since_overdue = OVERDUE_EVERY  # sequences admitted
+
+    def leaves_budget(self, seq: Sequence) -> bool:
+        """Whether one that runs, in the midst of its prompt, leaves most of a step to others: to better ones that wait,
+        or so that slots come free soon."""
+        return self.better_waits(seq) or (self._table.few_slots and self._policy.defers(seq.view))
 
     def better_waits(self, seq: Sequence) -> bool:
         """Whether the best that waits, and could start if it had a slot, goes before this one, which runs."""
         first = self._table.waiting.first(1)
         return bool(first) and first[0].rank < seq.rank and first[0].status is not Status.PENDING
 
-    def _put_overdue_first(self, now: float) -> None:
-        """One in so many admissions is for the oldest that waits, once that is too long; under overload all are."""
-        oldest = self._oldest
-        while oldest and oldest[0].status not in (Status.WAITING, Status.PENDING):
-            oldest.popleft()
-        if oldest and now - oldest[0].request.arrival > self._max_wait and self._since_overdue >= OVERDUE_EVERY:
-            self._since_overdue = 0
-            self._table.put_first(oldest.popleft())
+    def put_overdue_first(self, now: float) -> None:
+        """One in so many admissions is for the oldest without a first token, once that is too long: it waits, or others
+        go before its prompt. Under overload all of them wait too long."""
+        if not self._tokenless or self._since_overdue < OVERDUE_EVERY:
+            return
+        if now - next(iter(self._tokenless)).request.arrival > self._max_wait:
+            waiting, running = self._table.waiting, self._table.running
+            oldest = next((seq for seq in self._tokenless if seq in waiting or seq in running), None)
+            if oldest is not None:  # others are branches that begin with their first
+                self._since_overdue = 0
+                del self._tokenless[oldest]
+                self._table.put_first(oldest)
 
     def arrived(self, seq: Sequence) -> None:
-        if self._max_wait < inf:
-            self._oldest.append(seq)
+        if self._max_wait < inf and not seq.outputs:
+            self._tokenless[seq] = None
+
+    def drew(self, seq: Sequence, drafted: int, accepted: int, forced: int) -> None:
+        self._tokenless.pop(seq, None)
 
     def admit(self, builder: PlanBuilder, only: Sequence | None = None) -> None:
         """Let waiting sequences start; `only` this one, at any price."""
         table, slots = self._table, self._table.slots
         if not (table.waiting and slots and builder.budget.fit(0)) or (self._static and table.running):
             return
-        self._put_overdue_first(builder.now)
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
         if not only and self._limiter.behind and len(table.running) >= MIN_RUNNING and not candidates[0].overdue:
             return  # those that run would miss their targets for each token
@@ -112,8 +123,8 @@ class Admission(SchedulingFeature):
                 break
             if hurry and (admitted >= IDLE_SEQUENCES or builder.tokens >= IDLE_TOKENS):
                 break
-            if seq in self._displaced and not only:
-                continue  # behind the one it was displaced for
+            if not only and (seq in self._displaced or (table.few_slots and self._policy.defers(seq.view))):
+                continue  # behind the one it was displaced for; or it leaves slots to others
             if any(self._overtaken.get(one, 0) >= MAX_OVERTAKEN for one in passed):
                 break
             if seq.inflight or not (only or self._preemption.admits(seq)):
@@ -173,9 +184,11 @@ class Admission(SchedulingFeature):
 
     def _displace_for(self, seq: Sequence, hit: Hit) -> None:
         victims: list[Sequence] = []
-        for victim in self._preemption.victims(self._table.running)[:MAX_DISPLACED]:
-            if not self._policy.displaces(seq.view, victim.view):
+        for victim in self._preemption.victims(self._table.running)[:MAX_SCANNED]:
+            if len(victims) == MAX_DISPLACED:
                 return
+            if not self._policy.displaces(seq.view, victim.view):
+                continue
             victims.append(victim)
             if self._fits(seq, hit, victims):
                 self._candidate, self._displaced = seq, victims
@@ -283,3 +296,4 @@ class Admission(SchedulingFeature):
     def finished(self, seq: Sequence, reason: FinishReason | None) -> None:
         self.admitted(seq, None)
         self._since_overdue -= 1
+        self._tokenless.pop(seq, None)

@@ -67,8 +67,8 @@ class Continuation:
         held_back: list[Sequence] = []
         if prefill:
             prefill.sort(key=lambda one: one[0].rank)
-            held_back = [seq for seq, _ in prefill if self._admission.better_waits(seq)]
-            prefill = prefill[: len(prefill) - len(held_back)]
+            held_back = [seq for seq, _ in prefill if self._admission.leaves_budget(seq)]
+            prefill = [one for one in prefill if one[0] not in held_back] if held_back else prefill
         target = self._policy.latency_target(seq.view for seq in running)
         waited_for = decoding or bool(held_back)
         builder.budget = budget = self._limiter.budget(decoding=waited_for, rows=len(decode), target=target)
@@ -143,12 +143,14 @@ class Continuation:
         others were admitted: those have their rows."""
         if not held_back:
             return
-        lacks_slot = not self._table.slots and self._admission.better_waits(held_back[0])
+        table, first = self._table, held_back[0]
+        lacks_slot = not table.slots and self._admission.better_waits(first)
+        lacks_slot = lacks_slot or (table.few_slots and self._policy.defers(first.view))
         builder.budget = builder.budget.own() if lacks_slot else builder.budget.whole()
         alone = not (builder.rows or builder.probes or builder.plan.admits)
         for seq in held_back:
-            if seq.status is not RUNNING:
-                continue
+            if seq.status is not RUNNING or seq in builder.members:
+                continue  # preempted; and admitted again by this very plan
             count = min(seq.known - seq.computed, self._chunk, builder.budget.fit(seq.held))
             if seq.hook is not None:
                 count = min(count, seq.hook.row_limit(seq.computed))

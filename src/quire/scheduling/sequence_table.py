@@ -30,6 +30,7 @@ from quire.types.events import TokenEvent
 from quire.types.policy import EventKind, PolicyEvent, SequenceId, SequenceView
 from quire.types.request import FinishReason, Request, Status
 
+FEW_SLOTS = 0.25  # of all, when no more of them are free
 NO_BATCH = DecodeBatch([])
 
 
@@ -114,6 +115,11 @@ class SequenceTable:
         if queued:
             self.waiting.add(seq)
 
+    @property
+    def few_slots(self) -> bool:
+        """Whether most slots are taken."""
+        return len(self.slots) < FEW_SLOTS * self._count
+
     def by_id(self, id: SequenceId) -> Sequence:
         return self._by_id[id]
 
@@ -165,6 +171,7 @@ class SequenceTable:
         for told in self._arrived:
             told(child)
         self.tell(EventKind.ARRIVED, [(child, 0)])
+        self.tell(EventKind.FIRST_TOKEN, [(child, 0)])  # with the one it sets out from
         return child
 
     def start(self, builder: PlanBuilder, seq: Sequence, hit: Hit | None) -> None:

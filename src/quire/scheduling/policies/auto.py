@@ -62,6 +62,9 @@ class Auto(Fair):
     def passes(self, blocked: SequenceView, behind: SequenceView) -> bool:
         return True
 
+    def defers(self, seq: SequenceView) -> bool:
+        return seq.id in self._targets.relaxed
+
     def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
         targets, lost = self._targets, self._targets.lost
         if waiting.id in lost or targets.lost_at(waiting.id) == inf or waiting.background:

@@ -42,6 +42,11 @@ class Policy(ABC):
         overtaken is bounded by the scheduler."""
         return True
 
+    def defers(self, seq: SequenceView) -> bool:
+        """Whether a sequence without a first token has time to leave slots to others while few are free: it does not
+        start, or its prompt makes steps little longer."""
+        return False
+
     def reserve(self, seq: SequenceView, longest: int) -> int:
         """In contiguous memory: tokens to set aside for a sequence that starts, of which one may have `longest`. 0: as
         much as the longest of its batch needs, and a batch starts when the last one has wholly ended."""

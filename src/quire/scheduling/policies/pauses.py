@@ -7,9 +7,7 @@ takes at the pace it had so far. Refuses to know: orders.
 
 from __future__ import annotations
 
-import heapq
-from math import inf
-
+from quire.scheduling.policies.sequence_heap import SequenceHeap
 from quire.types.policy import PolicyServices, SequenceId, SequenceView
 
 MARGIN = 0.5  # of what an answer has to spare, that a pause may use: lengths and paces are guesses
@@ -20,8 +18,7 @@ class Pauses:
         """`tpot`: target of those that have none of their own."""
         self._tpot = tpot or 0.0
         self._first: dict[SequenceId, float] = {}  # when those under way drew their first token
-        self._until: dict[SequenceId, float] = {}  # when those that are paused must go on
-        self._heap: list[tuple[float, SequenceId]] = []
+        self._until = SequenceHeap()  # when those that are paused must go on
         self.due: set[SequenceId] = set()  # of them, those that must go on now
 
     def drew(self, id: SequenceId, now: float) -> None:
@@ -47,22 +44,17 @@ class Pauses:
 
     def paused(self, seq: SequenceView, now: float, services: PolicyServices) -> None:
         if (spare := self.spare(seq, now, services)) > 0:
-            at = self._until[seq.id] = now + spare
-            heapq.heappush(self._heap, (at, seq.id))
+            self._until.put(seq.id, now + spare)
 
     def goes_on(self, id: SequenceId) -> bool:
         """It is no longer paused; whether it had to go on."""
-        self._until.pop(id, None)
+        self._until.drop(id)
         due = id in self.due
         self.due.discard(id)
         return due
 
     def passed(self, now: float) -> list[SequenceId]:
         """Those that must go on, since the last look."""
-        found = []
-        while self._heap and self._heap[0][0] < now:
-            at, id = heapq.heappop(self._heap)
-            if self._until.get(id, inf) == at:
-                self.due.add(id)
-                found.append(id)
+        found = self._until.take_below(now)
+        self.due.update(found)
         return found

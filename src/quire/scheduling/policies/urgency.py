@@ -6,8 +6,7 @@ part of what they may wait. Refuses to know: orders, who makes way for them.
 
 from __future__ import annotations
 
-import heapq
-
+from quire.scheduling.policies.sequence_heap import SequenceHeap
 from quire.types.policy import SequenceId, SequenceView
 
 URGENT_SHARE = 0.25  # of the time that one may wait: when no more of it is left, it must begin soon
@@ -17,27 +16,21 @@ SHORT_SHARE = 0.05  # of that time, that its prompt may take
 class Urgency:
     def __init__(self) -> None:
         self.urgent: set[SequenceId] = set()  # without a first token
-        self._from: dict[SequenceId, float] = {}  # when each becomes so
-        self._heap: list[tuple[float, SequenceId]] = []
+        self._from = SequenceHeap()  # when others become so
 
     def arrived(self, seq: SequenceView, deadline: float, prefill: float) -> None:
         """`deadline`: of its first token; `prefill`: seconds that its prompt takes."""
         allowed = deadline - seq.arrival
         if prefill < SHORT_SHARE * allowed:
-            at = self._from[seq.id] = deadline - prefill - URGENT_SHARE * allowed
-            heapq.heappush(self._heap, (at, seq.id))
+            self._from.put(seq.id, deadline - prefill - URGENT_SHARE * allowed)
 
     def drew(self, id: SequenceId) -> None:
         """It has its first token, is over, or can no longer have it in time."""
         self.urgent.discard(id)
-        self._from.pop(id, None)
+        self._from.drop(id)
 
     def passed(self, now: float) -> list[SequenceId]:
         """Those that have become urgent since the last look."""
-        found = []
-        while self._heap and self._heap[0][0] < now:
-            at, id = heapq.heappop(self._heap)
-            if self._from.get(id) == at:
-                self.urgent.add(id)
-                found.append(id)
+        found = self._from.take_below(now)
+        self.urgent.update(found)
         return found
