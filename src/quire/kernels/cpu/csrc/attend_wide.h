@@ -95,6 +95,24 @@ __attribute__((always_inline)) inline Abreast partial_dots(const float* q, const
   return out;
 }
 
+#if QUIRE_WIDTH == 4
+// Their whole sum, each lane's part in registers of its own: of vectors of four one load gives the factors of all parts.
+QUIRE_INLINE Abreast quad_dots(const float* q, const float* k, int dim) {
+  vf part[kAbreast][W] = {};
+  for (const float* end = q + dim * W; q < end; q += W * W, k += kKeys * W) {
+    vf x[W];
+#pragma GCC unroll 4
+    for (int i = 0; i < W; i++) x[i] = load(q + i * W);
+#pragma GCC unroll 4
+    for (int j = 0; j < kAbreast; j++) fma_lanes(load(k + j * W), x, part[j]);
+  }
+  Abreast out;
+#pragma GCC unroll 4
+  for (int j = 0; j < kAbreast; j++) out.of[j] = (part[j][0] + part[j][1]) + (part[j][2] + part[j][3]);
+  return out;
+}
+#endif
+
 // What sum() gives for keys i, i + W, ... in lane i, each lane's added one after the other.
 template <int First, int Step>
 __attribute__((always_inline)) inline vf total_of(const float* p) {
@@ -116,6 +134,14 @@ inline void weigh_wide(const Wide& w, vf keep, const float* p, const float* v, v
   for (int j = begin; j < end; j++) {
     vf x = load(p + j * W);
     vi seen = (first <= j) & (last > j);
+#if QUIRE_WIDTH == 4
+    if (!Masked) {
+      const vf same[W] = {x, x, x, x};
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) fma_lanes(load(v + (at + c * W) * kKeys + j * W), same, acc + c * W);
+      continue;
+    }
+#endif
 #pragma GCC unroll 16
     for (int d = 0; d < C * W; d++) {
       vf next = fma(splat(v[(at + d / W * W) * kKeys + j * W + d % W]), x, acc[d]);
@@ -133,7 +159,11 @@ __attribute__((noinline)) void attend_wide_block(Wide& w, const float* k, const 
   const vf low = splat(-__builtin_inff());
   vf most = low;
   for (int j = begin / kAbreast * kAbreast; j < end; j += kAbreast) {
+#if QUIRE_WIDTH == 4
+    Abreast scores = quad_dots(w.q, k + j * W, dim);
+#else
     Abreast scores = partial_dots<0, W>(w.q, k + j * W, dim);
+#endif
 #pragma GCC unroll 4
     for (int i = 0; i < kAbreast; i++) {
       vf score = Masked ? ((first <= j + i) & (last > j + i) ? scores.of[i] : low) : scores.of[i];
@@ -143,10 +173,14 @@ __attribute__((noinline)) void attend_wide_block(Wide& w, const float* k, const 
   }
   vf top = maximum(most, w.top), keep = exponential(w.top - top);
   w.top = top;
-  for (int j = 0; j < kKeys; j++) {
-    vf e = exponential(load(p + j * W) - top);
-    if (Masked) e = (first <= j) & (last > j) ? e : vf{};
-    store(p + j * W, e);
+  constexpr int kChains = W == 4 ? 4 : 1;  // side by side: each is a long one, and small cores do not look far ahead
+  for (int j = 0; j < kKeys; j += kChains) {
+    vf e[kChains];
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; i++) e[i] = exponential(load(p + (j + i) * W) - top);
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; i++)
+      store(p + (j + i) * W, Masked ? ((first <= j + i) & (last > j + i) ? e[i] : vf{}) : e[i]);
   }
   w.total = w.total * keep + total_of<0, 1>(p);
   constexpr int C = W == 4 ? 4 : 1;

@@ -46,6 +46,10 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
   }
 }
 
+inline void fma_lanes(vf y, const vf* x, vf* out) {
+  for (int i = 0; i < W; i++) out[i] = fma(x[i], splat(y[i]), out[i]);
+}
+
 #include "stages.h"
 
 #include "attend.h"

@@ -68,6 +68,14 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
     vst1q_f32(out + j, vpaddq_f32(vpaddq_f32(acc[j], acc[j + 1]), vpaddq_f32(acc[j + 2], acc[j + 3])));
 }
 
+// out[i] += x[i] * lane i of y.
+QUIRE_INLINE void fma_lanes(vf y, const vf* x, vf* out) {
+  out[0] = vfmaq_laneq_f32(out[0], x[0], y, 0);
+  out[1] = vfmaq_laneq_f32(out[1], x[1], y, 1);
+  out[2] = vfmaq_laneq_f32(out[2], x[2], y, 2);
+  out[3] = vfmaq_laneq_f32(out[3], x[3], y, 3);
+}
+
 #include "stages.h"
 
 #include "attend.h"
