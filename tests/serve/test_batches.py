@@ -21,7 +21,7 @@ from quire.serve import create_app, create_serving
 from quire.serve.http.http_io import NotFoundError
 from quire.serve.http.server import background_server
 from quire.serve.openai.file_store import FileStore
-from quire.types.errors import OverloadedError
+from quire.types.errors import InputError, OverloadedError
 from quire.types.serving import ServeOptions
 
 MODEL = FakeFrontend.model_name
@@ -245,3 +245,21 @@ def test_quire_batch(default_model: Any, tmp_path: Path) -> None:
     source.write_bytes(line("a", model="other"))
     done = CliRunner().invoke(app, ["batch", str(source), str(target), "--kv-memory", "64M"], catch_exceptions=False)
     assert done.exit_code == 1 and "no model" in target.read_text()
+
+
+def test_lines_that_are_no_requests_keep_their_names(default_model: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    wrong = [{"method": "GET"}, {"url": "/v1/nope"}, {"method": 5}, {"body": None}, {"url": None}]
+    lines = [json.dumps({**json.loads(line(str(at))), **change}) for at, change in enumerate(wrong)]
+    source.write_text("\n".join([*lines, '{"custom_id": 7}', "nonsense"]))
+    done = CliRunner().invoke(app, ["batch", str(source), str(target), "--kv-memory", "64M"], catch_exceptions=False)
+    found = [json.loads(text)["custom_id"] for text in target.open()]
+    assert done.exit_code == 1 and sorted(map(str, found)) == ["0", "1", "2", "3", "4", "None", "None"]
+
+
+def test_lines_of_one_name_are_refused_before_any_is_answered(default_model: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(b"\n".join([line("a"), line("b"), line("a", url="/v1/nope")]))
+    with pytest.raises(InputError, match="custom_id 'a' occurs twice"):
+        CliRunner().invoke(app, ["batch", str(source), str(target)], catch_exceptions=False)
+    assert not target.exists()

@@ -60,12 +60,12 @@ async def _answer(engine: EngineOptions, text: TextModel, name: str, source: Pat
     from quire.serve.http.app import create_serving
     from quire.serve.openai.batch_lines import answer_lines, lines_of
 
+    total = await _count(source)
     client = await AsyncClient.open(engine, process=False, progress=True)
     serving = create_serving(Frontend(client, text, name))
     prepare_pool.enter(serving.prepare_pool)
     counts = {True: 0, False: 0}
     try:
-        total = sum([1 async for _ in lines_of(source, serving.max_body)])
         with Progress(transient=True) as progress, target.open("wb") as out:
             bar = progress.add_task("requests", total=total)
             async with aclosing(answer_lines(serving, lines_of(source, serving.max_body))) as answers:
@@ -77,3 +77,16 @@ async def _answer(engine: EngineOptions, text: TextModel, name: str, source: Pat
         serving.prepare_pool.close()
         await client.close()
     return counts[True], counts[False]
+
+
+async def _count(source: Path) -> int:
+    """How many lines there are; as in a server, two of one name are refused before any is answered."""
+    from quire.serve.openai.batch_lines import custom_id_of, lines_of, note_id
+
+    total, seen = 0, set[str]()
+    async with aclosing(lines_of(source, ServeOptions().body_bytes)) as lines:
+        async for raw in lines:
+            total += 1
+            if custom_id := custom_id_of(raw):
+                note_id(custom_id, seen)
+    return total

@@ -46,7 +46,27 @@ class Answered(NamedTuple):
     line: bytes  # without its end
 
 
+class _Named(msgspec.Struct):
+    custom_id: str = ""
+
+
 _LINE = msgspec.json.Decoder(BatchLine)
+_NAMED = msgspec.json.Decoder(_Named)
+
+
+def custom_id_of(raw: bytes) -> str:
+    """What a line is called, be the rest of it a request or not; nothing where it does not say."""
+    try:
+        return _NAMED.decode(raw).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def note_id(custom_id: str, seen: set[str]) -> None:
+    """Answers are told apart by these, so that no two lines may have the same."""
+    if custom_id in seen:
+        raise InputError(f"custom_id {custom_id[:64]!r} occurs twice", param="custom_id")
+    seen.add(custom_id)
 
 
 def read_line(raw: bytes, endpoint: str | None) -> BatchLine:
@@ -73,11 +93,9 @@ async def lines_of(path: Path, longest: int) -> AsyncGenerator[bytes, None]:
 
 async def answer_line(serving: Serving, raw: bytes, endpoint: str | None = None) -> Answered:
     """The record OpenAI's batches write for a line, whatever became of it."""
-    custom_id = ""
+    custom_id = custom_id_of(raw)
     try:
-        line = read_line(raw, endpoint)
-        custom_id = line.custom_id
-        status, body = 200, await _answer(serving, line)
+        status, body = 200, await _answer(serving, read_line(raw, endpoint))
     except Exception as error:
         failure = describe(error)
         status, body = failure.status, failure.encode("")

@@ -47,7 +47,7 @@ from quire.serve.openai.batch_bodies import (
     Endpoint,
     OwnedBatch,
 )
-from quire.serve.openai.batch_lines import ENDPOINTS, answer_lines, lines_of, read_line
+from quire.serve.openai.batch_lines import ENDPOINTS, answer_lines, lines_of, note_id, read_line
 from quire.serve.openai.batch_outputs import Output, outputs_in, unanswered
 from quire.serve.openai.file_store import PAGE, FileStore, page_of
 from quire.types.errors import InputError, OverloadedError, QuireError
@@ -241,7 +241,7 @@ class Batches:
                 self._save(owned)
 
     async def _validate(self, owned: OwnedBatch) -> None:
-        batch, seen = owned.batch, set()
+        batch, seen = owned.batch, set[str]()
         batch.request_counts = Counts()
         problems: list[BatchProblem] = []
         async with aclosing(self._lines(batch)) as lines:
@@ -249,9 +249,7 @@ class Batches:
                 batch.request_counts.total += 1
                 try:
                     line = read_line(raw, batch.endpoint)
-                    if line.custom_id in seen:
-                        raise InputError(f"custom_id {line.custom_id!r} occurs twice", param="custom_id")
-                    seen.add(line.custom_id)
+                    note_id(line.custom_id, seen)
                 except InputError as error:
                     problems.append(BatchProblem(error.code, str(error)[:200], batch.request_counts.total, error.param))
                 if batch.request_counts.total > MAX_LINES:
