@@ -342,6 +342,20 @@ def test_deadlines_end_work_in_the_queue_and_under_way(depth):
     engine.scheduler.check()
 
 
+@pytest.mark.parametrize("second", [104.0, 105.0])
+def test_an_id_that_is_used_again_ends_by_its_own_deadline(second):
+    now = [100.0]
+    engine = core(clock=lambda: now[0])
+    for deadline in (105.0, second):
+        request = ask("again", [1, 2, 3], max_tokens=50)
+        request.deadline = deadline
+        engine.abort("again")
+        engine.submit(request)
+    now[0] = 106.0
+    assert [(e.request, e.error) for e in engine.step() if e.finish] == [("again", "DeadlineError")]
+    assert not engine.step() and engine.stats().pages_used == 0
+
+
 def test_deadlines_of_finished_requests_are_forgotten():
     engine = core()
     for i in range(1000):

@@ -155,7 +155,8 @@ class Scheduler:
         self.clock.now = now
         events: list[TokenEvent] = []
         for deadline, request_id in self._deadlines.due(now, self.sequences.requests):
-            if self.sequences.requests[request_id].request.deadline == deadline:
+            group = self.sequences.requests.get(request_id)  # an id may have been due twice: it was used again
+            if group is not None and group.request.deadline == deadline:
                 message = "the deadline passed before the answer was complete"
                 events += self.sequences.end(request_id, FinishReason.ERROR, message, DeadlineError.__name__)
         for request_id in self.policy.gives_up(now):
