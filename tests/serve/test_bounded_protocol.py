@@ -241,6 +241,19 @@ def test_misspelt_field_gets_a_hint(http: httpx.Client) -> None:
     assert "did you mean 'max_tokens'?" in error_of(http.post(CHAT, json=chat(max_token=3)))["message"]
 
 
+def test_a_word_that_a_field_does_not_take_is_answered_with_those_it_takes(http: httpx.Client) -> None:
+    alien = {"messages": [{"role": "odd", "content": "x"}]}
+    for path, body, field, values in (
+        (CHAT, chat(**alien), "messages[0].role", "system, developer, user, assistant, tool"),
+        (CHAT, chat(response_format={"type": "odd"}), "response_format.type", "text, json_object, json_schema, "),
+        (CHAT, chat(tool_choice="odd"), "tool_choice", "none, auto, required"),
+        ("/api/chat", chat(**alien), "messages[0].role", "system, user, assistant, tool"),
+        ("/v1/messages", chat(max_tokens=1, **alien), "messages[0].role", ""),
+    ):
+        said = http.post(path, json=body).json()["error"]
+        assert f"{field}: unsupported value 'odd'; must be one of {values}" in str(said)
+
+
 @pytest.mark.parametrize("declared", [True, False], ids=["declared", "chunked"])
 def test_huge_body(http: httpx.Client, declared: bool) -> None:
     size = (16 << 20) + 1

@@ -20,6 +20,7 @@ from quire.serve.core.context import current
 from quire.serve.core.generation import DirectOut
 from quire.serve.http.bounded_protocol import Body
 from quire.serve.http.error_bodies import ClientGoneError, Failure, describe
+from quire.serve.http.field_values import values_of
 from quire.serve.http.unknown_fields import MAX_NAMED, meant, without_unknown
 from quire.types.errors import InputError
 
@@ -124,9 +125,11 @@ def _field_error(text: str, kind: type[msgspec.Struct]) -> InputError:
         near = None if path else meant(name, kind)
         hint = f"; did you mean {near!r}?" if near else ""
         return InputError(f"unknown field {name!r}{hint}", param=name[:64], code="unknown_parameter")
-    problem = problem.replace("`", "").replace("Invalid enum value", "unsupported value")
+    problem = re.sub("^Invalid (enum )?value", "unsupported value", problem.replace("`", ""))
     if (".content[" in path and path.endswith("].type")) or path.endswith(".images"):
         problem += "; only parts of text are supported"
+    elif problem.startswith("unsupported value") and (values := values_of(kind, path)):
+        problem += f"; must be one of {', '.join(values)}"
     code = "invalid_type" if ", got " in problem else "invalid_value"
     return InputError(f"{path or 'request body'}: {problem}", param=path or None, code=code)
 
