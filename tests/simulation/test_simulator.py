@@ -1,6 +1,8 @@
 """The simulator: the real engine on a virtual clock, traces, traffic, fleets, and what `quire simulate` writes."""
 
 import json
+import math
+import re
 import sys
 from itertools import islice, pairwise
 from random import Random
@@ -172,6 +174,56 @@ def test_public_traces_by_their_own_names(tmp_path):
     assert read_trace(tmp_path / "mooncake.jsonl") == [Arrival(0.0, 1100, 4, (0, 7, 9), 512)]
 
 
+@pytest.mark.parametrize("cell", ['"[3, 0]"', '"3,0"', "3 0", "[3 0]"])
+def test_blocks_in_a_table(tmp_path, cell):
+    (tmp_path / "a.csv").write_text(f"arrival_s,input_tokens,output_tokens,blocks_64\n0,128,5,{cell}\n1,10,5,\n")
+    assert read_trace(tmp_path / "a.csv") == [Arrival(0.0, 128, 5, (3, 0), 64), Arrival(1.0, 10, 5, (), 64)]
+
+
+GOOD = {"arrival_s": 0, "input_tokens": 10, "output_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ([1, 2, 3], r"must be a JSON object, got \[1, 2, 3\]"),
+        ({"arrival_s": 0, "input_tokens": 10}, "has no output_tokens, output_length or GeneratedTokens"),
+        (GOOD | {"arrival_s": math.nan}, "arrival_s must be a finite number, got nan"),
+        (GOOD | {"arrival_s": math.inf}, "arrival_s must be a finite number, got inf"),
+        (GOOD | {"arrival_s": "noon"}, "arrival_s must be a finite number, got 'noon'"),
+        (GOOD | {"input_tokens": -1}, "input_tokens must not be negative, got -1"),
+        (GOOD | {"output_tokens": [4]}, r"output_tokens must be a finite number, got \[4\]"),
+        (GOOD | {"input_tokens": 10**400}, "input_tokens must be a finite number, got 1000"),
+        (GOOD | {"ttft_s": -1}, "ttft_s must not be negative"),
+        (GOOD | {"tpot_s": math.nan}, "tpot_s must be a finite number"),
+        (GOOD | {"hash_ids": ["a"]}, r"hash_ids must be whole numbers from 0 on, got \['a'\]"),
+        (GOOD | {"hash_ids": [-1]}, "hash_ids must be whole numbers from 0 on"),
+        (GOOD | {"hash_ids": 5}, "hash_ids must be whole numbers from 0 on"),
+        (GOOD | {"blocks_512": "1 x"}, "blocks_512 must be whole numbers from 0 on"),
+        (GOOD | {"blocks_0": [1]}, "column 'blocks_0' must say how many tokens a block has"),
+        ({"TIMESTAMP": "noon", "ContextTokens": 1, "GeneratedTokens": 1}, "TIMESTAMP must be a date and a time"),
+        ({"logger": "quire", "prompt_tokens": 1, "output_tokens": 1}, "time must be a date and a time, got None"),
+    ],
+    ids=str,
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, line, problem):
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{json.dumps(line)}\n")
+    with pytest.raises(ConfigError, match=f"trace .*a.jsonl: line 3: {problem}"):
+        read_trace(tmp_path / "a.jsonl")
+
+
+def test_lines_that_are_no_rows_are_named(tmp_path):
+    (tmp_path / "a.csv").write_text("arrival_s,input_tokens,output_tokens,blocks_512\n0,9,5,\n0,9,5,[1,2]\n")
+    with pytest.raises(ConfigError, match="line 3: has more cells than there are columns"):
+        read_trace(tmp_path / "a.csv")
+    (tmp_path / "a.jsonl").write_text('{"arrival_s": 0,\n')
+    with pytest.raises(ConfigError, match=r"line 1: is not JSON: .* at column"):
+        read_trace(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(ConfigError, match=r"cannot read the trace .*utf-8"):
+        read_trace(tmp_path / "a.jsonl")
+
+
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "arrival_s,input_tokens,output_tokens\nx,1,2\n"])
 def test_traces_that_cannot_be_read(tmp_path, text):
     (tmp_path / "bad.csv").write_text(text)
@@ -256,6 +308,35 @@ def test_rates_are_never_negative():
     works = [StepWork(rng.randrange(1, 600), 1, 0, 0.0) for _ in range(100)]
     _, rates = fit([Measured([work], max(1e-4, 0.05 - 5e-5 * work.tokens)) for work in works])  # more is quicker: noise
     assert min(rates.base, rates.tokens, rates.beyond, rates.rows) >= 0
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value"),
+    [
+        *(("machine", name, 0) for name in ("page_size", "pages", "max_model_len")),
+        *(("machine", name, 0) for name in ("slots", "max_batch_tokens", "depth")),
+        ("machine", "pages", -5),
+        ("machine", "step_target", -0.5),
+        ("machine", "captured", [[0, 8]]),
+        ("rates", "base", -0.5),
+        ("rates", "pairs", math.nan),
+        ("rates", "rows", -math.inf),
+    ],
+    ids=str,
+)
+def test_devices_that_there_are_not(tmp_path, part, field, value):
+    device = msgspec.to_builtins(MODEL)
+    device[part][field] = value
+    (tmp_path / "d.json").write_text(json.dumps(device))
+    got = re.escape(str(value[0] if field == "captured" else json.dumps(value)))
+    with pytest.raises(ConfigError, match=rf"cost model .*d.json: ({part}\.)?{field} must be .*, got {got}$"):
+        read_cost_model(tmp_path / "d.json")
+
+
+def test_a_device_that_takes_no_time_is_none(tmp_path):
+    write_cost_model(tmp_path / "d.json", msgspec.structs.replace(MODEL, rates=Rates()))
+    with pytest.raises(ConfigError, match="rates are all 0"):
+        read_cost_model(tmp_path / "d.json")
 
 
 def test_the_shipped_device_says_where_it_is_from():

@@ -20,7 +20,11 @@ ROUTERS: dict[str, type[RouterPolicy]] = {
 }
 
 
-def make_router(name: str, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY) -> RouterPolicy:
+def router_named(name: str) -> type[RouterPolicy]:
     if name not in ROUTERS:
         raise ConfigError(f"router must be one of {', '.join(ROUTERS)}, got {name!r}")
-    return ROUTERS[name](replicas, seed, capacity)
+    return ROUTERS[name]
+
+
+def make_router(name: str, replicas: int, seed: int = 0, capacity: int = DEFAULT_CAPACITY) -> RouterPolicy:
+    return router_named(name)(replicas, seed, capacity)

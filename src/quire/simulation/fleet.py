@@ -24,7 +24,7 @@ from typing import Protocol
 import msgspec
 
 from quire.cluster.router_policy import ReplicaLoad, RouterPolicy, RouteView
-from quire.cluster.routers import ROUTERS, make_router
+from quire.cluster.routers import make_router, router_named
 from quire.simulation.fleet_roles import FleetRoles, Routed
 from quire.simulation.fleet_scaling import FleetScaling
 from quire.simulation.records import Progress, Result
@@ -59,6 +59,7 @@ class Fleet:
     switch_roles: bool = True  # whether roles follow the load
 
     def __post_init__(self) -> None:
+        router_named(self.router)  # there is one
         if self.autoscale is not None and self.clients:
             raise ConfigError("clients of a closed loop have a replica each: nothing is scaled")
         if self.prefill_replicas and (self.autoscale is not None or self.clients):
@@ -75,7 +76,7 @@ class Fleet:
 
     def build(self, trace: Sequence[Arrival], share: range) -> list[Replica]:
         """Replicas by number."""
-        observes = ROUTERS[self.router].observes
+        observes = router_named(self.router).observes
         made = [Replica(self.options, self.model, oracle=self.oracle, observes=observes) for _ in share]
         if self.clients:
             for number, replica in zip(share, made, strict=True):

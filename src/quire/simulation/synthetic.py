@@ -23,8 +23,8 @@ def arrivals(kind: str, rate: float, seed: int) -> Iterator[float]:
     (a wave of that period)."""
     name, _, value = kind.partition(":")
     rng, now = Random(f"arrivals/{seed}"), 0.0
-    if not rate > 0:
-        raise ConfigError(f"rate must be more than 0, got {rate:g}")
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"rate must be a finite number above 0, got {rate:g}")
     if name == "poisson" and not value:
         while True:
             now += rng.expovariate(rate)

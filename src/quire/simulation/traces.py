@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
+from itertools import islice
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,26 +48,44 @@ def read_trace(path: Path, *, limit: int | None = None) -> list[Arrival]:
     """All requests of a trace, in the order they arrive, the first at 0."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            found = list(_limited(_rows(path, file), limit))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {type(error).__name__}: {error}") from None
+            found = list(islice(_arrivals(path, file), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the trace {path}: {error}") from None
     if not found:
         raise ConfigError(f"the trace {path} is empty")
     start = min(one.at for one in found)
     return sorted((one._replace(at=one.at - start) for one in found), key=lambda one: one.at)
 
 
-def _limited(rows: Iterable[Mapping[str, Any]], limit: int | None) -> Iterator[Arrival]:
-    for number, row in enumerate(rows):
-        if limit is not None and number >= limit:
-            return
-        yield _arrival(row)
+def _arrivals(path: Path, file: Iterable[str]) -> Iterator[Arrival]:
+    number = 0
+    try:
+        if path.suffix.lower() == ".csv":
+            table = csv.DictReader(file)
+            for row in table:
+                number = table.line_num
+                yield _arrival(row)
+        else:
+            for line in file:
+                number += 1
+                if line.strip() and _is_request(row := _object(line)):
+                    yield _arrival(row)
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, csv.Error) as error:
+        raise ConfigError(f"cannot read the trace {path}: line {number}: {error}") from None
 
 
-def _rows(path: Path, file: Iterable[str]) -> Iterable[Mapping[str, Any]]:
-    if path.suffix.lower() == ".csv":
-        return csv.DictReader(file)
-    return filter(_is_request, map(json.loads, filter(str.strip, file)))
+def _object(line: str) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"must be a JSON object, got {line.strip()[:40]}")
+    return found
 
 
 def _is_request(row: Mapping[str, Any]) -> bool:
@@ -72,42 +94,87 @@ def _is_request(row: Mapping[str, Any]) -> bool:
 
 
 def _arrival(row: Mapping[str, Any]) -> Arrival:
-    blocks, block = row.get("hash_ids") or (), TRACE_BLOCK
-    for name in row:
-        if name.startswith("blocks_"):
-            blocks, block = row[name] or (), int(name.removeprefix("blocks_"))
+    if None in row:
+        raise ValueError("has more cells than there are columns; a list of blocks is quoted")
+    blocks, block = _blocks(row)
     return Arrival(
         at=_seconds(row),
-        prompt=max(1, int(_first(row, PROMPT))),
-        outputs=max(1, int(_first(row, OUTPUTS))),
-        blocks=tuple(blocks),
+        prompt=max(1, _tokens(*_first(row, PROMPT))),
+        outputs=max(1, _tokens(*_first(row, OUTPUTS))),
+        blocks=blocks,
         block=block,
         tenant=str(row.get("tenant") or row.get("key") or ""),
-        ttft=float(row.get("ttft_s") or 0.0),
-        tpot=float(row.get("tpot_s") or 0.0),
+        ttft=_amount("ttft_s", row.get("ttft_s") or 0.0),
+        tpot=_amount("tpot_s", row.get("tpot_s") or 0.0),
         background=str(row.get("background") or "").lower() in ("true", "1"),
-        cached=int(row.get("cached_tokens") or 0),
+        cached=_tokens("cached_tokens", row.get("cached_tokens") or 0),
     )
 
 
-def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+def _blocks(row: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    """Ids, and the tokens that each stands for. Tables have them as text: `[1, 2]` or `1 2`."""
+    name = next((name for name in row if name.startswith("blocks_")), "hash_ids")
+    size = name.removeprefix("blocks_") if name != "hash_ids" else str(TRACE_BLOCK)
+    if not (size.isdecimal() and int(size)):
+        raise ValueError(f"column {name!r} must say how many tokens a block has, as blocks_512 does")
+    given = row.get(name) or ()
+    try:
+        ids = map(int, re.findall(r"[^][,\s]+", given)) if isinstance(given, str) else map(index, given)
+        blocks = tuple(ids)
+    except (TypeError, ValueError):
+        blocks = (-1,)
+    if min(blocks, default=0) < 0:
+        raise ValueError(f"{name} must be whole numbers from 0 on, got {_shown(given)}")
+    return blocks, int(size)
+
+
+def _first(row: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, Any]:
+    """The first of these that a row has, and its value."""
     for name in names:
-        if row.get(name) is not None:
-            return row[name]
-    raise KeyError(f"no column {' or '.join(names)}")
+        if row.get(name) not in (None, ""):
+            return name, row[name]
+    raise ValueError(f"has no {', '.join(names[:-1])} or {names[-1]}")
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError, OverflowError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{name} must be a finite number, got {_shown(value)}")
+    return found
+
+
+def _amount(name: str, value: Any) -> float:
+    if (found := _number(name, value)) < 0:
+        raise ValueError(f"{name} must not be negative, got {_shown(value)}")
+    return found
+
+
+def _tokens(name: str, value: Any) -> int:
+    return int(_amount(name, value))
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:40]
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
     """Mooncake counts milliseconds in a column of its own name, Azure writes dates."""
     if "logger" in row:  # the server's log says when a request ended
-        return datetime.fromisoformat(row["time"]).timestamp() - float(row.get("seconds") or 0.0)
-    for name in AT:
-        value = row.get(name)
-        if value is not None:
-            if name == "TIMESTAMP":
-                return datetime.fromisoformat(value[:26]).timestamp()
-            return float(value) / (1000 if name == "timestamp" else 1)
-    raise KeyError(f"no column {' or '.join(AT)}")
+        return _moment("time", row.get("time")) - _number("seconds", row.get("seconds") or 0.0)
+    name, value = _first(row, AT)
+    if name == "TIMESTAMP":
+        return _moment(name, str(value)[:26])
+    return _number(name, value) / (1000 if name == "timestamp" else 1)
+
+
+def _moment(name: str, value: Any) -> float:
+    try:
+        return datetime.fromisoformat(value).timestamp()
+    except (TypeError, ValueError, OverflowError, OSError):
+        raise ValueError(f"{name} must be a date and a time, got {_shown(value)}") from None
 
 
 def prompt_tokens(one: Arrival, number: int) -> list[int]:

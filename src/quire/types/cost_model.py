@@ -9,7 +9,9 @@ to measured steps (`quire bench calibrate`). Refuses to know: how they were meas
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -91,11 +93,39 @@ def work_of(rows: Sequence[Row]) -> StepWork:
     return StepWork(tokens, len(rows), sum(decode) + len(decode), pairs)
 
 
+_NOT_A_NUMBER = re.compile(rb'"(\w+)"\s*:\s*(-?(?:NaN|Infinity))\b')  # as other programs write them into JSON
+
+
 def read_cost_model(path: Path) -> CostModel:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=CostModel)
+        text = path.read_bytes()
+        if found := _NOT_A_NUMBER.search(text):
+            raise ConfigError(f"the cost model {path}: {found[1].decode()} must be a number, got {found[2].decode()}")
+        model = msgspec.json.decode(text, type=CostModel)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read the cost model {path}: {error}") from None
+    if problem := _problem(model):
+        raise ConfigError(f"the cost model {path}: {problem}")
+    return model
+
+
+def _problem(model: CostModel) -> str:
+    """Which field has a value that no device has; nothing if none has."""
+    machine, rates = model.machine, msgspec.structs.asdict(model.rates)
+    for name in ("pages", "slots", "max_model_len", "max_batch_tokens", "depth", "page_size"):
+        if (count := getattr(machine, name)) < 1:
+            return f"machine.{name} must be at least 1, got {count}"
+    for name, value in {"knee": model.knee, "machine.step_target": machine.step_target}.items():
+        if not 0 <= value < inf:
+            return f"{name} must be a finite number and not negative, got {value:g}"
+    for name, value in rates.items():
+        if not 0 <= value < inf:
+            return f"rates.{name} must be a finite number and not negative, got {value:g}"
+    if not any(rates.values()):
+        return "rates are all 0: steps would take no time"
+    if bad := [size for size in machine.captured if min(size) < 1]:
+        return f"machine.captured must be tokens and rows of at least 1, got {list(bad[0])}"
+    return ""
 
 
 def write_cost_model(path: Path, model: CostModel) -> None:
