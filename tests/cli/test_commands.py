@@ -35,17 +35,62 @@ def test_help_names_extras_whole():
 
 
 def test_simulation_options_without_effect_are_refused():
-    few = ("--workload", "chat", "--num", "2", "--workers", "1")
+    few = "--workload chat --num 2 --workers 1"
     for words, problem in (
-        (("--startup", "5"), "startup has no effect without max_replicas or min_replicas"),
-        (("--slo-give-up",), "slo_give_up has no effect without slo_ttft"),
+        ("--startup 5", "startup has no effect without max_replicas or min_replicas"),
+        ("--slo-give-up", "slo_give_up has no effect without slo_ttft"),
+        ("--no-switch-roles", "switch_roles has no effect without prefill_replicas"),
+        ("--think 2", "think has no effect without clients"),
+        ("--loads 0.5", "loads has no effect without compare"),
+        ("--clients 2 --rate 3", "rate has no effect beside clients"),
+        ("--clients 2 --rate-scale 3", "rate_scale has no effect beside clients"),
+        ("--clients 2 --arrivals gamma:0.5", "arrivals has no effect beside clients"),
+        ("--clients 2 --router least-load", "router has no effect beside clients"),
+        ("--oracle --scheduler fcfs", "oracle has no effect beside scheduler fcfs: it looks at no lengths"),
+        ("--oracle --scheduler mlfq", "oracle has no effect beside scheduler mlfq: it looks at no lengths"),
+        ("--oracle --length-predictor constant", "oracle has no effect beside length_predictor"),
+        ("--scheduler fair --max-wait 5", "max_wait has no effect beside scheduler fair"),
+        ("--compare fcfs --router least-load", "router has no effect beside compare"),
+        ("--compare fcfs --router bogus", "router has no effect beside compare"),
+        ("--compare fcfs --think 2", "think has no effect without clients"),
+        ("--compare fcfs --max-replicas 2", "max_replicas has no effect beside compare"),
+        ("--compare sjf,fcfs:oracle", "oracle has no effect beside scheduler fcfs"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            run("simulate", *few, *words)
-    assert (
-        run("simulate", *few, "--startup", "5", "--max-replicas", "2", "--slo-give-up", "--slo-ttft", "9").exit_code
-        == 0
-    )
+            run("simulate", *few.split(), *words.split())
+    with pytest.raises(ConfigError, match="arrivals has no effect without rate or workload or compare"):
+        run("simulate", "--trace", "a.csv", "--arrivals", "gamma:0.5")
+
+
+def test_simulation_options_with_an_effect_are_taken(tmp_path):
+    (tmp_path / "t.csv").write_text("arrival_s,input_tokens,output_tokens\n0,5,2\n1,6,3\n")
+    for words in (
+        "--workload chat --startup 5 --max-replicas 2 --slo-give-up --slo-ttft 9",
+        "--workload chat --clients 2 --think 2",
+        "--workload chat --oracle --max-wait 5",
+        f"--trace {tmp_path / 't.csv'} --rate 2 --arrivals gamma:0.5",
+    ):
+        assert run("simulate", *words.split(), "--num", "2", "--workers", "1").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--rate 0", "rate must be a finite number above 0, got 0"),
+        ("--rate inf", "rate must be a finite number above 0, got inf"),
+        ("--kv-scale nan", "kv_scale must be a finite number above 0, got nan"),
+        ("--rate-scale nan", "rate_scale must be a finite number above 0, got nan"),
+        ("--clients 2 --think inf", "think must be a finite number"),
+        ("--router bogus", "router must be one of cache-aware, .*, got 'bogus'"),
+        ("--scheduler bogus", "scheduler must be one of"),
+        ("--compare fcfs,bogus", "scheduler must be one of"),
+        ("--compare sjf:orcale", "scheduler 'sjf:orcale' cannot be imported"),
+        ("--compare fcfs --loads 0.5,nan", "loads are numbers above 0"),
+    ],
+)
+def test_what_cannot_be_simulated(words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        run("simulate", "--workload", "chat", "--num", "2", "--workers", "1", *words.split())
 
 
 def test_help_shows_what_most_people_need():

@@ -81,7 +81,9 @@ def _policies(rng: random.Random, options: dict[str, Any]) -> None:
     """By draws of their own: what other seeds found stays what it was."""
     if options["scheduler"] == "fcfs" and rng.random() < 0.7:
         options["scheduler"] = rng.choice(["sjf", "srpt", "mlfq", "lpm", "slo", "fair", "auto"])
-        options["max_wait"] = rng.choice([0.001, 0.1, 60.0])
+        wait = rng.choice([0.001, 0.1, 60.0])
+        if options["scheduler"] != "fair":  # it needs no bound, and takes none
+            options["max_wait"] = wait
         options["slo_ttft"] = rng.choice([0.001, 0.05, 100.0])
         options["slo_tpot"] = rng.choice([0.001, 0.5])
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from quire import LLM
 from quire.cli.main import app
 from quire.runtime.hardware import Hardware, resolve
+from quire.scheduling import POLICIES
 from quire.types.config import CONCERNS, EngineOptions, flat_fields
 from quire.types.errors import ConfigError
 from quire.types.serving import ServeOptions
@@ -97,6 +98,10 @@ def test_they_were_taken_in_silence(options, named):
         ({"kv_policy": "lfu"}, "kv_policy has no effect without kv_host or kv_disk"),
         ({"kv_policy": "cost", "kv_remote": "redis://there/0"}, "kv_policy has no effect without"),
         ({"preempt": "swap"}, "preempt swap has no effect without kv_host or kv_disk or kv_remote"),
+        *(
+            ({"max_wait": 5.0, "scheduler": name}, f"max_wait has no effect beside scheduler {name}")
+            for name in ("fcfs", "priority", "fair", "static")
+        ),
         ({"ageing": 3.0}, "ageing has no effect without scheduler"),
         ({"ageing": 3.0, "scheduler": "static"}, "ageing has no effect beside scheduler static"),
         ({"kv_host": "1G", "prefix_cache": False}, "kv_host has no effect beside prefix_cache off"),
@@ -119,6 +124,15 @@ def test_pairs_without_effect(options, named):
 def flag(name, value):
     name = name.replace("_", "-")
     return [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+
+
+def test_max_wait_is_refused_where_no_policy_looks_at_it():
+    for name, policy in POLICIES.items():
+        if policy.starves:
+            assert EngineOptions.of(scheduler=name, max_wait=5.0).scheduler.max_wait == 5.0
+        else:
+            with pytest.raises(ConfigError, match="max_wait has no effect"):
+                EngineOptions.of(scheduler=name, max_wait=5.0)
 
 
 def test_options_with_an_effect_are_taken():

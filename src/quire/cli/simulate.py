@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
+from collections.abc import Mapping
+from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import replace
@@ -13,6 +17,7 @@ from quire.cli.options import HtmlOption, JsonOption, with_autoscale_options, wi
 from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import SchedulerOptions
 from quire.types.errors import ConfigError
+from quire.types.option_checks import Pair
 
 if TYPE_CHECKING:
     from quire.simulation.comparison import Cell
@@ -20,6 +25,21 @@ if TYPE_CHECKING:
     from quire.types.config import EngineOptions
     from quire.types.cost_model import CostModel
 
+_OWN_PACE = "clients ask when they have their last answer"
+_ONE_REPLICA = "it runs one replica at the loads it is given"
+PAIRS = (
+    Pair("startup", "no replica is started later", needs=("max_replicas", "min_replicas")),
+    Pair("switch_roles", "no replica has a role", needs=("prefill_replicas",)),
+    Pair("think", "only clients of a closed loop think", needs=("clients",)),
+    Pair("arrivals", "a trace has moments of its own", needs=("rate", "workload", "compare")),
+    Pair("loads", "nothing is compared", needs=("compare",)),
+    *(Pair(name, _OWN_PACE, excludes="clients") for name in ("rate", "arrivals", "rate_scale")),
+    Pair("router", "clients have a replica each", excludes="clients"),
+    Pair("oracle", "name policies as srpt:oracle", excludes="compare"),
+    Pair("oracle", "lengths are told, not predicted", excludes="length_predictor"),
+    *(Pair(name, _ONE_REPLICA, excludes="compare") for name in ("rate", "rate_scale", "clients", "router", "replicas")),
+    *(Pair(f"{kind}_replicas", _ONE_REPLICA, excludes="compare") for kind in ("min", "max", "prefill")),
+)
 STARTUP_S = 30.0  # that a replica takes to start, unless said otherwise
 UNBOUNDED = 1_000_000_000  # requests that may wait, unless said otherwise: overload shows as waiting, not as refusals
 
@@ -70,6 +90,7 @@ def simulate(
     html: HtmlOption = None,
 ) -> None:
     """Simulate engines under load; report latencies, throughput and goodput."""
+    given = dict(locals())
     from rich.console import Console
     from rich.table import Table
 
@@ -81,21 +102,10 @@ def simulate(
     from quire.simulation.fleet import simulate as run
     from quire.types.config import CacheOptions, EngineOptions
 
-    if rate_scale <= 0 or kv_scale <= 0:
-        raise ConfigError("rate_scale and kv_scale must be more than 0")
-    if startup is not None and not autoscaling.autoscales:
-        raise ConfigError("startup has no effect without max_replicas or min_replicas: no replica is started later")
-    if not (switch_roles or prefill_replicas):
-        raise ConfigError("switch_roles has no effect without prefill_replicas")
+    _check(given)
     model = _sized(load_device(device), scheduling, kv_scale, page_size)
     options = EngineOptions(scheduler=scheduling, cache=CacheOptions(prefix_cache=prefix_cache))
     if compare is not None:
-        if rate or clients or replicas > 1 or rate_scale != 1 or oracle or autoscaling.autoscales or prefill_replicas:
-            raise ConfigError(
-                "compare runs one replica at the loads it is given: leave out rate, rate_scale, clients, replicas and "
-                "their scaling; "
-                "instead of oracle name policies as srpt:oracle"
-            )
         numbers = range(seed, seed + (seeds or 3))
         cells = _compared(model, options, trace, workload, num, arrivals, compare, loads, numbers, workers)
         if json_:
@@ -132,6 +142,33 @@ def simulate(
         )
 
 
+def _check(given: Mapping[str, Any]) -> None:
+    """Refuse, of all that the command was given, numbers that are none and options that would have no effect."""
+    for name in ("rate", "rate_scale", "kv_scale"):
+        if (value := given[name]) is not None and not 0 < value < inf:
+            raise ConfigError(f"{name} must be a finite number above 0, got {value:g}")
+    for name in ("think", "startup"):
+        if (value := given[name]) is not None and not 0 <= value < inf:
+            raise ConfigError(f"{name} must be a finite number, not negative, got {value:g}")
+    scheduling, autoscaling = given["scheduling"], given["autoscaling"]
+    unsaid = {name: parameter.default for name, parameter in inspect.signature(simulate).parameters.items()}
+    unsaid |= {field.name: field.default for kind in (scheduling, autoscaling) for field in dataclasses.fields(kind)}
+    values = {**given, **dataclasses.asdict(scheduling), **dataclasses.asdict(autoscaling)}
+    said = {name: value for name, value in values.items() if value != unsaid[name]}
+    for pair in PAIRS:
+        if problem := pair.problem(said):
+            raise ConfigError(problem)
+    _check_policy(scheduling, given["oracle"])
+
+
+def _check_policy(scheduling: SchedulerOptions, oracle: bool) -> None:
+    """That there is such a policy, and that it looks at lengths if it is told them."""
+    from quire.scheduling.policies import make_policy
+
+    if not make_policy(scheduling).uses_lengths and oracle:
+        raise ConfigError(f"oracle has no effect beside scheduler {scheduling.scheduler}: it looks at no lengths")
+
+
 def _compared(
     model: CostModel,
     options: EngineOptions,
@@ -157,12 +194,15 @@ def _compared(
     else:
         assert trace is not None
         work = recorded(trace.stem, read_trace(trace), targets, arrivals, num or 1000)
-    named = [name.partition(":") for name in policies.split(",")]
-    contenders = [Contender(policy, oracle == "oracle") for policy, _, oracle in named]
+    contenders = [Contender(name.removesuffix(":oracle"), name.endswith(":oracle")) for name in policies.split(",")]
+    for contender in contenders:
+        _check_policy(options.but(scheduler=contender.policy).scheduler, contender.oracle)
     try:
         shares = [float(load) for load in loads.split(",")]
     except ValueError:
-        raise ConfigError(f"loads are numbers separated by commas, got {loads!r}") from None
+        shares = []
+    if not shares or not all(0 < share < inf for share in shares):
+        raise ConfigError(f"loads are numbers above 0, separated by commas, got {loads!r}")
     with RequestProgress(len(shares) * len(contenders) * len(seeds), what="runs") as progress:
         cells = compare(
             model, [work], shares, contenders, list(seeds), options=options, workers=workers, told=progress.ended
@@ -186,7 +226,7 @@ def _traffic(
     if (trace is None) == (workload is None):
         raise ConfigError("say either trace or workload")
     if workload is not None:
-        return synthetic(workload, num or 1000, (rate or 1.0) * scale, seed, kind)
+        return synthetic(workload, num or 1000, (1.0 if rate is None else rate) * scale, seed, kind)
     assert trace is not None
     found = read_trace(trace, limit=num if rate is None else None)
     if rate is not None:

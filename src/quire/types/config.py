@@ -272,6 +272,10 @@ PAIRS = (
     Pair("preempt", "pages are moved to a tier below the device", value="swap", needs=_TIERS),
     Pair("slo_give_up", "it has no targets to miss", excludes="scheduler", excluded="fcfs"),
     Pair("length_predictor", "it looks at no lengths", excludes="scheduler", excluded="fcfs"),
+    *(
+        Pair("max_wait", "it lets nobody starve", excludes="scheduler", excluded=policy)
+        for policy in ("fcfs", "priority", "fair", "static")
+    ),
     Pair("ageing", "only the priority policy ages", needs=("scheduler",), excludes="scheduler", excluded="static"),
     *(Pair(tier, _SHARED, excludes="prefix_cache", excluded=False) for tier in _TIERS),
     *(Pair(n, _CONTIGUOUS, excludes="scheduler", excluded="static") for n in (*_TIERS, "session_quota")),
