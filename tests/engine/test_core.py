@@ -16,7 +16,7 @@ from quire.engine.core import MAX_FAILURES, EngineCore
 from quire.engine.link import LocalLink
 from quire.types.cache_control import CacheOrder
 from quire.types.config import EngineOptions
-from quire.types.errors import EngineDeadError, InputError, OverloadedError
+from quire.types.errors import ConfigError, EngineDeadError, InputError, OverloadedError
 from quire.types.fakes import FakeExecutor, fake_token
 from quire.types.grammar import GrammarSpec
 from quire.types.kv import KVGroup, KVLayout
@@ -424,6 +424,34 @@ def test_a_sleeping_engine_keeps_cached_prefixes_and_wakes_for_a_request():
     engine.scheduler.check()
 
 
+def test_asleep_no_more_is_kept_than_host_memory_has_room_for(monkeypatch):
+    engine, slept = core(), []
+    old, late = list(range(13)), list(range(50, 63))
+    answers = {}
+    for name, prompt in (("old", old), ("late", late)):
+        engine.submit(ask(name, prompt, max_tokens=2))
+        answers |= run(engine)
+    cached, sleep = engine.stats().pages_cached, engine.executor.sleep
+    monkeypatch.setattr(engine.executor, "sleep", lambda pages, level: slept.append(pages) or sleep(pages, level))
+    monkeypatch.setattr(FakeExecutor, "room_asleep", lambda self: cached // 2)
+    engine.power(asleep=True)
+    assert len(slept[0]) == engine.stats().pages_cached == cached // 2 < cached
+    engine.scheduler.check()
+    for name, prompt, hit in (("late", late, 12), ("old", old, 0)):  # the least recently used was dropped
+        before = engine.stats().cached_tokens
+        engine.submit(ask(f"{name} again", prompt, max_tokens=2))
+        assert run(engine)[f"{name} again"] == answers[name] and engine.stats().cached_tokens - before == hit
+
+    def refused(pages, level):
+        raise ConfigError("not here")
+
+    monkeypatch.setattr(engine.executor, "sleep", refused)
+    there = engine.stats().pages_cached
+    with pytest.raises(ConfigError, match="not here"):
+        engine.power(asleep=True)
+    assert engine.stats().pages_cached == there, "what does not sleep keeps what it has"
+
+
 def test_levels_of_sleep(monkeypatch):
     """At 2, and where there is no other memory to wait in, nothing cached is kept; a deeper sleep wakes first."""
     engine, prompt = core(), list(range(13))
@@ -443,7 +471,7 @@ def test_levels_of_sleep(monkeypatch):
         assert engine.stats().sleep_level == slept[-1][1]
     assert slept[0][0] > 0 and slept[1:] == [(0, 2)]
     assert ask_again("b") == first and engine.stats().cached_tokens == 0 and engine.stats().sleep_level == 0
-    monkeypatch.setattr(FakeExecutor, "offloads", False)
+    monkeypatch.setattr(FakeExecutor, "room_asleep", lambda self: 0)
     engine.power(asleep=True)
     assert slept[-1] == (0, 1) and ask_again("c") == first and engine.stats().cached_tokens == 0
     with pytest.raises(InputError, match="levels 1 and 2, not 3"):

@@ -6,10 +6,13 @@ import weakref
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.runtime import worker
+from quire.runtime.executors import local_executor
 from quire.runtime.executors.local_executor import LocalExecutor
-from quire.types.errors import InputError
+from quire.types.errors import ConfigError, InputError
 
 PROMPT = "The capital of France is"
+LONG = list(range(1, 51))
 PARAMS = SamplingParams(temperature=0, max_tokens=8)
 FORMS = {
     "compiled": {},
@@ -85,3 +88,57 @@ def test_level_2_gives_up_what_level_1_had_kept(dense_model, monkeypatch):
         llm.sleep()
         llm.sleep(level=2)
         assert not any(ref() is not None for ref in weights)
+
+
+def test_a_wake_does_not_run_the_largest_step_again(dense_model, monkeypatch):
+    """That it fits was seen at the start. A CPU runs none: what comes before it is all that a wake may do."""
+    with LLM(dense_model, kv_memory="32M", **FORMS["torch"]) as llm:
+        executor = llm._link.core.executor
+        first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+        monkeypatch.setattr(executor, "_warmed_up", lambda: pytest.fail("the largest step ran"))
+        llm.sleep()
+        assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids == first.token_ids
+
+
+def test_a_wake_that_finds_no_memory_says_so_and_may_be_tried_again(dense_model, monkeypatch):
+    with LLM(dense_model, kv_memory="32M", **FORMS["torch"]) as llm:
+        executor = llm._link.core.executor
+        first = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+        llm.sleep()
+
+        def short():
+            raise RuntimeError("CUDA out of memory")
+
+        monkeypatch.setattr(executor, "_new_worker", short)
+        with pytest.raises(ConfigError, match=r"no memory left for weights and [\d,]+ KV pages"):
+            llm.wake()
+        assert llm.stats().sleep_level == 1
+        monkeypatch.undo()
+        assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids == first.token_ids
+
+
+def test_cached_pages_wait_in_half_of_the_memory_that_weights_leave(dense_model, monkeypatch):
+    """As on a GPU; they are moved some at a time, for gathered pages take memory beside the others."""
+    monkeypatch.setattr(LocalExecutor, "offloads", True)
+    with LLM(dense_model, kv_memory="32M", **FORMS["torch"]) as llm:
+        executor = llm._link.core.executor
+        first = llm.generate([LONG], PARAMS)[0].outputs[0]
+        cached, size = llm.stats().pages_cached, executor.layout.page_bytes
+        assert cached > 2
+        weights = sum(tensor.nbytes for tensor in executor.model.weights())
+        monkeypatch.setattr(local_executor, "available_bytes", lambda: weights + 2 * 2 * size)
+        monkeypatch.setattr(worker, "GATHERED_BYTES", size)
+        assert executor.room_asleep() == 2
+        llm.sleep()
+        assert llm.stats().pages_cached == 2
+        again = llm.generate([LONG], PARAMS)[0].outputs[0]
+        assert again.token_ids == first.token_ids
+        monkeypatch.setattr(local_executor, "available_bytes", lambda: 2 * cached * size)
+        assert executor.room_asleep() == cached, "host memory that weights had is kept for them"
+        llm.sleep()
+        assert llm.stats().pages_cached == cached
+        again = llm.generate([LONG], PARAMS)[0]
+        assert again.outputs[0].token_ids == first.token_ids and llm.stats().cached_tokens > 0
+        monkeypatch.setattr(local_executor, "available_bytes", lambda: 0)
+        llm.sleep()
+        assert llm.stats().pages_cached == 0

@@ -163,5 +163,5 @@ def test_an_engine_that_finds_no_memory_says_what_to_lower_and_gives_back_what_i
     monkeypatch.setattr(executor, "_warmed_up", too_large, raising=False)
     executor._capacity = Capacity(pages=900, slots=30, max_model_len=64, max_batch_tokens=4000, depth=1)
     with pytest.raises(ConfigError, match=r"900 KV pages .* 4,000 tokens .* 30 answers .* lower kv_memory") as failed:
-        executor._make_worker()
+        executor.start()
     assert made[0]() is None and failed.value.__context__ is None

@@ -96,10 +96,10 @@ class EngineCore:
         if asleep and not self._sleep_level:
             memory = self.scheduler.memory
             self.scheduler.features.sessions.reset()  # what they hold stays cached, and that is what is kept
-            kept = memory.cached_pages() if level == 1 and self.executor.offloads else []
+            kept = memory.cached_pages(self.executor.room_asleep() if level == 1 else 0)
             self.executor.sleep(kept, level)
-            if not kept:
-                memory.drop_cached()
+            if (dropped := memory.keep_cached(kept)) and kept:
+                log.info("%d cached pages are kept while the engine sleeps, %d are dropped", len(kept), dropped)
             self._sleep_level = level
         if self._sleep_level != before:
             state = f"asleep at level {level}" if asleep else "awake"

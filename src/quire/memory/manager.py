@@ -364,10 +364,18 @@ class KVManager:
         size = self.layout.state_pages
         return list(range(self._first_cell + cell * size, self._first_cell + (cell + 1) * size))
 
-    def cached_pages(self) -> list[int]:
-        """All that holds cached content and is not in use: of tokens, and of snapshots."""
+    def cached_pages(self, most: int) -> list[int]:
+        """What holds cached content and is not in use, of tokens and of snapshots: so many pages at most, the latest
+        used. None where snapshots alone are more."""
         cells = self.states.idle_cells() if self.states is not None else []
-        return self.pool.cached_pages() + [page for cell in cells for page in self.state_pages(cell)]
+        snapshots = [page for cell in cells for page in self.state_pages(cell)]
+        tokens = self.pool.cached_pages()
+        room = most - len(snapshots)
+        return tokens[max(0, len(tokens) - room) :] + snapshots if room > 0 else []
+
+    def keep_cached(self, pages: Sequence[int]) -> int:
+        """Drop what other pages hold of `cached_pages`; how many pages that frees."""
+        return self.pool.drop_others(set(pages)) if pages else self.drop_cached()
 
     def on_eviction(self, told: Callable[[Key, int], None]) -> None:
         """Have `told` called with content that is about to be lost, and its page."""

@@ -13,7 +13,7 @@ engines without paging do (the measured baseline).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 from quire.memory.prefix import Key, PrefixIndex
 from quire.types.kv import NULL_PAGE
@@ -43,7 +43,7 @@ class PagePool:
         return len(self._idle)
 
     def cached_pages(self) -> list[int]:
-        """Unreferenced pages whose content is known."""
+        """Unreferenced pages whose content is known, the least recently used first."""
         return list(self._idle)
 
     def refs(self, page: int) -> int:
@@ -94,7 +94,13 @@ class PagePool:
         frees."""
         keys = list(keys)
         found = [page for group, name in keys for page in self.index.run(group, [name])]
-        idle = [page for page in (*found, *self.index.partial.tails_after(keys)) if page in self._idle]
+        return self._drop([page for page in (*found, *self.index.partial.tails_after(keys)) if page in self._idle])
+
+    def drop_others(self, pages: Set[int]) -> int:
+        """Drop cached content that is in none of these pages; how many that frees."""
+        return self._drop([page for page in self._idle if page not in pages])
+
+    def _drop(self, idle: list[int]) -> int:
         for page in idle:
             del self._idle[page]
             self.index.remove(page)

@@ -44,6 +44,10 @@ class HostWeights:
         for tensor, host in self._held.values():
             tensor.data = host
 
+    def lacks(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Bytes of host memory that these would take in addition to what is kept."""
+        return sum(tensor.nbytes for tensor in tensors if id(tensor) not in self._held)
+
     def give_back(self, device: torch.device) -> None:
         for tensor, host in self._held.values():
             tensor.data = host.to(device, non_blocking=True)

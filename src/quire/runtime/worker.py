@@ -38,6 +38,7 @@ from quire.types.plan import Capacity, Probe, StepPlan
 
 MAX_CAPTURED_DRAFT_ROWS = 512  # steps with drafts are captured up to here
 SHORT_PROMPT_TOKENS = 512  # rows up to this are attended from pages, whatever else they are
+GATHERED_BYTES = 256 << 20  # of pages that are read or written at once
 PROMPT_LOGITS_ROWS = 64  # logits held at once for prompt log-probabilities
 
 
@@ -133,12 +134,23 @@ class ForwardWorker:
 
     def read_pages(self, pages: list[int]) -> torch.Tensor:
         """Their bytes, in host memory."""
-        return self.pages[torch.tensor(pages, device=self.device, dtype=torch.long)].cpu()
+        content = torch.empty(len(pages), *self.pages.shape[1:], dtype=self.pages.dtype)
+        for part, at in self._parts(pages):
+            content[part] = self.pages[at].cpu()
+        return content
 
     def write_pages(self, pages: list[int], content: torch.Tensor | None) -> None:
         if pages and content is not None:
-            self.pages[torch.tensor(pages, device=self.device)] = content.to(self.device)
+            for part, at in self._parts(pages):
+                self.pages[at] = content[part].to(self.device)
             self.sparse.forget(pages)
+
+    def _parts(self, pages: list[int]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Some of them at a time, for what is gathered takes device memory beside the pages, which leave little."""
+        most = max(1, GATHERED_BYTES // self.pages[:1].nbytes)
+        for start in range(0, len(pages), most):
+            part = slice(start, start + most)
+            yield part, torch.tensor(pages[part], device=self.device, dtype=torch.long)
 
     # ---- before the first request ----------------------------------------------------------------------------
 

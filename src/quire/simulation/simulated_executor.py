@@ -98,7 +98,8 @@ class SimulatedExecutor:
     def unload_adapter(self, slot: int) -> None:
         pass
 
-    offloads = False
+    def room_asleep(self) -> int:
+        return 0
 
     def sleep(self, pages: list[int], level: int) -> None:
         raise ConfigError("a simulated device does not sleep")

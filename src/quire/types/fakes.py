@@ -363,7 +363,8 @@ class FakeExecutor:
             return [sum(column) for column in zip(*states, strict=True)]
         return list(states[0 if row.pool == "cls" else -1])
 
-    offloads = True
+    def room_asleep(self) -> int:
+        return self.capacity.pages
 
     def sleep(self, pages: list[int], level: int) -> None:
         self._kv = {place: digest for place, digest in self._kv.items() if place[0] in pages}

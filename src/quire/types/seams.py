@@ -80,9 +80,9 @@ class Executor(Protocol):
         """No request has this slot's adapter any more."""
         ...
 
-    @property
-    def offloads(self) -> bool:
-        """Whether host memory is another than the device's, so that what sleeps can wait there."""
+    def room_asleep(self) -> int:
+        """How many cached pages host memory has room for while the device sleeps at level 1; 0 where it is the same
+        memory."""
         ...
 
     def sleep(self, pages: list[int], level: int) -> None:

@@ -47,6 +47,7 @@ from quire.types.errors import ConfigError
 from quire.types.grammar import GrammarSpec, Vocabulary
 from quire.types.kv import KVLayout
 from quire.types.membership import PeerLink
+from quire.types.memory_use import available_bytes
 from quire.types.plan import Capacity, StepPlan, StepResult
 from quire.types.seams import ExecutorInfo, Proposer, Ticket, WeightSource
 from quire.types.transfer import PEER, KVConnector
@@ -181,32 +182,46 @@ class LocalExecutor:
         )
 
     def start(self) -> Capacity:
-        self._worker, self._head = self._make_worker()
+        size = self._capacity
+        self._make_worker(
+            self._warmed_up,
+            f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens of prompts and {size.slots:,} "
+            "answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs",
+        )
+        assert self._worker is not None
         self._capacity = replace(self._capacity, captured=self._worker.captured_sizes)
         return self._capacity
 
-    def _make_worker(self) -> tuple[ForwardWorker, SamplingHead]:
+    def _make_worker(self, make: Callable[[], tuple[ForwardWorker, SamplingHead]], lacking: str) -> None:
+        """ConfigError, which says what is `lacking`: the device has no memory for it."""
         made = None
         try:
-            made = self._warmed_up()
+            made = make()
         except RuntimeError as error:  # torch's own, or Triton's when it loads a kernel
             if "out of memory" not in str(error):
                 raise
         if made is None:  # what was allocated is garbage by now, with the error that held it
             gc.collect()
             torch.cuda.empty_cache()
-            size = self._capacity
-            raise ConfigError(
-                f"beside {size.pages:,} KV pages a step of {size.max_batch_tokens:,} tokens of prompts "
-                f"and {size.slots:,} answers finds no memory; lower kv_memory, max_batch_tokens or max_seqs"
-            )
+            raise ConfigError(lacking)
+        self._worker, self._head = made
         if self._tiers.stores:
             self._transfers = self._transfers or Transfers(self._tiers.stores, self._tiers.signal, self.layout)
-            self._transfers.use(made[0].pages)
-        return made
+            self._transfers.use(self._worker.pages)
 
     def _warmed_up(self) -> tuple[ForwardWorker, SamplingHead]:
         """Worker and head, after all that a GPU does only once, and the largest step."""
+        worker, head = self._captured()
+        if self._device.type == "cuda":
+            began = time.perf_counter()
+            worker.warm_up()
+            head.warm_up()
+            torch.cuda.synchronize(self._device)
+            self._startup_s["largest step"] = time.perf_counter() - began
+        return worker, head
+
+    def _captured(self) -> tuple[ForwardWorker, SamplingHead]:
+        """Worker and head, the first steps captured where they are."""
         began = time.perf_counter()
         moves = all(group.residual is None for group in self.layout.groups)
         speculation = make_speculation(
@@ -220,12 +235,6 @@ class LocalExecutor:
             worker.capture(beside=[head.warm_up], whole=False)
             self._unprepared = True
             self._startup_s["captured steps"] = time.perf_counter() - began
-        if self._device.type == "cuda":
-            began = time.perf_counter()
-            worker.warm_up()
-            head.warm_up()
-            torch.cuda.synchronize(self._device)
-            self._startup_s["largest step"] = time.perf_counter() - began
         return worker, head
 
     def _new_worker(self) -> ForwardWorker:
@@ -241,7 +250,14 @@ class LocalExecutor:
 
     @property
     def offloads(self) -> bool:
+        """Whether host memory is another than the device's, so that what sleeps can wait there."""
         return self._device.type != "cpu"
+
+    def room_asleep(self) -> int:
+        if not self.offloads:
+            return 0
+        free = available_bytes() - self._host_weights.lacks(self.model.weights())
+        return max(0, free // 2) // self.layout.page_bytes
 
     def sleep(self, pages: list[int], level: int) -> None:
         assert self._worker is not None
@@ -275,14 +291,20 @@ class LocalExecutor:
         def loaded(done: int, total: int) -> None:
             on_progress()
 
-        if self._unloaded:
-            self._load_again(loaded)
-        elif self.offloads:
-            self._host_weights.give_back(self._device)
-            if self._held is not None and isinstance(self.model, Model):
-                hold_model(self.model, self._held)
-        on_progress()
-        self._worker, self._head = self._make_worker()
+        def made() -> tuple[ForwardWorker, SamplingHead]:
+            """The largest step is not run again: that it fits beside the pages was seen at the start."""
+            if self._unloaded:
+                self._load_again(loaded)
+            elif self.offloads:
+                self._host_weights.give_back(self._device)
+                if self._held is not None and isinstance(self.model, Model):
+                    hold_model(self.model, self._held)
+            on_progress()
+            return self._captured()
+
+        pages = self._capacity.pages
+        self._make_worker(made, f"the device has no memory left for weights and {pages:,} KV pages: others have it now")
+        assert self._worker is not None
         self._worker.write_pages(*self._saved_pages)
         self._saved_pages = ([], None)
 
