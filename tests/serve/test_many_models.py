@@ -361,8 +361,11 @@ def test_a_model_is_named_in_the_file_or_on_the_command_line(
         CliRunner().invoke(app, ["serve", "--port", "0", "--models", str(file)], catch_exceptions=False)
 
 
+LIMITS = {"max_loaded_models": 2, "models_memory": "1G", "models_asleep": "1G", "keep_alive": "5m", "model_wait": 3.0}
+
+
 def test_options_of_several_models_need_several_models(tmp_path) -> None:
-    for name, value in {"max_loaded_models": 2, "models_memory": "1G", "keep_alive": "5m", "model_wait": 3.0}.items():
+    for name, value in LIMITS.items():
         with pytest.raises(ConfigError, match=f"{name} has no effect without models"):
             ServeOptions(**{name: value})  # type: ignore[arg-type]
         ServeOptions(models="m.yaml", **{name: value})  # type: ignore[arg-type]

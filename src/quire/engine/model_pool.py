@@ -2,12 +2,13 @@
 
     unloaded ──asked for──► waits for room ──► loading ──► loaded ◄──leases── requests
         ▲                        (others, idle, go)           │
-        └────────── unloading ◄── idle for keep_alive, or another needs its room
+        └── unloading, or asleep ◄── idle for keep_alive, or another needs its room
 
 A request holds a lease while it runs; only a model without leases is unloaded. Whoever asks for one that is being
 loaded shares that load, and its failure; who asks after a pause tries again. Loads make room in the order they were
 asked for: a model that has to go gets no new leases until it has gone, so that a busy one does not keep others out for
-ever. No room is made for a load that nobody waits for any more.
+ever. No room is made for a load that nobody waits for any more. Where engines may sleep, one that goes does that rather
+than end, and a load wakes it.
 Refuses to know: requests, how engines are started.
 """
 
@@ -17,23 +18,22 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Protocol
 
 from quire.engine.client import CLOSED
 from quire.engine.frontend import Frontend
-from quire.engine.model_eviction import Candidate, GreedyDual, victims
-from quire.engine.pooled_model import LoadedModel, ModelState, PooledModel, bound_tokenizer, restore_adapters
+from quire.engine.model_room import ModelRoom, PoolLimits, gib
+from quire.engine.pooled_model import Lease, LoadedModel, ModelState, PooledModel, bound_tokenizer, restore_adapters
+from quire.engine.sleeping_engines import SleepingEngines
 from quire.types.config import EngineOptions
-from quire.types.errors import ConfigError, EngineDeadError, OverloadedError, QuireError
+from quire.types.errors import EngineDeadError, OverloadedError, QuireError
 from quire.types.messages import AdapterInfo
 from quire.types.models_file import ServedModel
 
 log = logging.getLogger(__name__)
 
-GIB = 1 << 30
 LOAD_RETRY_S = 5.0  # after which a model that had no room may have some
 
 OpenModel = Callable[[ServedModel, Frontend | None], Awaitable[Frontend]]
@@ -41,35 +41,6 @@ OpenModel = Callable[[ServedModel, Frontend | None], Awaitable[Frontend]]
 
 class Closable(Protocol):
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class PoolLimits:
-    """What may be loaded at once, and how long a request waits for room."""
-
-    models: int | None = None
-    bytes: int | None = None
-    wait: float = 60.0
-
-
-class Lease:
-    """A request's hold on a loaded model, or on what is known of one. `keep_alive`: how long it is to stay after this
-    request, from now on."""
-
-    def __init__(
-        self, model: str, frontend: Frontend, release: Callable[[float | None], None] = lambda keep_alive: None
-    ):
-        self.model = model
-        self.frontend = frontend
-        self.keep_alive: float | None = None
-        self._held = True
-        self._release = release
-
-    def release(self) -> None:
-        """Once or more often."""
-        if self._held:
-            self._held = False
-            self._release(self.keep_alive)
 
 
 class ModelPool:
@@ -85,14 +56,14 @@ class ModelPool:
         self._models = {model.name: PooledModel(model, size(model)) for model in models}
         self._open_model = open_model
         self._limits = limits or PoolLimits()
-        self._policy = GreedyDual()
+        self._room = ModelRoom(self._models.values(), self._limits)
+        self._asleep = SleepingEngines(self._limits.asleep)
         self._turn = asyncio.Lock()  # to make room
         self._changed = asyncio.Event()
         self._closing: set[asyncio.Task[None]] = set()  # engines of models that are being unloaded
         self._closed = False
         self.single_model = False  # one model, which stays
         self.closables: list[Closable] = []  # what ends with it
-        self._check_pinned()
 
     @classmethod
     def of(cls, frontend: Frontend) -> ModelPool:
@@ -107,16 +78,6 @@ class ModelPool:
         model.resident = LoadedModel(frontend)
         model.latest = bound_tokenizer(frontend)
         return pool
-
-    def _check_pinned(self) -> None:
-        kept = [model for model in self._models.values() if model.spec.pinned]
-        most, size = self._limits.models, self._limits.bytes
-        others = len(kept) < len(self._models)
-        if most is not None and len(kept) + others > most:
-            raise ConfigError(f"max_loaded_models {most} leaves no room for others beside {len(kept)} that are pinned")
-        for model in self._models.values():
-            if size is not None and model.size > size:
-                raise ConfigError(f"{model.name} takes {_gib(model.size)}, more than models_memory {_gib(size)}")
 
     # ---- what there is --------------------------------------------------------------------------------------
 
@@ -157,7 +118,8 @@ class ModelPool:
         return {name: model.resident.frontend for name, model in self._models.items() if model.resident is not None}
 
     def states(self) -> list[ModelState]:
-        return [model.look(name == self.names[0]) for name, model in self._models.items()]
+        first, asleep = self.names[0], self._asleep
+        return [model.look(default=name == first, asleep=name in asleep) for name, model in self._models.items()]
 
     @property
     def busy(self) -> bool:
@@ -166,8 +128,7 @@ class ModelPool:
 
     def restarts(self) -> int:
         """Times that engines were replaced."""
-        there = sum(getattr(frontend.client, "restarts", 0) for frontend in self.loaded().values())
-        return there + sum(model.restarts for model in self._models.values())
+        return sum(model.restarts for model in self._models.values())
 
     def trouble(self) -> str | None:
         """Why the default model could not answer now; None if it could, or would be loaded."""
@@ -227,11 +188,7 @@ class ModelPool:
         resident.leases += 1
         if model.timer is not None:
             model.timer.cancel()
-        self._used(model)
-
-    def _used(self, model: PooledModel) -> None:
-        size = max(model.size, 1) / GIB if self._limits.bytes is not None else 1.0
-        self._policy.used(model.name, model.load_s, size)
+        self._room.used(model)
 
     def _released(self, model: PooledModel, resident: LoadedModel, keep_alive: float | None) -> None:
         resident.leases -= 1
@@ -239,7 +196,7 @@ class ModelPool:
             return
         if keep_alive is not None:
             model.keep_alive = keep_alive
-        self._used(model)
+        self._room.used(model)
         if not resident.leases:
             self._start_idle_timer(model, resident)
             self._notify()
@@ -253,10 +210,11 @@ class ModelPool:
 
     def _expire(self, model: PooledModel, resident: LoadedModel) -> None:
         if model.resident is resident and not resident.leases and not resident.draining:
-            self._unload(model, "idle")
+            self._unload(model, "idle", sleep=model.keep_alive > 0)
 
     async def unload(self, name: str) -> bool:
-        """Once it is idle, or loaded and then idle; returns at once if it is busy. False: it is pinned, and stays."""
+        """Once it is idle, or loaded and then idle; returns at once if it is busy. One that sleeps ends. False: it is
+        pinned, and stays."""
         model = self._models[name]
         if model.spec.pinned:
             return False
@@ -264,6 +222,8 @@ class ModelPool:
             model.keep_alive = 0.0
         if model.resident is not None and not model.resident.leases:
             await asyncio.shield(self._unload(model, "as asked"))
+        elif model.resident is None and model.load is None:
+            await asyncio.shield(self._asleep.drop(name))
         return True
 
     def forget_failure(self, name: str) -> None:
@@ -309,7 +269,7 @@ class ModelPool:
                     if not model.opening:
                         log.info("loading model %s is given up: nobody waits for it any more", model.name)
         except TimeoutError:
-            busy = ", ".join(repr(other.name) for other in self._others(model) if other.in_memory)
+            busy = ", ".join(repr(other.name) for other in self._room.others(model) if other.in_memory)
             raise OverloadedError(
                 f"there is no room for model {model.name!r}: {busy} stayed in use for {self._limits.wait:g} s",
                 retry_after=LOAD_RETRY_S,
@@ -317,28 +277,24 @@ class ModelPool:
 
     async def _make_room(self, model: PooledModel) -> bool:
         """Have others go until this one fits; those that are busy once they are idle. False: nobody waits for it."""
-        others, told = list(self._others(model)), False
+        others, told = list(self._room.others(model)), False
         try:
             while model.waiters:
                 changed = self._changed
-                there = [other for other in others if other.in_memory]
-                if max(self._lacking(model, there)) <= 0 and not model.unloading:
+                if self._room.fits(model) and not model.unloading:
                     return True
-                models, size = self._lacking(model, [other for other in there if not other.unloading])
-                chosen = victims(self._policy.in_order(self._candidates(model)), models, size)
-                if chosen is None and not any(other.opening for other in others):
-                    pinned = [repr(other.name) for other in there]
+                going = self._room.going_for(model)
+                if going is None and not any(other.opening for other in others):
+                    pinned = [repr(other.name) for other in others if other.in_memory]
                     raise OverloadedError(
                         f"there is no room for model {model.name!r} beside {', '.join(pinned)}, which stay loaded",
                         retry_after=LOAD_RETRY_S,
                     )
-                going = {one.name for one in chosen or ()}
                 for other in others:
                     if other.resident is not None:
-                        other.resident.draining = other.name in going
-                        if other.name in going and not other.resident.leases:
-                            self._policy.evicted(other.name)
-                            self._unload(other, f"room for {model.name}")
+                        other.resident.draining = other in (going or ())
+                        if other.resident.draining and not other.resident.leases:
+                            self._evict(other, model)
                 busy = [other.name for other in others if other.resident is not None and other.resident.draining]
                 if busy and not told:
                     log.info("model %s waits for room: %s in use", model.name, ", ".join(busy))
@@ -346,29 +302,36 @@ class ModelPool:
                 await changed.wait()
             return False
         finally:
-            for other in self._others(model):
+            for other in others:
                 if other.resident is not None:
                     other.resident.draining = False
 
-    def _others(self, model: PooledModel) -> Iterable[PooledModel]:
-        return (other for other in self._models.values() if other is not model)
-
-    def _lacking(self, model: PooledModel, beside: list[PooledModel]) -> tuple[int, int]:
-        """Models and bytes that are too many with this one loaded beside others."""
-        models, size = self._limits.models, self._limits.bytes
-        over = len(beside) + 1 - models if models is not None else 0
-        if size is None:
-            return over, 0
-        return over, sum(other.size for other in beside) + min(model.size, size) - size  # alone, each may be loaded
-
-    def _candidates(self, model: PooledModel) -> Iterable[Candidate]:
-        for other in self._others(model):
-            if other.resident is not None and not other.spec.pinned:
-                yield Candidate(other.name, other.size, not other.resident.leases, other.resident.draining)
+    def _evict(self, model: PooledModel, other: PooledModel) -> None:
+        self._room.evicted(model)
+        self._unload(model, f"room for {other.name}", sleep=True)
 
     async def _open(self, model: PooledModel) -> None:
         log.info("loading model %s", model.name)
-        began, earlier = time.monotonic(), model.latest
+        began = time.monotonic()
+        frontend = await self._asleep.take(model.name)
+        if frontend is None:
+            frontend = await self._start_engine(model)
+            model.use(frontend)
+        model.load_s = time.monotonic() - began
+        model.load_s_total += model.load_s
+        model.loads += 1
+        model.forget_failure()
+        model.resident = LoadedModel(frontend)
+        model.resident.watch = asyncio.create_task(self._watch(model, model.resident), context=Context())
+        log.info("model %s is loaded: %s in %.2f s", model.name, gib(model.size), model.load_s)
+        if self._limits.bytes is not None and model.size > self._limits.bytes:
+            log.warning("model %s alone takes more than models_memory; give it a smaller kv_memory", model.name)
+        for other in self._room.idle_for(model):
+            self._evict(other, model)
+
+    async def _start_engine(self, model: PooledModel) -> Frontend:
+        """Another than it had; what it takes is known now."""
+        earlier = model.latest
         frontend = bound_tokenizer(await self._open_model(model.spec, earlier))
         try:
             if earlier is not None:
@@ -381,25 +344,7 @@ class ModelPool:
         copies = engines * model.spec.engine.device.context_parallel  # other ranks have a part of the weights each
         size = max(copies * frontend.client.info.weights.bytes + stats.kv_bytes, stats.memory, 1)
         model.size = size * max(engines, model.spec.most_engines) // engines
-        model.load_s = time.monotonic() - began
-        model.load_s_total += model.load_s
-        model.loads += 1
-        model.forget_failure()
-        model.latest, model.resident = frontend, LoadedModel(frontend)
-        model.resident.watch = asyncio.create_task(self._watch(model, model.resident), context=Context())
-        log.info("model %s is loaded: %s in %.2f s", model.name, _gib(model.size), model.load_s)
-        if self._limits.bytes is not None and model.size > self._limits.bytes:
-            log.warning("model %s alone takes more than models_memory; give it a smaller kv_memory", model.name)
-        self._trim(model)
-
-    def _trim(self, model: PooledModel) -> None:
-        """It may have turned out larger than expected: idle ones go for it."""
-        models, size = self._lacking(model, [other for other in self._others(model) if other.resident is not None])
-        if models > 0 or size > 0:
-            idle = [one for one in self._policy.in_order(self._candidates(model)) if one.idle]
-            for one in victims(idle, models, size) or idle:
-                self._policy.evicted(one.name)
-                self._unload(self._models[one.name], f"room for {model.name}")
+        return frontend
 
     async def _watch(self, model: PooledModel, resident: LoadedModel) -> None:
         """An engine that is lost for good leaves its place; who asks next has another one started."""
@@ -409,8 +354,8 @@ class ModelPool:
             model.failures += 1
             self._unload(model, "its engine is gone")
 
-    def _unload(self, model: PooledModel, why: str) -> asyncio.Task[None]:
-        """From now on it is not loaded; the task ends when its memory is free."""
+    def _unload(self, model: PooledModel, why: str, *, sleep: bool = False) -> asyncio.Task[None]:
+        """From now on it is not loaded; the task ends when its memory is free. `sleep`: it may, instead of ending."""
         resident = model.resident
         assert resident is not None
         log.info("unloading model %s: %s", model.name, why)
@@ -420,19 +365,22 @@ class ModelPool:
         if model.timer is not None:
             model.timer.cancel()
 
-        task = asyncio.create_task(self._close_engine(model, resident))
+        task = asyncio.create_task(self._release_engine(model, resident, sleep and model.spec.replicas is None))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    async def _close_engine(self, model: PooledModel, resident: LoadedModel) -> None:
-        client = resident.frontend.client
+    async def _release_engine(self, model: PooledModel, resident: LoadedModel, sleep: bool) -> None:
         try:
             if resident.watch is not None:
                 resident.watch.cancel()
-            await client.close()
+            if sleep:
+                waking = {other.name for other in self._models.values() if other.load is not None}
+                await self._asleep.put(model.name, resident.frontend, waking)
+            else:
+                await resident.frontend.client.close()
+                await self._asleep.drop(model.name)  # it may have slept before
         finally:
-            model.restarts += getattr(client, "restarts", 0)
             model.unloading = False
             self._notify()
 
@@ -462,8 +410,4 @@ class ModelPool:
                 model.resident.watch.cancel()
         engines = [frontend.client.close() for frontend in self.loaded().values()]
         beside = [asyncio.to_thread(one.close) for one in self.closables]
-        await asyncio.gather(*loads, *engines, *self._closing, *beside, return_exceptions=True)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+        await asyncio.gather(*loads, *engines, self._asleep.close(), *self._closing, *beside, return_exceptions=True)

@@ -63,6 +63,10 @@ async def open_model_pool(
     alone = [model for model in models if model.replicas is None]
     if serving.hold_weights is not None and not alone:
         raise ConfigError("hold_weights has no effect: all models have replicas, whose weights are theirs")
+    if serving.models_asleep is not None and (len(models) < 2 or not alone):
+        raise ConfigError(
+            "models_asleep has no effect: " + ("all models have replicas" if models[1:] else "one model stays loaded")
+        )
     if serving.ray_address is not None and len(alone) == len(models):
         raise ConfigError(f"ray_address has no effect: no model of {serving.models} has replicas")
     holder = _holder(serving)
@@ -90,6 +94,7 @@ async def open_model_pool(
         serving.max_loaded_models,
         parse_size(serving.models_memory) if serving.models_memory is not None else None,
         serving.model_wait,
+        parse_size(serving.models_asleep) if serving.models_asleep is not None else 0,
     )
     pool = ModelPool(models, open_model, limits, expected_bytes)
     pool.closables += [each for each in (spare, holder, clusters) if each is not None]

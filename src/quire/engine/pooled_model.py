@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,7 +29,7 @@ class ModelState(msgspec.Struct, kw_only=True):
     """A model of the server as it is now; times of day in seconds since the epoch, null where it never expires."""
 
     name: str
-    state: str  # unloaded, loading, loaded, restarting (its engine) or unloading
+    state: str  # unloaded, asleep, loading, loaded, restarting (its engine) or unloading
     default: bool
     pinned: bool
     requests: int  # that hold it
@@ -51,6 +52,26 @@ class LoadedModel:
     watch: asyncio.Task[None] | None = field(default=None, repr=False)  # for its engine's loss
 
 
+class Lease:
+    """A request's hold on a loaded model, or on what is known of one. `keep_alive`: how long it is to stay after this
+    request, from now on."""
+
+    def __init__(
+        self, model: str, frontend: Frontend, release: Callable[[float | None], None] = lambda keep_alive: None
+    ):
+        self.model = model
+        self.frontend = frontend
+        self.keep_alive: float | None = None
+        self._held = True
+        self._release = release
+
+    def release(self) -> None:
+        """Once or more often."""
+        if self._held:
+            self._held = False
+            self._release(self.keep_alive)
+
+
 class PooledModel:
     def __init__(self, spec: ServedModel, size: int):
         self.spec = spec
@@ -65,7 +86,7 @@ class PooledModel:
         self.timer: asyncio.TimerHandle | None = None
         self.loads = self.failures = self.unloads = 0
         self.load_s = self.load_s_total = 0.0
-        self.restarts = 0  # of engines that are gone
+        self._earlier_restarts = 0  # of engines before the latest
         self._failure: Exception | None = None  # of its latest load
         self._pause = self._retry_at = 0.0  # until when nothing else is tried
 
@@ -83,6 +104,16 @@ class PooledModel:
     @property
     def in_memory(self) -> bool:
         return self.resident is not None or self.opening or self.unloading
+
+    @property
+    def restarts(self) -> int:
+        """Times that its engines were replaced."""
+        return self._earlier_restarts + _restarts(self.latest)
+
+    def use(self, frontend: Frontend) -> None:
+        """It has another engine."""
+        self._earlier_restarts += _restarts(self.latest)
+        self.latest = frontend
 
     def failed(self, error: Exception) -> EngineDeadError:
         """A load came to nothing: what those who wait are told, and who asks in the next seconds, twice as many each
@@ -105,22 +136,28 @@ class PooledModel:
         error.retry_after, error.__cause__ = self._retry_at - time.monotonic(), self._failure
         return error
 
-    @property
-    def state(self) -> str:
+    def _state(self, asleep: bool) -> str:
         if self.resident is not None:
             return "loaded" if getattr(self.resident.frontend.client, "alive", True) else "restarting"
-        return "loading" if self.load is not None else "unloading" if self.unloading else "unloaded"
+        if self.load is not None or self.unloading:
+            return "loading" if self.load is not None else "unloading"
+        return "asleep" if asleep else "unloaded"
 
-    def look(self, default: bool) -> ModelState:
+    def look(self, *, default: bool, asleep: bool) -> ModelState:
+        """`asleep`: whether it has an engine that sleeps."""
         resident, left = self.resident, math.inf
         if resident is not None and not self.spec.pinned:
             left = self.keep_alive - (0.0 if resident.leases else time.monotonic() - self.idle_since)
         return ModelState(
-            name=self.name, state=self.state, default=default, pinned=self.spec.pinned,
+            name=self.name, state=self._state(asleep), default=default, pinned=self.spec.pinned,
             requests=resident.leases if resident is not None else 0, bytes=self.size,
             expires_at=time.time() + max(0.0, left) if left < math.inf else None, loads=self.loads,
             load_failures=self.failures, unloads=self.unloads, load_s=self.load_s, load_s_total=self.load_s_total,
         )  # fmt: skip
+
+
+def _restarts(frontend: Frontend | None) -> int:
+    return 0 if frontend is None else getattr(frontend.client, "restarts", 0)
 
 
 def bound_tokenizer(frontend: Frontend) -> Frontend:

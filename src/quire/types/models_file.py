@@ -71,6 +71,11 @@ class ModelPoolOptions(Checked):
     models_memory: str | None = option(
         None, "with models: bytes that weights and KV pages of all loaded ones may take together", size=True
     )
+    models_asleep: str | None = option(
+        None,
+        "with models: host memory in which engines that make room for others wait asleep, such as 40G, rather than end",
+        size=True,
+    )
     keep_alive: str = option(
         "-1", "with models: how long one stays loaded while nobody asks it, such as 5m; -1: until another needs room"
     )

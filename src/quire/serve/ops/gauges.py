@@ -52,6 +52,7 @@ class _Gauges(Collector):
         gauge, counter = GaugeMetricFamily, CounterMetricFamily
         for family, name, help, values in (
             (gauge, "loaded", "Whether a model is loaded.", [state.state == "loaded" for state in states]),
+            (gauge, "asleep", "Whether its engine sleeps.", [state.state == "asleep" for state in states]),
             (gauge, "bytes", "Bytes that a model takes, weights and KV.", [state.bytes for state in states]),
             (gauge, "requests", "Requests that hold a model.", [state.requests for state in states]),
             (counter, "loads", "Times a model was loaded.", [state.loads for state in states]),
