@@ -4,6 +4,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 
 from quire import LLM, SamplingParams
 from quire.runtime import worker
@@ -110,11 +111,23 @@ def test_a_wake_that_finds_no_memory_says_so_and_may_be_tried_again(dense_model,
             raise RuntimeError("CUDA out of memory")
 
         monkeypatch.setattr(executor, "_new_worker", short)
-        with pytest.raises(ConfigError, match=r"no memory left for weights and [\d,]+ KV pages"):
+        with pytest.raises(ConfigError, match=r"no memory left for weights, [\d,]+ KV pages and a step"):
             llm.wake()
         assert llm.stats().sleep_level == 1
         monkeypatch.undo()
         assert llm.generate(PROMPT, PARAMS)[0].outputs[0].token_ids == first.token_ids
+
+
+def test_a_wake_asks_whether_the_largest_step_would_still_fit(monkeypatch):
+    """Another engine that sleeps takes a little of the device, which was free at the start."""
+    executor = object.__new__(LocalExecutor)
+    executor._device, executor._peak_bytes = torch.device("cuda"), 100
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 60)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 1000))
+    executor._check_peak()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (39, 1000))
+    with pytest.raises(RuntimeError, match="out of memory"):  # which a wake tells as it tells torch's own
+        executor._check_peak()
 
 
 def test_cached_pages_wait_in_half_of_the_memory_that_weights_leave(dense_model, monkeypatch):

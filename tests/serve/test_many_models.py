@@ -255,6 +255,7 @@ def test_metrics_tell_models_apart(url: str) -> None:
         'quire_model_loads_total{model_name="b"} 1.0',
         'quire_model_loaded{model_name="a"} 0.0',
         'quire_model_loaded{model_name="b"} 1.0',
+        'quire_model_asleep{model_name="a"} 0.0',
     ):
         assert line in text
     for name in ("vllm:num_requests_running", "quire_engine_up"):  # there is no engine to ask, and none is missing

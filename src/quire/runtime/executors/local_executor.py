@@ -10,9 +10,8 @@ import gc
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,6 +34,7 @@ from quire.runtime.drafters import Drafter, load_drafter, make_speculation
 from quire.runtime.hardware import DTYPES, probe, resolve
 from quire.runtime.held_weights import HolderLink
 from quire.runtime.host_weights import HostWeights, give_back_freed
+from quire.runtime.load_bar import load_bar
 from quire.runtime.load_runnable import load_runnable
 from quire.runtime.sampling_head import SamplingHead
 from quire.runtime.step_result import PendingStep, run_step
@@ -77,6 +77,7 @@ class LocalExecutor:
         self._startup_s: dict[str, float] = {}  # by stage
         self._saved_pages: tuple[list[int], torch.Tensor | None] = ([], None)  # while asleep
         self._host_weights = HostWeights()
+        self._peak_bytes = 0  # of device memory, in the largest step
         self._unprepared = False  # whether the start left something for later
         self._unloaded = False  # whether there is no model, while asleep
         if hardware.gpu:
@@ -214,9 +215,11 @@ class LocalExecutor:
         worker, head = self._captured()
         if self._device.type == "cuda":
             began = time.perf_counter()
+            torch.cuda.reset_peak_memory_stats(self._device)
             worker.warm_up()
             head.warm_up()
             torch.cuda.synchronize(self._device)
+            self._peak_bytes = torch.cuda.max_memory_allocated(self._device)
             self._startup_s["largest step"] = time.perf_counter() - began
         return worker, head
 
@@ -292,7 +295,7 @@ class LocalExecutor:
             on_progress()
 
         def made() -> tuple[ForwardWorker, SamplingHead]:
-            """The largest step is not run again: that it fits beside the pages was seen at the start."""
+            """The largest step is not run again: what it takes beside the pages was seen at the start."""
             if self._unloaded:
                 self._load_again(loaded)
             elif self.offloads:
@@ -300,13 +303,24 @@ class LocalExecutor:
                 if self._held is not None and isinstance(self.model, Model):
                     hold_model(self.model, self._held)
             on_progress()
-            return self._captured()
+            ready = self._captured()
+            self._check_peak()
+            return ready
 
         pages = self._capacity.pages
-        self._make_worker(made, f"the device has no memory left for weights and {pages:,} KV pages: others have it now")
+        self._make_worker(
+            made, f"the device has no memory left for weights, {pages:,} KV pages and a step: others have it now"
+        )
         assert self._worker is not None
         self._worker.write_pages(*self._saved_pages)
         self._saved_pages = ([], None)
+
+    def _check_peak(self) -> None:
+        """Others may have taken of the device what the largest step will need."""
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            if free + torch.cuda.memory_reserved(self._device) < self._peak_bytes:
+                raise torch.OutOfMemoryError("out of memory: the largest step would not fit")
 
     def _load_again(self, progress: Progress) -> None:
         """As at the start; what was computed by the first model holds for this one, which is the same."""
@@ -418,18 +432,3 @@ class _Ticket:
             if not self._plan.computes:
                 result.seconds = time.perf_counter() - began
         return result
-
-
-@contextmanager
-def load_bar(show: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on standard error while weights load, gone when they are in."""
-    if not show:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-    columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("load", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
