@@ -16,6 +16,7 @@ from test_model_pool import Client, Opener, settled, states
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.model_pool import Lease, ModelPool, PoolLimits
 from quire.engine.open_pool import open_model_pool
+from quire.engine.sleeping_engines import SleepingEngines
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError, QuireError
 from quire.types.messages import WeightsInfo
@@ -285,6 +286,14 @@ async def test_a_pool_that_closes_ends_those_between_sleep_and_waking(waking: bo
     with pytest.raises(EngineDeadError):
         await asked
     assert all(client.closed.is_set() for client in engines.clients)
+
+
+async def test_nobody_falls_asleep_once_all_have_ended() -> None:
+    engines, sleeping = Engines(), SleepingEngines(10)
+    await sleeping.close()
+    frontend = await engines(ServedModel("a", EngineOptions()), None)
+    await sleeping.put("a", frontend)  # type: ignore[arg-type]
+    assert engines.of("a").closed.is_set() and "a" not in sleeping
 
 
 async def test_sleep_needs_models_that_make_room_for_each_other() -> None:
