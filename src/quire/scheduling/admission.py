@@ -28,6 +28,7 @@ MAX_OVERTAKEN = 32  # admissions of others that a sequence which does not fit is
 OVERDUE_EVERY = 8  # admissions, of which one is for the sequence that has waited longest, where that is too long
 MIN_RUNNING = 4  # sequences that run at once, whatever that does to their time per token
 MAX_DISPLACED = 4  # running sequences preempted for better candidates in one plan
+MAX_VICTIMS = 12  # ... and looked at: the further down, the longer an answer has been under way
 STEP_TOKENS = 256  # prompt tokens that take about as long as a step does by itself
 IDLE_SEQUENCES, IDLE_TOKENS = 64, 4096  # admitted while the device is idle; others follow while it works
 
@@ -184,7 +185,7 @@ class Admission(SchedulingFeature):
 
     def _displace_for(self, seq: Sequence, hit: Hit) -> None:
         victims: list[Sequence] = []
-        for victim in self._preemption.victims(self._table.running)[:MAX_SCANNED]:
+        for victim in self._preemption.victims(self._table.running)[:MAX_VICTIMS]:
             if len(victims) == MAX_DISPLACED:
                 return
             if not self._policy.displaces(seq.view, victim.view):
