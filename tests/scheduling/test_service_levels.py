@@ -464,3 +464,28 @@ def test_under_auto_those_with_much_time_left_leave_slots_and_steps_to_others_wh
     before = loose.computed
     step(scheduler, executor, 0.5)
     assert loose.computed - before > 16 and not scheduler.sequences.waiting, "slots are free again"
+
+
+def test_who_leaves_slots_to_others_does_not_wait_much_longer_than_max_wait_either():
+    scheduler, executor = engine("auto", slots=16, pages=200, tokens=64, max_wait=5.0)
+    started, now, count = None, 0.1, 0
+    while started is None and now < 60.0:
+        while len(scheduler.sequences.waiting) + len(scheduler.sequences.running) < 17:
+            scheduler.submit(ask(f"live{count}", [count % 90, 7], tokens=6, arrival=now, slo_ttft=5.0), now)
+            count += 1
+        if now == 0.1:
+            scheduler.submit(ask("loose", [91, 92, 93], tokens=2, arrival=now, slo_ttft=600.0), now)
+        step(scheduler, executor, now)
+        started = next((now for seq in scheduler.sequences.running if seq.request.id == "loose"), None)
+        now += 0.1
+    assert started is not None and started < 5.0 + 3.0
+
+
+def test_nobody_leaves_slots_to_others_that_are_gone():
+    scheduler, executor = engine("auto", slots=16, pages=400, tokens=64)
+    scheduler.submit(ask("tight", [1, 2], tokens=1, slo_ttft=1.0))
+    for number in range(32):
+        scheduler.submit(ask(f"loose{number}", [number, 3], tokens=80, slo_ttft=600.0))
+    for i in range(20):
+        step(scheduler, executor, 0.1 + 0.1 * i)
+    assert len(scheduler.sequences.running) == 16

@@ -308,7 +308,7 @@ class ModelPool:
 
     def _evict(self, model: PooledModel, other: PooledModel) -> None:
         self._room.evicted(model)
-        self._unload(model, f"room for {other.name}", sleep=True)
+        self._unload(model, f"room for {other.name}", sleep=model.keep_alive > 0)
 
     async def _open(self, model: PooledModel) -> None:
         log.info("loading model %s", model.name)

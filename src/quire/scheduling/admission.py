@@ -75,7 +75,11 @@ class Admission(SchedulingFeature):
     def leaves_budget(self, seq: Sequence) -> bool:
         """Whether one that runs, in the midst of its prompt, leaves most of a step to others: to better ones that wait,
         or so that slots come free soon."""
-        return self.better_waits(seq) or (self._table.few_slots and self._policy.defers(seq.view))
+        return self.better_waits(seq) or self.defers(seq)
+
+    def defers(self, seq: Sequence) -> bool:
+        """Whether it leaves slots to others, few of which are free; not once it has waited too long itself."""
+        return self._table.few_slots and not seq.overdue and self._policy.defers(seq.view)
 
     def better_waits(self, seq: Sequence) -> bool:
         """Whether the best that waits, and could start if it had a slot, goes before this one, which runs."""
@@ -124,7 +128,7 @@ class Admission(SchedulingFeature):
                 break
             if hurry and (admitted >= IDLE_SEQUENCES or builder.tokens >= IDLE_TOKENS):
                 break
-            if not only and (seq in self._displaced or (table.few_slots and self._policy.defers(seq.view))):
+            if not only and (seq in self._displaced or self.defers(seq)):
                 continue  # behind the one it was displaced for; or it leaves slots to others
             if any(self._overtaken.get(one, 0) >= MAX_OVERTAKEN for one in passed):
                 break

@@ -143,9 +143,8 @@ class Continuation:
         others were admitted: those have their rows."""
         if not held_back:
             return
-        table, first = self._table, held_back[0]
-        lacks_slot = not table.slots and self._admission.better_waits(first)
-        lacks_slot = lacks_slot or (table.few_slots and self._policy.defers(first.view))
+        first = held_back[0]
+        lacks_slot = self._admission.defers(first) or (not self._table.slots and self._admission.better_waits(first))
         builder.budget = builder.budget.own() if lacks_slot else builder.budget.whole()
         alone = not (builder.rows or builder.probes or builder.plan.admits)
         for seq in held_back:

@@ -63,7 +63,7 @@ class Auto(Fair):
         return True
 
     def defers(self, seq: SequenceView) -> bool:
-        return seq.id in self._targets.relaxed
+        return self._targets.others_hurry(seq.id)
 
     def displaces(self, waiting: SequenceView, running: SequenceView) -> bool:
         targets, lost = self._targets, self._targets.lost

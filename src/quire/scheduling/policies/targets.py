@@ -49,6 +49,10 @@ class Targets:
             self.relaxed.add(id)
             self._hurries.put(id, hurries)
 
+    def others_hurry(self, id: SequenceId) -> bool:
+        """Whether it is relaxed, and those that made it so are still there, or others like them."""
+        return id in self.relaxed and RELAXED * self._ttft.least < self._ttft.get(id)
+
     def deadline(self, seq: SequenceView) -> float:
         """Of its first token, if it has none yet."""
         target = seq.ttft_target or self._options.slo_ttft
