@@ -7,6 +7,7 @@ import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 import thinking_model
 from fake_frontend import FakeFrontend
@@ -17,6 +18,7 @@ from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.model_pool import Lease, ModelPool, PoolLimits
 from quire.engine.open_pool import open_model_pool
 from quire.engine.sleeping_engines import SleepingEngines
+from quire.serve.http.server import background_server
 from quire.types.config import EngineOptions
 from quire.types.errors import ConfigError, EngineDeadError, QuireError
 from quire.types.messages import WeightsInfo
@@ -332,3 +334,48 @@ async def test_engines_answer_after_a_sleep_as_before_and_are_the_same_processes
         assert pool.restarts() == 0
     finally:
         await pool.close()
+
+
+async def test_an_unload_that_comes_as_an_engine_is_about_to_sleep_ends_it() -> None:
+    engines = Engines()
+    pool = pool_of(engines, "ab", asleep=10)
+    await use(pool, "a")
+    pool._unload(pool._models["a"], "idle", sleep=True)
+    assert await pool.unload("a")
+    await settled()
+    assert states(pool)["a"] == "unloaded" and engines.of("a").closed.is_set()
+    await pool.close()
+
+
+async def test_the_log_says_which_engines_end_for_want_of_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="quire.engine.sleeping_engines")
+    engines = Engines("cpu", a=6, b=6, c=11)
+    pool = pool_of(engines, "abc", asleep=10)
+    await use(pool, "a", "b", "c", "a")
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "engines asleep that end, to make room in models_asleep for b: a",
+        "the engine of model c ends: its 0.00 GiB do not fit into models_asleep",
+    ]
+    await pool.close()
+
+
+def test_operators_see_and_wake_an_engine_that_the_pool_put_to_sleep() -> None:
+    engines = Engines()
+
+    async def started() -> ModelPool:
+        pool = pool_of(engines, "ab", asleep=10)
+        await pool.start()
+        (await pool.acquire("b")).release()
+        return pool
+
+    with background_server(started) as url:
+
+        def asleep(model: str) -> bool:
+            return bool(httpx.get(f"{url.admin}/is_sleeping", params={"model": model}).json()["is_sleeping"])
+
+        assert asleep("a") and not asleep("b")
+        assert httpx.get(f"{url.admin}/is_sleeping").json() == {"is_sleeping": False}
+        assert httpx.post(f"{url.admin}/v1/engine/sleep", params={"model": "a"}).json() == {"asleep": True}
+        assert httpx.post(f"{url.admin}/v1/engine/wake", params={"model": "a"}).json() == {"asleep": False}
+        assert asleep("b") and not asleep("a") and engines.opened == {"a": 1, "b": 1}

@@ -117,6 +117,10 @@ class ModelPool:
         """By name, the default first."""
         return {name: model.resident.frontend for name, model in self._models.items() if model.resident is not None}
 
+    def sleeps(self, name: str) -> bool:
+        """Whether its engine was put to sleep to make room, or because it was idle."""
+        return name in self._asleep
+
     def states(self) -> list[ModelState]:
         first, asleep = self.names[0], self._asleep
         return [model.look(default=name == first, asleep=name in asleep) for name, model in self._models.items()]
@@ -223,6 +227,7 @@ class ModelPool:
         if model.resident is not None and not model.resident.leases:
             await asyncio.shield(self._unload(model, "as asked"))
         elif model.resident is None and model.load is None:
+            model.may_sleep = False
             await asyncio.shield(self._asleep.drop(name))
         return True
 
@@ -359,22 +364,22 @@ class ModelPool:
         resident = model.resident
         assert resident is not None
         log.info("unloading model %s: %s", model.name, why)
-        model.resident, model.unloading = None, True
+        model.resident, model.unloading, model.may_sleep = None, True, sleep and model.spec.replicas is None
         model.keep_alive = model.spec.keep_alive  # what was asked for lately was about this stay
         model.unloads += 1
         if model.timer is not None:
             model.timer.cancel()
 
-        task = asyncio.create_task(self._release_engine(model, resident, sleep and model.spec.replicas is None))
+        task = asyncio.create_task(self._release_engine(model, resident))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         return task
 
-    async def _release_engine(self, model: PooledModel, resident: LoadedModel, sleep: bool) -> None:
+    async def _release_engine(self, model: PooledModel, resident: LoadedModel) -> None:
         try:
             if resident.watch is not None:
                 resident.watch.cancel()
-            if sleep:
+            if model.may_sleep:
                 waking = {other.name for other in self._models.values() if other.load is not None}
                 await self._asleep.put(model.name, resident.frontend, waking)
             else:

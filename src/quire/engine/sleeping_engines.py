@@ -18,6 +18,7 @@ from typing import cast
 
 from quire.engine.client import AsyncClient, RestartPolicy
 from quire.engine.frontend import Frontend
+from quire.engine.model_room import gib
 from quire.types.errors import QuireError
 
 log = logging.getLogger(__name__)
@@ -53,8 +54,12 @@ class SleepingEngines:
         size = client.info.weights.bytes
         going = self._going_for(size, waking)
         if not client.alive or going is None:
+            if client.alive and self._budget:
+                log.info("the engine of model %s ends: its %s do not fit into models_asleep", name, gib(size))
             await client.close()
             return
+        if going:
+            log.info("engines asleep that end, to make room in models_asleep for %s: %s", name, ", ".join(going))
         engine = self._engines[name] = SleepingEngine(frontend, size, client.policy)
         client.policy = replace(client.policy, max_restarts=0)  # another would be awake, on a device that is lent
         try:

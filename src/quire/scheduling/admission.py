@@ -112,8 +112,10 @@ class Admission(SchedulingFeature):
         if not (table.waiting and slots and builder.budget.fit(0)) or (self._static and table.running):
             return
         candidates = [only] if only else table.waiting.first(len(slots) + MAX_SCANNED)
-        if not only and self._limiter.behind and len(table.running) >= MIN_RUNNING and not candidates[0].overdue:
-            return  # those that run would miss their targets for each token
+        if not only and self._limiter.behind and len(table.running) >= MIN_RUNNING:
+            candidates = [seq for seq in candidates if seq.overdue]  # others would have those that run miss targets
+            if not candidates:
+                return
         reserve = 0
         if self._static:
             candidates = self._static_batch(candidates[: len(slots)])

@@ -1,8 +1,8 @@
 """POST /v1/engine/sleep and /v1/engine/wake (vLLM's /sleep and /wake_up): lend memory while nobody asks anything.
 
 `?level=` as vLLM's: weights wait in host memory (1), or are loaded again (2). A request that arrives meanwhile wakes
-the engine. Of several models, `?model=` names one; without it all that are loaded are meant. Refuses to know: what is
-moved where.
+the engine. Of several models, `?model=` names one; without it all that are loaded are meant. One that the pool has put
+to sleep is loaded by a wake. Refuses to know: what is moved where.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ def router(serving: Serving) -> APIRouter:
 
     async def power(model: str | None, asleep: bool, level: int = 1) -> None:
         """All that can; then, why another could not."""
+        if model is not None and serving.models.sleeps(name := serving.find_model(model)[0]):
+            if not asleep:
+                (await serving.models.acquire(name)).release()
+            return
         frontends = serving.models.loaded().values() if model is None else [serving.loaded(model)]
         told = [frontend.client.power(asleep=asleep, level=level) for frontend in frontends]
         for outcome in await asyncio.gather(*told, return_exceptions=True):
@@ -54,10 +58,13 @@ def router(serving: Serving) -> APIRouter:
         await power(model, False)
         return Response(json(Power(False)), media_type="application/json")
 
-    @routes.get("/is_sleeping", summary="Whether all engines sleep", openapi_extra=answers(Sleeping))
-    async def is_sleeping() -> Response:
-        clients = [frontend.client for frontend in serving.models.loaded().values()]
-        levels = [(await answered(client.stats())).sleep_level for client in clients]
-        return Response(json(Sleeping(all(levels) and bool(levels))), media_type="application/json")
+    @routes.get("/is_sleeping", summary="Whether all engines, or a model's, sleep", openapi_extra=answers(Sleeping))
+    async def is_sleeping(model: str | None = None) -> Response:
+        names = serving.models.names if model is None else [serving.find_model(model)[0]]
+        loaded = serving.models.loaded()
+        clients = [loaded[name].client for name in names if name in loaded]
+        awake = [client for client in clients if not (await answered(client.stats())).sleep_level]
+        sleeps = not awake and (bool(clients) or any(map(serving.models.sleeps, names)))
+        return Response(json(Sleeping(sleeps)), media_type="application/json")
 
     return routes
