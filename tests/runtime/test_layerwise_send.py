@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.runtime import layerwise_send
-from quire.runtime.layerwise_send import LayerwiseSend, SenderThread
+from quire.runtime.layerwise_send import LayerwiseSend
 from quire.types.kv import KVGroup, KVLayout
 from quire.types.transfer import Transfer
 
@@ -24,9 +24,8 @@ def test_a_part_that_finds_no_memory_ends_its_transfer(monkeypatch):
         [transfer],
         LAYOUT,
         take,
-        lambda job, done: None,
+        lambda job, taken, done: None,
         lambda one, moved, _: ended.append((one.id, moved)),
-        SenderThread(),
     )
     with pytest.raises(MemoryError):
         send.layer_written(0.0)

@@ -23,39 +23,59 @@ from quire.types.transfer import Bytes, Key, TierDone, TierJob, Transfer
 log = logging.getLogger(__name__)
 
 MIN_LAYERWISE_BYTES = 1 << 20  # of a transfer's pages of one group
+MAX_QUEUED_BYTES = 4 << 30  # that were taken and wait to be sent
 
+Ended = Callable[[TierDone], None]
 Taken = tuple[list[Bytes], Any]  # buffers, and the event (on a GPU) after which they hold what was read
 
 
 class SenderThread:
-    """Sends what was taken, in order, beside the steps."""
+    """Sends pages that were taken, in order, beside the steps; a peer that reads slowly is waited for here."""
 
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Any, Callable[[], None], Callable[[], None]] | None] = queue.SimpleQueue()
+    def __init__(self, send: Callable[[TierJob, Ended], None], failed: Callable[[TierJob, Ended], None]) -> None:
+        """`send` may raise; `failed` hears of what is not sent."""
+        self._send, self._failed = send, failed
+        self._queue: queue.SimpleQueue[tuple[TierJob, Any, Ended] | None] = queue.SimpleQueue()
+        self._queued = 0  # bytes
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def put(self, taken: Any, send: Callable[[], None], failed: Callable[[], None]) -> None:
-        """`taken`: the event to wait for, or None; `failed` is called where it cannot be sent."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="quire-layerwise", daemon=True)
-            self._thread.start()
-        self._queue.put((taken, send, failed))
+    def put(self, job: TierJob, taken: Any, ended: Ended) -> None:
+        """`taken`: the event after which its buffers hold the pages, or None. Where too much waits it is not sent."""
+        size = _size(job)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quire-page-sender", daemon=True)
+                self._thread.start()
+            fits = not self._queued or self._queued + size <= MAX_QUEUED_BYTES
+            self._queued += size if fits else 0
+        if fits:
+            self._queue.put((job, taken, ended))
+        else:
+            log.warning("KV pages are not handed over: more than %d bytes wait to be sent", MAX_QUEUED_BYTES)
+            self._failed(job, ended)
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
-            taken, send, failed = job
+        while (one := self._queue.get()) is not None:
+            job, taken, ended = one
             try:
                 if taken is not None:
                     taken.synchronize()
-                send()
+                self._send(job, ended)
             except Exception:  # whatever it is, what waits for its end must hear of it
                 log.exception("KV pages could not be handed over")
-                failed()
+                self._failed(job, ended)
+            with self._lock:
+                self._queued -= _size(job)
 
     def close(self) -> None:
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()
+
+
+def _size(job: TierJob) -> int:
+    return sum(buffer.nbytes for buffer in job.buffers)
 
 
 class _Pages:
@@ -83,13 +103,12 @@ class LayerwiseSend:
         transfers: list[Transfer],
         layout: KVLayout,
         take: Callable[[list[int], int, int], Taken],
-        submit: Callable[[TierJob, Callable[[TierDone], None]], None],
+        send: Callable[[TierJob, Any, Ended], None],
         end: Callable[[Transfer, list[bool], float], None],
-        sender: SenderThread,
     ):
-        """`take` reads bytes of device pages as they are now; `submit` gives a job, but for its id, to the connector;
-        `end` reports a transfer, from any thread."""
-        self._take, self._submit, self._end, self._sender = take, submit, end, sender
+        """`take` reads bytes of device pages as they are now; `send` gives a job, but for its id, to the sender; `end`
+        reports a transfer, from any thread."""
+        self._take, self._send, self._end = take, send, end
         self._lock = threading.Lock()
         self._moved = {transfer.id: [True] * len(transfer.keys) for transfer in transfers}
         self._jobs = {transfer.id: 0 for transfer in transfers}  # that have not ended
@@ -109,8 +128,7 @@ class LayerwiseSend:
                 buffers, taken = self._take(pages.pages, start, stop)  # may find no memory: then it is still left
                 del pages.left[0]
                 job = TierJob(0, "put", pages.keys, buffers, pages.transfer.handover, part)
-                sent = partial(self._sent, pages)
-                self._sender.put(taken, partial(self._submit, job, sent), partial(sent, pages.nothing))
+                self._send(job, taken, partial(self._sent, pages))
 
     def launched(self) -> None:
         """The step is launched whole."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.runtime.host_buffers import HostBuffers, HostRows
 from quire.runtime.layerwise_send import LayerwiseSend, SenderThread
 from quire.types.kv import KVLayout
 from quire.types.plan import StepPlan
@@ -33,8 +34,8 @@ class Transfers:
         """`signal` is set by the stores when a job ends."""
         self._stores = stores
         self._layout = layout
-        self._sender = SenderThread()
-        self._layerwise: set[int] = set()  # ids of transfers that go as layers are written
+        self._sender = SenderThread(self._send, self._not_sent)
+        self._sending: set[int] = set()  # ids of transfers that the sender has, or will have as layers are written
         self._signal = signal
         self._lock = threading.RLock()
         self._ids = count(1)
@@ -48,6 +49,7 @@ class Transfers:
         self._gpu = pages.device.type == "cuda"
         self._rows = None if self._gpu else pages.numpy()
         self._stream = torch.cuda.Stream(pages.device) if self._gpu else None
+        self._buffers = HostBuffers(pages.shape[1], pinned=self._gpu)
 
     def start(self, plan: StepPlan) -> LayerwiseSend | None:
         """Begin a plan's transfers; nothing of the step itself may have begun. What is returned is to be told of its
@@ -64,16 +66,20 @@ class Transfers:
             for drop in plan.drops:  # after what is read from there, before what is put there
                 self._stores[drop.tier].submit(TierJob(next(self._ids), "drop", drop.keys, None, drop.handover))
             for transfer, (buffers, copied) in saves:
-                if copied is None:
+                if transfer.target == PEER:
+                    self._sending.add(transfer.id)
+                    job = TierJob(0, "put", transfer.keys, buffers, transfer.handover)
+                    self._sender.put(job, copied, partial(self._sent_whole, transfer))
+                elif copied is None:
                     self._put(transfer, buffers)
                 else:
                     self._copies.append((copied, partial(self._put, transfer, buffers)))
-            self._layerwise.update(transfer.id for transfer in layerwise)
+            self._sending.update(transfer.id for transfer in layerwise)
         if not layerwise:
             return None
-        return LayerwiseSend(layerwise, self._layout, self._take, self._send_part, self._end_layerwise, self._sender)
+        return LayerwiseSend(layerwise, self._layout, self._take, self._sender.put, self._end_sent)
 
-    def _send_part(self, job: TierJob, after: Callable[[TierDone], None]) -> None:
+    def _send(self, job: TierJob, after: Callable[[TierDone], None]) -> None:
         """On the sender's thread: the connector takes jobs from any."""
         job.id = next(self._ids)
         self._jobs[PEER, job.id] = after
@@ -82,10 +88,17 @@ class Transfers:
         except BaseException:
             del self._jobs[PEER, job.id]
             raise
+        self._buffers.give_back(job.buffers)
 
-    def _end_layerwise(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
+    def _not_sent(self, job: TierJob, after: Callable[[TierDone], None]) -> None:
+        """The peer is told, which would wait else."""
+        self._stores[PEER].submit(TierJob(next(self._ids), "drop", job.keys, None, job.handover))
+        self._buffers.give_back(job.buffers)
+        after(TierDone(0, [False] * len(job.keys), 0.0))
+
+    def _end_sent(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
         with self._lock:
-            self._layerwise.discard(transfer.id)
+            self._sending.discard(transfer.id)
             self._end(transfer, moved, seconds)
         self._signal.set()
 
@@ -105,7 +118,7 @@ class Transfers:
 
     @property
     def _under_way(self) -> bool:
-        return bool(self._jobs or self._copies or self._layerwise)
+        return bool(self._jobs or self._copies or self._sending)
 
     def drain(self) -> None:
         """Finish what is under transfer; poll() returns it later."""
@@ -143,10 +156,15 @@ class Transfers:
     def _end(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
         self._done.append(TransferDone(transfer.id, moved, seconds))
 
+    def _sent_whole(self, transfer: Transfer, done: TierDone) -> None:
+        self._end_sent(transfer, done.done, done.seconds)
+
     def _put(self, transfer: Transfer, buffers: list[np.ndarray]) -> None:
-        self._submit(
-            transfer.target, "put", transfer, buffers, lambda done: self._end(transfer, done.done, done.seconds)
-        )
+        def ended(done: TierDone) -> None:
+            self._buffers.give_back(buffers)
+            self._end(transfer, done.done, done.seconds)
+
+        self._submit(transfer.target, "put", transfer, buffers, ended)
 
     def _fetch(self, transfer: Transfer) -> None:
         """Begin to read pages from a store, for the device or for another store."""
@@ -160,30 +178,27 @@ class Transfers:
                 transfer.source, "get", transfer, buffers, lambda done: self._end(transfer, done.done, done.seconds)
             )
         else:
-            staged = self._buffer(len(transfer.keys))
+            staged = self._buffers.take(len(transfer.keys), self._pages.shape[1])
             free = self._mark() if self._gpu else None
             follow = self._fill if transfer.target == DEVICE else self._relay
-            arrays = list(staged.numpy())
-            self._submit(transfer.source, "get", transfer, arrays, lambda done: follow(transfer, staged, free, done))
+            self._submit(transfer.source, "get", transfer, staged, lambda done: follow(transfer, staged, free, done))
 
-    def _relay(self, transfer: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+    def _relay(self, transfer: Transfer, staged: HostRows, free: Any, got: TierDone) -> None:
         """From one store into the next."""
         found = got.done
         some = Transfer(
             transfer.id, transfer.source, transfer.target, [k for k, ok in zip(transfer.keys, found, strict=True) if ok]
         )
-        pages = [page for page, ok in zip(staged.numpy(), found, strict=True) if ok]
+        pages = [page for page, ok in zip(staged, found, strict=True) if ok]
 
         def end(done: TierDone) -> None:
+            self._buffers.give_back(staged)
             stored = iter(done.done)
             self._end(transfer, [ok and next(stored) for ok in found], got.seconds + done.seconds)
 
         self._submit(transfer.target, "put", some, pages, end)
 
     # ---- on a GPU -------------------------------------------------------------------------------------------
-
-    def _buffer(self, pages: int) -> torch.Tensor:
-        return torch.empty(pages, self._pages.shape[1], dtype=torch.uint8, pin_memory=self._gpu)
 
     def _mark(self) -> Any:
         event = torch.cuda.Event()
@@ -198,26 +213,33 @@ class Transfers:
         index = torch.tensor(pages, pin_memory=True).to(self._pages.device, non_blocking=True)
         with torch.inference_mode():
             taken = self._pages[:, start:stop][index]
-        buffer = torch.empty(taken.shape, dtype=torch.uint8, pin_memory=True)
+        rows = self._buffers.take(*taken.shape)
         assert self._stream is not None
         self._stream.wait_event(self._mark())
         with torch.cuda.stream(self._stream):
-            buffer.copy_(taken, non_blocking=True)
+            for part, content in zip(rows.parts, taken.split(len(rows.parts[0])), strict=True):
+                part.copy_(content, non_blocking=True)
             taken.record_stream(self._stream)
-            return list(buffer.numpy()), self._mark()
+            return rows, self._mark()
 
-    def _fill(self, transfer: Transfer, staged: torch.Tensor, free: Any, got: TierDone) -> None:
+    def _fill(self, transfer: Transfer, staged: HostRows, free: Any, got: TierDone) -> None:
         """Copy what a store delivered into device pages, once the steps that used them are over."""
-        places = [i for i, ok in enumerate(got.done) if ok]
-        if not places:
-            return self._end(transfer, got.done, got.seconds)
         began = time.monotonic()
         assert self._stream is not None
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._stream.wait_event(free)
-            whole = staged if len(places) == len(got.done) else staged[places].pin_memory()
-            arrived = whole.to(self._pages.device, non_blocking=True)
-            index = torch.tensor([transfer.pages[i] for i in places], pin_memory=True)
-            self._pages[index.to(self._pages.device, non_blocking=True)] = arrived
+            first = 0
+            for part in staged.parts:
+                came = [i for i, ok in enumerate(got.done[first : first + len(part)]) if ok]
+                into = torch.tensor([transfer.pages[first + i] for i in came], pin_memory=True)
+                arrived = part.to(self._pages.device, non_blocking=True)
+                arrived = arrived if len(came) == len(part) else arrived[came]
+                self._pages[into.to(self._pages.device, non_blocking=True)] = arrived
+                first += len(part)
             copied = self._mark()
-        self._copies.append((copied, lambda: self._end(transfer, got.done, got.seconds + time.monotonic() - began)))
+
+        def ended() -> None:
+            self._buffers.give_back(staged)
+            self._end(transfer, got.done, got.seconds + time.monotonic() - began)
+
+        self._copies.append((copied, ended))

@@ -29,7 +29,9 @@ from quire.runtime.connectors.tcp import POLL_MS, TcpConnector
 from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
-MAX_UNREAD_BYTES = 1 << 30  # of this engine's pages that peers have not read yet
+MAX_UNREAD_BYTES = (
+    5 << 28
+)  # of this engine's buffers whose pages peers have not read, or it has not heard that they did
 MAX_READS = 8  # under way at a time
 READ_TIMEOUT_S = 10.0
 BUSY_POLL_MS = 1  # while pages are being read, by this engine or of it
@@ -117,20 +119,21 @@ class NixlConnector(TcpConnector):
 
     # ---- pages of peers, on the connector's thread ----------------------------------------------------------
 
-    def _on_pages(self, frame: Pages, parts: Any) -> None:
+    def _on_pages(self, frame: Pages, parts: Any) -> bool:
         with self._lock:
             fetch = self._fetches.get(frame.handover)
         if fetch is None:
             self._drop("nobody waits for its pages")
-            return
+            return True
         try:
             place = msgspec.msgpack.decode(parts[0], type=_Place)
             if place.count != len(frame.keys) or not 0 < place.count * place.size <= self._buffer_size:
                 raise ValueError("keys and pages differ in number, or are too large")
         except (msgspec.MsgspecError, ValueError, IndexError) as error:
             self._unreadable(frame, error)
-            return
+            return True
         self._queued.append(_Read(frame, place, fetch.handover.source))
+        return False
 
     def _advance(self) -> int:
         with self._agent_lock:
@@ -150,6 +153,7 @@ class NixlConnector(TcpConnector):
                 self._take_pages(read.frame, pages)
             else:
                 self._unreadable(read.frame, error)
+            self._acknowledge(read.source)
         return BUSY_POLL_MS if busy else POLL_MS
 
     def _begin(self, read: _Read) -> tuple[bool, Exception | None]:

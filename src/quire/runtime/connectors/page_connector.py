@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
-MAX_UNREAD_BYTES = 1 << 30  # of pages sent to one peer that it has not read yet: more it computes itself
+MAX_UNREAD_BYTES = 1 << 30  # of pages sent to peers that they have not read yet: more waits until they have
 MAX_UNREAD_PEERS = 256  # that this is known of
-MAX_THREADS = 4
+MAX_THREADS = 8
 
 
 class PageRequest(msgspec.Struct, tag=True):
@@ -117,6 +117,7 @@ class PageConnector(ABC):
         self._signal = signal
         self._clock = clock
         self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)  # a peer has read something, or left
         self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
         self._routes: dict[str, _Route] = {}  # to peers that wait for pages, by hand-over
         self._unread: dict[Hashable, deque[int]] = {}  # bytes of each message of pages on a route, not read yet
@@ -142,6 +143,7 @@ class PageConnector(ABC):
         return found
 
     def submit(self, job: TierJob) -> None:
+        """Pages are put as peers read those before: that may wait."""
         assert job.handover is not None, "pages of peers are a hand-over's"
         if job.kind == "get":
             self._request_pages(job, job.handover)
@@ -177,9 +179,11 @@ class PageConnector(ABC):
 
     def close(self) -> None:
         """What is under way ends with what has come."""
-        with self._lock:
+        with self._room:
             for fetch in list(self._fetches.values()):
                 self._close(fetch)
+            self._routes.clear()
+            self._room.notify_all()
 
     def _end_threads(self) -> None:
         """Last of all: until then messages may come."""
@@ -208,12 +212,12 @@ class PageConnector(ABC):
         """Pages go out in messages of bounded size, in their order."""
         if (route := self._route(handover)) is None:
             return [False] * len(job.keys)
-        count = max(1, BATCH_BYTES // job.buffers[0].nbytes)
+        count = max(1, self._batch_bytes // job.buffers[0].nbytes)
         for start in range(0, len(job.keys), count):
             keys = job.keys[start : start + count]
             named = list(zip(keys, job.buffers[start : start + count], strict=True))
-            if not self._has_room(route, sum(content.nbytes for _, content in named)):
-                return self._stop_sending(job, start, route, OSError("the peer reads too slowly"))
+            if not self._wait_for_room(route, handover, sum(content.nbytes for _, content in named)):
+                return self._stop_sending(job, start, route, OSError("the peer does not read them"))
             signed = self._each(lambda one: self._signer.sign(_signed_name(one[0], job.part), one[1]), named)
             try:
                 packed = self._pack(handover.id, signed)
@@ -236,23 +240,37 @@ class PageConnector(ABC):
         self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys[start:]))])
         return [True] * start + [False] * (len(job.keys) - start)
 
-    def _has_room(self, route: Hashable, size: int) -> bool:
-        """Whether so many bytes may be on their way to a peer besides those that it has not read; then they are."""
-        with self._lock:
-            unread = self._unread.setdefault(route, deque())
-            if unread and sum(unread) + size > MAX_UNREAD_BYTES:
+    def _wait_for_room(self, route: Hashable, handover: Handover, size: int) -> bool:
+        """Until so many bytes may be on their way to a peer besides what peers have not read; then they are. False: it
+        has left, wants them no more, or reads nothing for too long. One that has read all may always have some."""
+
+        def fits() -> bool:
+            unread = sum(map(sum, self._unread.values()))
+            return not self._unread.get(route) or unread + size <= MAX_UNREAD_BYTES
+
+        with self._room:
+            before, since = len(self._unread.get(route, ())), self._clock()
+            while not fits():
+                if len(self._unread[route]) < before:
+                    before, since = len(self._unread[route]), self._clock()
+                known = self._routes.get(handover.id)
+                left = known.timeout - (self._clock() - since) if known is not None else 0.0
+                if left <= 0 or not self._room.wait(left):
+                    return False
+            if handover.id not in self._routes:
                 return False
-            unread.append(size)
+            self._unread.setdefault(route, deque()).append(size)
             if len(self._unread) > MAX_UNREAD_PEERS:  # the first is most likely gone
                 del self._unread[next(iter(self._unread))]
         return True
 
     def _on_received(self, route: Hashable, *, latest: bool = False) -> None:
-        with self._lock:
+        with self._room:
             if unread := self._unread.get(route):
                 unread.pop() if latest else unread.popleft()
                 if not unread:
                     del self._unread[route]
+            self._room.notify_all()
 
     def _end(self, done: TierDone) -> None:
         with self._lock:
@@ -285,13 +303,14 @@ class PageConnector(ABC):
             with self._lock:
                 if (known := self._routes.get(frame.handover)) is not None and known.route == route:
                     del self._routes[frame.handover]
+                    self._room.notify_all()
         elif isinstance(frame, PagesUnavailable):
             self._on_unavailable(frame)
         elif isinstance(frame, Received):
             self._on_received(route)
         elif isinstance(route, str):  # whom pages were asked of; nobody else sends any
-            self._send_to(route, [_encoder.encode(Received())])
-            self._on_pages(frame, frames[1:])
+            if self._on_pages(frame, frames[1:]):
+                self._acknowledge(route)
         else:
             self._drop("nobody waits for its pages")
 
@@ -310,13 +329,18 @@ class PageConnector(ABC):
             self._requests.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 
-    def _on_pages(self, frame: Pages, parts: Sequence[bytes]) -> None:
+    def _acknowledge(self, source: str) -> None:
+        self._send_to(source, [_encoder.encode(Received())])
+
+    def _on_pages(self, frame: Pages, parts: Sequence[bytes]) -> bool:
+        """Whether they were read, or will not be; else that is acknowledged later."""
         try:
             signed = self._unpack(parts)
         except (ValueError, OSError, IndexError) as error:  # they are not there any more
             self._unreadable(frame, error)
-            return
+            return True
         self._take_pages(frame, signed)
+        return True
 
     def _unreadable(self, frame: Pages, error: Exception) -> None:
         """Pages that a peer told of did not come, and will not."""
@@ -369,7 +393,7 @@ class PageConnector(ABC):
             self._close(fetch)
 
     def _each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Signing and verifying take most of a hand-over's time: side by side, where there are cores."""
+        """Signing, copying and verifying take most of a hand-over's time: side by side, where there are cores."""
         if self._threads is None or len(items) < 2:
             return [work(one) for one in items]
         return list(self._threads.map(work, items))
@@ -401,8 +425,13 @@ class PageConnector(ABC):
         with self._lock:
             self._routes = {id: one for id, one in self._routes.items() if one.route != route}
             self._unread.pop(route, None)
+            self._room.notify_all()
 
     # ---- the way that frames take ---------------------------------------------------------------------------
+
+    @property
+    def _batch_bytes(self) -> int:
+        return BATCH_BYTES
 
     def _pack(self, handover: str, signed: list[SignedPage]) -> list[bytes]:
         """Signed pages as parts of a message; OSError where there is no room for them."""

@@ -1,14 +1,15 @@
 """The shared-memory connector, for engines on one machine: pages lie in memory files, messages go over TCP.
 
-    writer: memfd ──(pid, descriptor, name)──► reader: /proc/PID/fd/N ──► pages read ──► truncated: its memory is free
+    writer: memfd ──(pid, descriptor, name)──► reader: /proc/PID/fd/N ──► pages read ──► marked: it is written to again
 
-A message's pages are one anonymous file (memfd) of the writer's process: it has no place in a file system that could be
-full, only processes of this user can open it, and it ends with its writer, however that ends. Refuses to know: what
-pages are for.
+A message's pages are in one anonymous file (memfd) of the writer's process: it has no place in a file system that could
+be full, only processes of this user can open it, and it ends with its writer, however that ends. What was read is
+written to again, for memory that is new costs ten times the copy. Refuses to know: what pages are for.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import secrets
@@ -23,16 +24,50 @@ from quire.runtime.connectors.tcp import TcpConnector
 from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
-MAX_UNREAD_BYTES = 1 << 30  # of this writer's files that are not read yet: the oldest goes first
-MAX_UNREAD_FILES = 128
+MAX_UNREAD_BYTES = 5 << 28  # of this writer's files that are not read yet: the oldest goes first
+MAX_UNREAD_FILES = 256
+FILE_BYTES = 32 << 20  # of pages in one file, or one page: enough for several cores to copy
+MAX_KEPT_BYTES = 8 * FILE_BYTES  # of files that were read
 _PLACE = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(quire-pages-[0-9a-f]{32})")
+
+
+class MemoryFile:
+    """Pages, and a last byte in which the reader says that it has read them."""
+
+    def __init__(self, size: int):
+        self.name = f"quire-pages-{secrets.token_hex(16)}"
+        self.descriptor = os.memfd_create(self.name)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size + 1)  # else a lack of memory would be a fault
+            self.content = np.frombuffer(mmap.mmap(self.descriptor, size + 1), np.uint8)
+        except (OSError, ValueError):
+            os.close(self.descriptor)
+            raise
+
+    @property
+    def size(self) -> int:
+        return len(self.content) - 1
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self.content[-1])
+
+    def write(self, page: SignedPage, start: int) -> None:
+        for part in page:
+            self.content[start : start + len(part)] = np.frombuffer(part, np.uint8)
+            start += len(part)
+
+    def close(self) -> None:
+        del self.content  # its mapping goes, which has a descriptor too
+        os.close(self.descriptor)
 
 
 class SharedMemoryConnector(TcpConnector):
     def __init__(self, *args: Any, **kwargs: Any):
         if not hasattr(os, "memfd_create"):
             raise ConfigError("kv_connector shared-memory needs the memory files of Linux (memfd_create); use tcp")
-        self._files: dict[int, int] = {}  # descriptors and sizes, the oldest first
+        self._unread_files: list[MemoryFile] = []  # the oldest first
+        self._read_files: list[MemoryFile] = []
         self._files_lock = threading.Lock()
         self._read = np.empty(0, dtype=np.uint8)  # kept: memory that is new costs more than what is read into it
         super().__init__(*args, **kwargs)
@@ -40,50 +75,61 @@ class SharedMemoryConnector(TcpConnector):
     def close(self) -> None:
         super().close()
         with self._files_lock:
-            for descriptor in self._files:
-                os.close(descriptor)
-            self._files.clear()
+            for file in self._unread_files + self._read_files:
+                file.close()
+            self._unread_files, self._read_files = [], []
+
+    @property
+    def _batch_bytes(self) -> int:
+        return FILE_BYTES
 
     def _pack(self, handover: str, signed: list[SignedPage]) -> list[bytes]:
-        name = f"quire-pages-{secrets.token_hex(16)}"
+        size = signed_bytes(signed[0])  # as of all others
         with self._files_lock:
-            self._release()
-            descriptor = os.memfd_create(name)
-            try:
-                with open(descriptor, "wb", closefd=False) as out:
-                    for page in signed:
-                        out.writelines(page)
-            except OSError:
-                os.close(descriptor)
-                raise
-            self._files[descriptor] = sum(signed_bytes(page) for page in signed)
-        return [f"{os.getpid()}/{descriptor}/{name}".encode(), str(len(signed)).encode()]
+            self._sort()
+            file = self._take_file(len(signed) * size)
+            file.content[-1] = 0
+            self._each(lambda one: file.write(one[1], one[0] * size), list(enumerate(signed)))
+            self._unread_files.append(file)
+        place = f"{os.getpid()}/{file.descriptor}/{file.name}"
+        return [place.encode(), str(len(signed)).encode(), str(size).encode()]
 
-    def _release(self) -> None:
-        """Close files that were read, and the oldest of too many that were not."""
-        for descriptor in [one for one in self._files if not os.fstat(one).st_size]:
-            self._close_file(descriptor)
-        while len(self._files) >= MAX_UNREAD_FILES or sum(self._files.values()) > MAX_UNREAD_BYTES:
-            self._close_file(next(iter(self._files)))
+    def _sort(self) -> None:
+        """Keep some of those that were read, and close the oldest of too many that were not."""
+        self._read_files += [file for file in self._unread_files if file.is_read]
+        self._unread_files = [file for file in self._unread_files if not file.is_read]
+        while _bytes(self._read_files) > MAX_KEPT_BYTES:
+            self._read_files.pop(0).close()
+        while len(self._unread_files) >= MAX_UNREAD_FILES or _bytes(self._unread_files) > MAX_UNREAD_BYTES:
+            self._unread_files.pop(0).close()
 
-    def _close_file(self, descriptor: int) -> None:
-        del self._files[descriptor]
-        os.close(descriptor)
+    def _take_file(self, size: int) -> MemoryFile:
+        fitting = [file for file in self._read_files if file.size >= size]
+        if not fitting:
+            return MemoryFile(size)
+        file = min(fitting, key=lambda one: one.size)
+        self._read_files.remove(file)
+        return file
 
     def _unpack(self, parts: Sequence[bytes]) -> Sequence[Buffer]:
-        place, count = _PLACE.fullmatch(parts[0].decode("ascii")), int(parts[1])
-        if place is None or not 0 < count <= MAX_KEYS:
+        place, count, size = _PLACE.fullmatch(parts[0].decode("ascii")), int(parts[1]), int(parts[2])
+        if place is None or not (0 < count <= MAX_KEYS and size > 0):
             raise ValueError("this names no pages")
         descriptor = os.open(f"/proc/{place[1]}/fd/{place[2]}", os.O_RDWR | os.O_NONBLOCK)
-        with open(descriptor, "rb", buffering=0) as file:
-            size, odd = divmod(os.fstat(descriptor).st_size, count)  # pages, or parts of them
+        with open(descriptor, "rb", buffering=0):
+            end = os.fstat(descriptor).st_size - 1
             named = os.readlink(f"/proc/self/fd/{descriptor}").startswith(f"/memfd:{place[3]} ")
-            if not named or odd or not size:
+            if not named or count * size > end:
                 raise ValueError("the file there is another one by now")
             if len(self._read) < count * size:
                 self._read = np.empty(count * size, dtype=np.uint8)
-            content = self._read[: count * size].data
-            if file.readinto(content) != len(content):
+            pages = [self._read[start : start + size].data for start in range(0, count * size, size)]
+            read = self._each(lambda one: os.preadv(descriptor, [one[1]], one[0] * size), list(enumerate(pages)))
+            if any(found != size for found in read):
                 raise ValueError("the file there ends early")
-            os.ftruncate(descriptor, 0)
-            return [content[start : start + size] for start in range(0, len(content), size)]
+            os.pwrite(descriptor, b"\1", end)
+            return pages
+
+
+def _bytes(files: list[MemoryFile]) -> int:
+    return sum(file.size for file in files)

@@ -13,7 +13,7 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import zmq
@@ -27,6 +27,7 @@ from quire.types.membership import CurveKeys
 log = logging.getLogger(__name__)
 
 POLL_MS = 1000
+MAX_BURST = 8  # messages of one link that are read before others' are, and before anything is sent
 MAX_FRAME = 64 << 20  # bytes of one part of a message
 MAX_PEERS = 256  # links that are kept open; the one that was opened first goes
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # where a socket asks who may connect (ZeroMQ RFC 27)
@@ -121,12 +122,11 @@ class TcpConnector(PageConnector):
                 os.read(self._wake_in, 4096)
             if self._zap_socket in ready:
                 self._authenticate()
-            while self._router.poll(0):
-                route, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            for route, *frames in _arrived(self._router):
                 self._receive(route, frames)
             for address, (link, monitor) in list(self._links.items()):
-                while link.poll(0):
-                    self._receive(address, link.recv_multipart(zmq.NOBLOCK))
+                for frames in _arrived(link):
+                    self._receive(address, frames)
                 if monitor.poll(0):
                     recv_monitor_message(monitor)
                     self._unlink(address)
@@ -142,7 +142,7 @@ class TcpConnector(PageConnector):
         return POLL_MS
 
     def _flush(self) -> None:
-        while not self._outbox.empty():
+        for _ in range(self._outbox.qsize()):
             to, frames = self._outbox.get()
             if isinstance(to, str):
                 with contextlib.suppress(zmq.Again):  # its loss is told by its monitor
@@ -181,3 +181,10 @@ class TcpConnector(PageConnector):
             log.warning("a connection from %s without the replicas' key was refused", address.decode())
         status = [b"200", b"OK"] if known else [b"400", b"not a replica of this server"]
         self._zap_socket.send_multipart([version, request, *status, b"", b""])
+
+
+def _arrived(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    for _ in range(MAX_BURST):
+        if not socket.poll(0):
+            return
+        yield socket.recv_multipart(zmq.NOBLOCK)

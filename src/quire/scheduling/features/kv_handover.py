@@ -25,6 +25,7 @@ from quire.types.request import FinishReason, Request
 from quire.types.transfer import Key, Wanted
 
 MAX_REMEMBERED = 4096  # hand-overs whose request is over
+MAX_HOLD_S = 0.05  # that a prompt waits for the peer to ask for its pages
 
 
 class PendingTransfer:
@@ -85,6 +86,14 @@ class KVHandover(SchedulingFeature):
             self._dirty = True
             if len(self._finished_handovers) > MAX_REMEMBERED:
                 self._finished_handovers.popitem(last=False)
+
+    def holds(self, seq: Sequence, builder: PlanBuilder) -> bool:
+        """A prompt that is computed for a peer waits until that asks for its pages, which a step must know to send them
+        as it writes them: the peer hears of the request at the same time."""
+        handover = seq.request.handover
+        if not self._layerwise or handover is None or handover.source or handover.id in self._pending:
+            return False
+        return self._clock.now - seq.request.arrival < MAX_HOLD_S
 
     def contribute(self, builder: PlanBuilder) -> None:
         if not self.busy:
