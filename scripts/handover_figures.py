@@ -1,10 +1,11 @@
 """What handing KV pages over costs and gains on this machine: `python scripts/handover_figures.py [handover] [decode]
-[migration]`, all three unless told.
+[migration] [rebalancing]`, all four unless told.
 
 Engine processes of the default model, without Ray. `handover`: bytes and seconds of one, and how much of it is hidden
 behind computing. `decode`: inter-token latency of streams beside long prompts that come at fixed times, for one engine
 with all cores and each of some step targets, and for one prefill and one decode replica with half of them each, in
-turns. `migration`: the pause of running requests that move, with their pages and without.
+turns. `migration`: the pause of running requests that move, with their pages and without. `rebalancing`: all requests
+begin on one of two replicas, and may move or not.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ class Host:
 
 @asynccontextmanager
 async def cluster(
-    count: int, threads: int, *, prefill: int = 0, connector: str = "tcp", **options: Any
+    count: int, threads: int, *, prefill: int = 0, connector: str = "tcp", rebalance: bool = False, **options: Any
 ) -> AsyncIterator[ClusterClient]:
     policy = RestartPolicy(heartbeat=60.0)
     client = ClusterClient(
-        count, make_router("least-load", count), policy, prefill=prefill, connector=connector, handover_timeout=60.0
-    )
+        count, make_router("least-load", count), policy,
+        prefill=prefill, connector=connector, handover_timeout=60.0, rebalance=rebalance,
+    )  # fmt: skip
     said = {"kv_memory": "384M", "max_model_len": 8192, "threads": threads, "max_seqs": 64} | OPTIONS | options
     engine = json.dumps(EngineOptions.of(**said).flat())
     processes = []
@@ -268,9 +270,30 @@ async def migration(threads: int, streams: int, tokens: int) -> None:
             )
 
 
+async def rebalancing(threads: int, streams: int, tokens: int) -> None:
+    """All requests begin on one replica; then there is a second."""
+    for on in (False, True):
+        async with cluster(2, threads, connector="shared-memory", rebalance=on) as client:
+            client._replicas[1].routable = False
+            running = [Stream(client, f"s{i}", ids(100, i), tokens, seed=i) for i in range(streams)]
+            await until(lambda running=running: all(len(one.times) >= 4 for one in running))
+            client._replicas[1].routable, began = True, time.perf_counter()
+            await asyncio.gather(*(one.task for one in running))
+            took = time.perf_counter() - began
+            assert all(len(one.tokens) == tokens for one in running)
+            pairs = [pair for one in running for pair in zip(one.times, one.times[1:], strict=False)]
+            gaps = [after - before for before, after in pairs if after > began]
+            print(
+                f"rebalancing {'on' if on else 'off'}: {client.migration.migrations} of {streams} requests moved; all "
+                f"ended after {took:.1f} s, {len(gaps) / took:.0f} tokens/s; ITL p50 {median(gaps):.2f} s, p99 "
+                f"{at(gaps, 0.99):.2f} s",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["handover", "decode", "migration"])
+    parser.add_argument("what", nargs="*", default=["handover", "decode", "migration", "rebalancing"])
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--long", type=int, default=1600)
     parser.add_argument("--streams", type=int, default=4)
@@ -294,6 +317,8 @@ def main() -> None:
         asyncio.run(decode(asked))
     if "migration" in asked.what:
         asyncio.run(migration(half, asked.moved, asked.tokens))
+    if "rebalancing" in asked.what:
+        asyncio.run(rebalancing(half, asked.moved, asked.tokens))
 
 
 if __name__ == "__main__":

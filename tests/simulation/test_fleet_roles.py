@@ -88,3 +88,10 @@ def test_options_that_contradict_each_other() -> None:
             fleet(3, 1, **more)
     with pytest.raises(ConfigError, match="fewer than replicas"):
         fleet(2, 2)
+
+
+def test_prompts_that_no_replica_takes_are_refused_once() -> None:
+    trace = [Arrival(0.01 * number, 500_000 if number % 3 else 4000, 4) for number in range(60)]
+    result = simulate(fleet(4, 2), trace, workers=1)
+    found = summarise(result, len(trace), Targets())
+    assert found["finished"] == 20 and sum(found["refused"].values()) == 40

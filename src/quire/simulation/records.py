@@ -181,6 +181,11 @@ class Recorder(SchedulingFeature):
             self._progress.append((self._clock.now, number, 1))
         self.ended()
 
+    def prefill_refused(self, number: int) -> None:
+        """It goes to who is to answer it, which refuses it too."""
+        self.tokens -= self._needs.pop(str(number), 0)
+        self._prefilled.append(str(number))
+
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         now, drew = self._clock.now, self._drew
         drawing = [seq for seq, epoch in step.samples if seq.epoch == epoch]

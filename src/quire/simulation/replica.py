@@ -122,7 +122,7 @@ class Replica:
             one = one._replace(outputs=1)
         most = min(max(OUTPUT_CAP, one.outputs), self._longest - one.prompt)
         if most < one.outputs:
-            self.recorder.refused(number, "too long")
+            self._refuse(number, kind, "too long")
             return
         if (params := self._params.get(most)) is None:
             params = self._params[most] = SamplingParams(
@@ -148,8 +148,14 @@ class Replica:
         try:
             self.core.submit(request)
         except QuireError as error:
-            self.recorder.refused(number, type(error).__name__)
+            self._refuse(number, kind, type(error).__name__)
             self._lengths.pop(name, None)
+
+    def _refuse(self, number: int, kind: Kind, why: str) -> None:
+        if kind is Kind.PREFILL_ONLY:
+            self.recorder.prefill_refused(number)
+        else:
+            self.recorder.refused(number, why)
 
     @property
     def load(self) -> tuple[int, int]:
