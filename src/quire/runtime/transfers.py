@@ -211,8 +211,10 @@ class Transfers:
         if self._rows is not None:
             return list(self._rows[:, start:stop][pages]), None
         index = torch.tensor(pages, pin_memory=True).to(self._pages.device, non_blocking=True)
-        with torch.inference_mode():
-            taken = self._pages[:, start:stop][index]
+        with torch.inference_mode():  # buffers that were made in it can be written to in it only
+            return self._copied(self._pages[:, start:stop][index])
+
+    def _copied(self, taken: torch.Tensor) -> tuple[HostRows, Any]:
         rows = self._buffers.take(*taken.shape)
         assert self._stream is not None
         self._stream.wait_event(self._mark())
@@ -231,10 +233,11 @@ class Transfers:
             first = 0
             for part in staged.parts:
                 came = [i for i, ok in enumerate(got.done[first : first + len(part)]) if ok]
-                into = torch.tensor([transfer.pages[first + i] for i in came], pin_memory=True)
-                arrived = part.to(self._pages.device, non_blocking=True)
-                arrived = arrived if len(came) == len(part) else arrived[came]
-                self._pages[into.to(self._pages.device, non_blocking=True)] = arrived
+                if came:
+                    into = torch.tensor([transfer.pages[first + i] for i in came], pin_memory=True)
+                    arrived = part.to(self._pages.device, non_blocking=True)
+                    arrived = arrived if len(came) == len(part) else arrived[came]
+                    self._pages[into.to(self._pages.device, non_blocking=True)] = arrived
                 first += len(part)
             copied = self._mark()
 
