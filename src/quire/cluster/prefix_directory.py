@@ -65,15 +65,19 @@ class PrefixDirectory:
     def add(self, replica: int, blocks: Iterable[Hashable]) -> None:
         """The replica has these blocks, or will have computed them when anyone else asks for them."""
         held, where, bit = self._held[replica], self._where, 1 << replica
-        renew = held.move_to_end
+        renew, holders, oldest = held.move_to_end, where.get, held.popitem
         for block in blocks:
             if block in held:
                 renew(block)
             else:
                 held[block] = None
-                where[block] = where.get(block, 0) | bit
+                where[block] = holders(block, 0) | bit
         for _ in range(len(held) - self._capacity[replica]):
-            self._clear(held.popitem(last=False)[0], bit)
+            block, _ = oldest(last=False)
+            if left := where[block] ^ bit:
+                where[block] = left
+            else:
+                del where[block]
 
     def remove(self, replica: int, blocks: Iterable[Hashable]) -> None:
         held, bit = self._held[replica], 1 << replica
