@@ -345,16 +345,28 @@ def test_what_a_slow_peer_has_not_read_is_bounded(link: Link, monkeypatch: pytes
         assert fetch.give(0, 1, 2, 3, 4, 5) == [True] * 3 + [False] * 3
         assert fetch.done() == [True] * 3 + [False] * 3, "it is told, and computes the rest"
         assert source.stats.failed == 1
-    (route,) = source._unread
-    for _ in range(3):
-        source._on_received(route)
+    assert not source._unread, "it counts as gone: others do not wait for it"
     for _ in range(3):  # one that reads gets all, however much that comes to: the source waits for it
         again = Fetch(source, target)
         again.wanted()
         assert again.give(*range(6)) == [True] * 6 and again.done() == [True] * 6
 
 
-def test_a_source_that_waits_for_a_peer_hears_that_it_has_left(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_burst_of_small_messages_waits_too(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
+    monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
+    monkeypatch.setattr(page_connector, "MAX_UNREAD_MESSAGES", 2)
+    monkeypatch.setattr(shared_memory, "MAX_UNREAD_FILES", 3)
+    source, target = link.connector(), link.connector()
+    fetch = Fetch(source, target)
+    fetch.wanted()
+    assert fetch.give(*range(6)) == [True] * 6 and fetch.done() == [True] * 6
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_source_that_waits_for_a_peer_hears_that_it_need_not(
+    link: Link, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
     monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
     monkeypatch.setattr(page_connector, "MAX_UNREAD_BYTES", SIZE)
@@ -367,7 +379,7 @@ def test_a_source_that_waits_for_a_peer_hears_that_it_has_left(link: Link, monke
     giving.start()
     until(lambda: source._unread)
     (route,) = source._unread
-    source._left(route)
+    source._left(route) if leaves else source.stop_sending()
     giving.join(PATIENCE_S)
     assert given == [True, False]
 

@@ -379,3 +379,18 @@ def test_operators_see_and_wake_an_engine_that_the_pool_put_to_sleep() -> None:
         assert httpx.post(f"{url.admin}/v1/engine/sleep", params={"model": "a"}).json() == {"asleep": True}
         assert httpx.post(f"{url.admin}/v1/engine/wake", params={"model": "a"}).json() == {"asleep": False}
         assert asleep("b") and not asleep("a") and engines.opened == {"a": 1, "b": 1}
+
+
+def test_where_all_engines_sleep_a_wake_wakes_the_first() -> None:
+    engines = Engines()
+
+    async def started() -> ModelPool:
+        pool = pool_of(engines, "ab", asleep=10)
+        await pool.start()
+        await pool._unload(pool._models["a"], "idle", sleep=True)
+        return pool
+
+    with background_server(started) as url:
+        assert httpx.get(f"{url.admin}/is_sleeping").json() == {"is_sleeping": True}
+        assert httpx.post(f"{url.admin}/wake_up").json() == {"asleep": False}
+        assert httpx.get(f"{url.admin}/is_sleeping").json() == {"is_sleeping": False} and engines.opened == {"a": 1}

@@ -19,9 +19,9 @@ MAX_KEPT_BYTES = 4 << 30  # once nobody uses them
 class HostRows(list[np.ndarray]):
     """Rows of bytes, and the memory that they are in: `parts`, uint8 [some, bytes], one after the other."""
 
-    def __init__(self, slabs: list[torch.Tensor], rows: int, row_bytes: int, each: int):
+    def __init__(self, slabs: list[torch.Tensor], counts: list[int], row_bytes: int):
+        """`counts`: rows in each slab."""
         self.slabs = slabs
-        counts = [min(each, rows - first) for first in range(0, rows, each)]
         self.parts = [s[: n * row_bytes].view(n, row_bytes) for s, n in zip(slabs, counts, strict=True)]
         super().__init__(row for part in self.parts for row in part.numpy())
 
@@ -36,9 +36,13 @@ class HostBuffers:
 
     def take(self, rows: int, row_bytes: int) -> HostRows:
         each = self._slab_bytes // row_bytes
-        return HostRows([self._slab() for _ in range(-(-rows // each))], rows, row_bytes, each)
+        counts = [min(each, rows - first) for first in range(0, rows, each)]
+        return HostRows([self._slab(count * row_bytes) for count in counts], counts, row_bytes)
 
-    def _slab(self) -> torch.Tensor:
+    def _slab(self, size: int) -> torch.Tensor:
+        """A whole one, or where that would be mostly empty so many bytes, which are not kept."""
+        if 2 * size < self._slab_bytes:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
         with self._lock:
             if self._free:
                 return self._free.pop()
@@ -47,5 +51,6 @@ class HostBuffers:
     def give_back(self, rows: Sequence[np.ndarray]) -> None:
         """Nothing reads or writes these any more, if they were taken here."""
         if isinstance(rows, HostRows) and self._pinned:
+            whole = [slab for slab in rows.slabs if slab.nbytes == self._slab_bytes]
             with self._lock:
-                self._free += rows.slabs[: MAX_KEPT_BYTES // self._slab_bytes - len(self._free)]
+                self._free += whole[: MAX_KEPT_BYTES // self._slab_bytes - len(self._free)]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from quire.runtime.host_buffers import HostBuffers, HostRows
 from quire.runtime.layerwise_send import LayerwiseSend, SenderThread
 from quire.types.kv import KVLayout
 from quire.types.plan import StepPlan
-from quire.types.transfer import DEVICE, PEER, KVTier, TierDone, TierJob, Transfer, TransferDone
+from quire.types.transfer import DEVICE, PEER, KVConnector, KVTier, TierDone, TierJob, Transfer, TransferDone
 
 POLL_INTERVAL_S = 0.001  # while copies of a GPU are in flight
 
@@ -91,9 +91,8 @@ class Transfers:
         self._buffers.give_back(job.buffers)
 
     def _not_sent(self, job: TierJob, after: Callable[[TierDone], None]) -> None:
-        """The peer is told, which would wait else."""
+        """The peer is told, which would wait else. Its buffers are not kept: the GPU may still be writing to them."""
         self._stores[PEER].submit(TierJob(next(self._ids), "drop", job.keys, None, job.handover))
-        self._buffers.give_back(job.buffers)
         after(TierDone(0, [False] * len(job.keys), 0.0))
 
     def _end_sent(self, transfer: Transfer, moved: list[bool], seconds: float) -> None:
@@ -128,6 +127,8 @@ class Transfers:
         self._done += ended
 
     def close(self) -> None:
+        if PEER in self._stores:
+            cast(KVConnector, self._stores[PEER]).stop_sending()
         self.drain()
         self._sender.close()
         for store in self._stores.values():

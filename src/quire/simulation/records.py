@@ -182,9 +182,12 @@ class Recorder(SchedulingFeature):
         self.ended()
 
     def prefill_refused(self, number: int) -> None:
-        """It goes to who is to answer it, which refuses it too."""
-        self.tokens -= self._needs.pop(str(number), 0)
-        self._prefilled.append(str(number))
+        """It goes to who is to answer it, which refuses it too where it is too long."""
+        name = str(number)
+        self.tokens -= self._needs.pop(name, 0)
+        self._arrivals.pop(name, None)
+        self._prefill_only.discard(name)
+        self._prefilled.append(name)
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
         now, drew = self._clock.now, self._drew

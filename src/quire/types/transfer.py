@@ -131,6 +131,10 @@ class KVConnector(KVTier, Protocol):
     @property
     def stats(self) -> HandoverStats: ...
 
+    def stop_sending(self) -> None:
+        """No peer gets pages any more; a `put` that waits for one ends."""
+        ...
+
     def wake_by(self, wake: Callable[[], None]) -> None:
         """Call this, from any thread, when a peer asks for something."""
         ...

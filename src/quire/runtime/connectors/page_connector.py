@@ -31,7 +31,9 @@ MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
 MAX_UNREAD_BYTES = 1 << 30  # of pages sent to peers that they have not read yet: more waits until they have
+MAX_UNREAD_MESSAGES = 96
 MAX_UNREAD_PEERS = 256  # that this is known of
+MAX_TIMEOUT_S = 60.0  # that a peer may ask to be waited for
 MAX_THREADS = 8
 
 
@@ -179,9 +181,14 @@ class PageConnector(ABC):
 
     def close(self) -> None:
         """What is under way ends with what has come."""
-        with self._room:
+        self.stop_sending()
+        with self._lock:
             for fetch in list(self._fetches.values()):
                 self._close(fetch)
+
+    def stop_sending(self) -> None:
+        """Nobody gets pages any more; who waits to send some need not."""
+        with self._room:
             self._routes.clear()
             self._room.notify_all()
 
@@ -242,11 +249,15 @@ class PageConnector(ABC):
 
     def _wait_for_room(self, route: Hashable, handover: Handover, size: int) -> bool:
         """Until so many bytes may be on their way to a peer besides what peers have not read; then they are. False: it
-        has left, wants them no more, or reads nothing for too long. One that has read all may always have some."""
+        has left, wants them no more, or reads nothing for too long, and counts as gone. One that has read all may
+        always have some."""
 
         def fits() -> bool:
-            unread = sum(map(sum, self._unread.values()))
-            return not self._unread.get(route) or unread + size <= MAX_UNREAD_BYTES
+            now = self._clock()
+            waiting = {one.route for one in self._routes.values() if not one.is_stale(now)}
+            unread = [bytes for peer, sizes in self._unread.items() if peer in waiting for bytes in sizes]
+            few = len(unread) < MAX_UNREAD_MESSAGES and sum(unread) + size <= MAX_UNREAD_BYTES
+            return few or not self._unread.get(route)
 
         with self._room:
             before, since = len(self._unread.get(route, ())), self._clock()
@@ -254,8 +265,11 @@ class PageConnector(ABC):
                 if len(self._unread[route]) < before:
                     before, since = len(self._unread[route]), self._clock()
                 known = self._routes.get(handover.id)
-                left = known.timeout - (self._clock() - since) if known is not None else 0.0
+                if known is None:
+                    return False
+                left = known.timeout - (self._clock() - since)
                 if left <= 0 or not self._room.wait(left):
+                    self._left(route)
                     return False
             if handover.id not in self._routes:
                 return False
@@ -325,7 +339,7 @@ class PageConnector(ABC):
                 self._drop("it asks for too much")
                 self._send(route, [_encoder.encode(PagesUnavailable(want.handover, want.keys[:MAX_KEYS]))])
                 return
-            self._routes[want.handover] = _Route(route, want.timeout, now)
+            self._routes[want.handover] = _Route(route, min(want.timeout, MAX_TIMEOUT_S), now)
             self._requests.append(Wanted(want.handover, want.keys, want.waits, want.timeout))
         self._wake()
 

@@ -28,6 +28,8 @@ MAX_UNREAD_BYTES = 5 << 28  # of this writer's files that are not read yet: the 
 MAX_UNREAD_FILES = 256
 FILE_BYTES = 32 << 20  # of pages in one file, or one page: enough for several cores to copy
 MAX_KEPT_BYTES = 8 * FILE_BYTES  # of files that were read
+MAX_KEPT_FILES = 32
+MAX_WASTE = 4  # times what is written, that a file may have
 _PLACE = re.compile(r"([0-9]{1,10})/([0-9]{1,10})/(quire-pages-[0-9a-f]{32})")
 
 
@@ -89,8 +91,8 @@ class SharedMemoryConnector(TcpConnector):
             self._sort()
             file = self._take_file(len(signed) * size)
             file.content[-1] = 0
-            self._each(lambda one: file.write(one[1], one[0] * size), list(enumerate(signed)))
             self._unread_files.append(file)
+            self._each(lambda one: file.write(one[1], one[0] * size), list(enumerate(signed)))
         place = f"{os.getpid()}/{file.descriptor}/{file.name}"
         return [place.encode(), str(len(signed)).encode(), str(size).encode()]
 
@@ -98,13 +100,13 @@ class SharedMemoryConnector(TcpConnector):
         """Keep some of those that were read, and close the oldest of too many that were not."""
         self._read_files += [file for file in self._unread_files if file.is_read]
         self._unread_files = [file for file in self._unread_files if not file.is_read]
-        while _bytes(self._read_files) > MAX_KEPT_BYTES:
+        while _bytes(self._read_files) > MAX_KEPT_BYTES or len(self._read_files) > MAX_KEPT_FILES:
             self._read_files.pop(0).close()
         while len(self._unread_files) >= MAX_UNREAD_FILES or _bytes(self._unread_files) > MAX_UNREAD_BYTES:
             self._unread_files.pop(0).close()
 
     def _take_file(self, size: int) -> MemoryFile:
-        fitting = [file for file in self._read_files if file.size >= size]
+        fitting = [file for file in self._read_files if size <= file.size <= MAX_WASTE * size]
         if not fitting:
             return MemoryFile(size)
         file = min(fitting, key=lambda one: one.size)
@@ -115,6 +117,8 @@ class SharedMemoryConnector(TcpConnector):
         place, count, size = _PLACE.fullmatch(parts[0].decode("ascii")), int(parts[1]), int(parts[2])
         if place is None or not (0 < count <= MAX_KEYS and size > 0):
             raise ValueError("this names no pages")
+        if count * size > max(FILE_BYTES, self._signer.page_bytes) + count * (self._signer.overhead + 1):
+            raise ValueError("this names more than a message has")
         descriptor = os.open(f"/proc/{place[1]}/fd/{place[2]}", os.O_RDWR | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0):
             end = os.fstat(descriptor).st_size - 1

@@ -24,7 +24,7 @@ from quire.types.plan import StepResult
 from quire.types.request import FinishReason, Request
 from quire.types.transfer import Key, Wanted
 
-MAX_REMEMBERED = 4096  # hand-overs whose request is over
+MAX_REMEMBERED = 4096  # hand-overs that were asked for, and those whose request is over
 MAX_HOLD_S = 0.05  # that a prompt waits for the peer to ask for its pages
 
 
@@ -57,6 +57,7 @@ class KVHandover(SchedulingFeature):
         self._in_flight = in_flight
         self._sizes = [group.tokens_per_page for group in memory.layout.groups]
         self._pending: dict[str, PendingTransfer] = {}  # by hand-over
+        self._asked: OrderedDict[str, None] = OrderedDict()  # hand-overs that peers have asked for pages of
         self._finished_handovers: OrderedDict[str, None] = OrderedDict()  # whose request has computed all it will
         self._in_flight_sends: list[tuple[int, Handover, list[Key]]] = []  # by the step that they go with
         self._dirty = False  # whether something may have become possible to send, or impossible
@@ -69,6 +70,9 @@ class KVHandover(SchedulingFeature):
     def on_page_request(self, wanted: Wanted) -> None:
         """A peer asks for pages."""
         self._pending[wanted.handover] = PendingTransfer(wanted, self._clock.now)
+        self._asked[wanted.handover] = None
+        if len(self._asked) > MAX_REMEMBERED:
+            self._asked.popitem(last=False)
         self._dirty = True
 
     def step_landed(self, step: PlanBuilder, result: StepResult) -> None:
@@ -91,7 +95,7 @@ class KVHandover(SchedulingFeature):
         """A prompt that is computed for a peer waits until that asks for its pages, which a step must know to send them
         as it writes them: the peer hears of the request at the same time."""
         handover = seq.request.handover
-        if not self._layerwise or handover is None or handover.source or handover.id in self._pending:
+        if not self._layerwise or handover is None or handover.source or handover.id in self._asked:
             return False
         return self._clock.now - seq.request.arrival < MAX_HOLD_S
 

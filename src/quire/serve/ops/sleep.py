@@ -2,7 +2,7 @@
 
 `?level=` as vLLM's: weights wait in host memory (1), or are loaded again (2). A request that arrives meanwhile wakes
 the engine. Of several models, `?model=` names one; without it all that are loaded are meant. One that the pool has put
-to sleep is loaded by a wake. Refuses to know: what is moved where.
+to sleep is loaded by a wake, and where all have been, the first is. Refuses to know: what is moved where.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def router(serving: Serving) -> APIRouter:
 
     async def power(model: str | None, asleep: bool, level: int = 1) -> None:
         """All that can; then, why another could not."""
-        if model is not None and serving.models.sleeps(name := serving.find_model(model)[0]):
+        name = serving.find_model(model)[0]
+        if serving.models.sleeps(name) and (model is not None or not serving.models.loaded()):
             if not asleep:
                 (await serving.models.acquire(name)).release()
             return
