@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from quire.runtime.connectors import nixl_connector, page_connector, shared_memory
+from quire.runtime.connectors import nixl_connector, page_connector, send_window, shared_memory
 from quire.runtime.connectors.in_process import InProcessConnector
 from quire.runtime.connectors.nixl_connector import NixlConnector
 from quire.runtime.connectors.page_connector import PageConnector
@@ -336,16 +336,16 @@ def test_peers_that_left_without_a_word_keep_nobody_out(link: Link, monkeypatch:
 def test_what_a_slow_peer_has_not_read_is_bounded(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
     monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
-    monkeypatch.setattr(page_connector, "MAX_UNREAD_BYTES", 3 * SIZE)
+    monkeypatch.setattr(send_window, "MAX_UNREAD_BYTES", 3 * SIZE)
     source, target = link.connector(), link.connector()
     fetch = Fetch(source, target, timeout=0.1)
     fetch.wanted()
     with monkeypatch.context() as slow:
-        slow.setattr(source, "_on_received", lambda route: None)  # it reads, which is not heard of
+        slow.setattr(source._window, "acknowledged", lambda route: None)  # it reads, which is not heard of
         assert fetch.give(0, 1, 2, 3, 4, 5) == [True] * 3 + [False] * 3
         assert fetch.done() == [True] * 3 + [False] * 3, "it is told, and computes the rest"
         assert source.stats.failed == 1
-    assert not source._unread, "it counts as gone: others do not wait for it"
+    assert not source._window.unread, "it counts as gone: others do not wait for it"
     for _ in range(3):  # one that reads gets all, however much that comes to: the source waits for it
         again = Fetch(source, target)
         again.wanted()
@@ -355,7 +355,7 @@ def test_what_a_slow_peer_has_not_read_is_bounded(link: Link, monkeypatch: pytes
 def test_a_burst_of_small_messages_waits_too(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
     monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
-    monkeypatch.setattr(page_connector, "MAX_UNREAD_MESSAGES", 2)
+    monkeypatch.setattr(send_window, "MAX_UNREAD_MESSAGES", 2)
     monkeypatch.setattr(shared_memory, "MAX_UNREAD_FILES", 3)
     source, target = link.connector(), link.connector()
     fetch = Fetch(source, target)
@@ -369,16 +369,16 @@ def test_a_source_that_waits_for_a_peer_hears_that_it_need_not(
 ) -> None:
     monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
     monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
-    monkeypatch.setattr(page_connector, "MAX_UNREAD_BYTES", SIZE)
+    monkeypatch.setattr(send_window, "MAX_UNREAD_BYTES", SIZE)
     source, target = link.connector(), link.connector()
     fetch = Fetch(source, target, timeout=PATIENCE_S)
     fetch.wanted()
-    monkeypatch.setattr(source, "_on_received", lambda route: None)
+    monkeypatch.setattr(source._window, "acknowledged", lambda route: None)
     given: list[bool] = []
     giving = threading.Thread(target=lambda: given.extend(fetch.give(0, 1)))
     giving.start()
-    until(lambda: source._unread)
-    (route,) = source._unread
+    until(lambda: source._window.unread)
+    (route,) = source._window.unread
     source._left(route) if leaves else source.stop_sending()
     giving.join(PATIENCE_S)
     assert given == [True, False]
@@ -463,7 +463,7 @@ def test_pages_that_cannot_be_written_are_said_not_to_come(
     assert fetch.give(4, 5) == [True, True], "there is room again"
     assert fetch.done() == [True, True, False, False, True, True]
     assert source.stats.failed == 1 and source.stats.pages_sent == 4
-    until(lambda: not source._unread)  # what was not sent will never be read
+    until(lambda: not source._window.unread)  # what was not sent will never be read
     monkeypatch.setattr(os, "memfd_create", full)
     again = Fetch(source, target, 2)
     again.wanted()

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from quire.runtime.connectors.send_window import SendWindow
 from quire.runtime.tiers.signed_page import PageSigner, SignedPage
 from quire.types.handover import Handover, HandoverStats
 from quire.types.memory_use import usable_cores
@@ -30,9 +31,6 @@ log = logging.getLogger(__name__)
 MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
-MAX_UNREAD_BYTES = 1 << 30  # of pages sent to peers that they have not read yet: more waits until they have
-MAX_UNREAD_MESSAGES = 96
-MAX_UNREAD_PEERS = 256  # that this is known of
 MAX_TIMEOUT_S = 60.0  # that a peer may ask to be waited for
 MAX_THREADS = 8
 
@@ -119,10 +117,9 @@ class PageConnector(ABC):
         self._signal = signal
         self._clock = clock
         self._lock = threading.RLock()
-        self._room = threading.Condition(self._lock)  # a peer has read something, or left
+        self._window = SendWindow(self._lock, clock)
         self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
         self._routes: dict[str, _Route] = {}  # to peers that wait for pages, by hand-over
-        self._unread: dict[Hashable, deque[int]] = {}  # bytes of each message of pages on a route, not read yet
         self._requests: deque[Wanted] = deque()
         self._done: list[TierDone] = []
         self._wake: Callable[[], None] = lambda: None
@@ -188,9 +185,9 @@ class PageConnector(ABC):
 
     def stop_sending(self) -> None:
         """Nobody gets pages any more; who waits to send some need not."""
-        with self._room:
+        with self._lock:
             self._routes.clear()
-            self._room.notify_all()
+            self._window.wake()
 
     def _end_threads(self) -> None:
         """Last of all: until then messages may come."""
@@ -223,13 +220,13 @@ class PageConnector(ABC):
         for start in range(0, len(job.keys), count):
             keys = job.keys[start : start + count]
             named = list(zip(keys, job.buffers[start : start + count], strict=True))
-            if not self._wait_for_room(route, handover, sum(content.nbytes for _, content in named)):
+            if not self._may_send(route, handover, sum(content.nbytes for _, content in named)):
                 return self._stop_sending(job, start, route, OSError("the peer does not read them"))
             signed = self._each(lambda one: self._signer.sign(_signed_name(one[0], job.part), one[1]), named)
             try:
                 packed = self._pack(handover.id, signed)
             except OSError as error:
-                self._on_received(route, latest=True)  # nothing was sent that a peer could read
+                self._window.withdraw(route)  # nothing was sent that a peer could read
                 return self._stop_sending(job, start, route, error)
             self._send(route, [_encoder.encode(Pages(handover.id, keys, job.part)), *packed])
             with self._lock:
@@ -247,44 +244,22 @@ class PageConnector(ABC):
         self._send(route, [_encoder.encode(PagesUnavailable(job.handover.id, job.keys[start:]))])
         return [True] * start + [False] * (len(job.keys) - start)
 
-    def _wait_for_room(self, route: Hashable, handover: Handover, size: int) -> bool:
-        """Until so many bytes may be on their way to a peer besides what peers have not read; then they are. False: it
-        has left, wants them no more, or reads nothing for too long, and counts as gone. One that has read all may
-        always have some."""
+    def _may_send(self, route: Hashable, handover: Handover, size: int) -> bool:
+        """Once the peer has read what was sent before. False: it has left, wants them no more, or reads nothing for too
+        long, and counts as gone."""
+        with self._lock:
+            known = self._routes.get(handover.id)
+        timeout = known.timeout if known is not None else 0.0
+        if self._window.wait(route, size, timeout, lambda: handover.id in self._routes, self._reading):
+            return True
+        if handover.id in self._routes:
+            self._left(route)
+        return False
 
-        def fits() -> bool:
-            now = self._clock()
-            waiting = {one.route for one in self._routes.values() if not one.is_stale(now)}
-            unread = [bytes for peer, sizes in self._unread.items() if peer in waiting for bytes in sizes]
-            few = len(unread) < MAX_UNREAD_MESSAGES and sum(unread) + size <= MAX_UNREAD_BYTES
-            return few or not self._unread.get(route)
-
-        with self._room:
-            before, since = len(self._unread.get(route, ())), self._clock()
-            while not fits():
-                if len(self._unread[route]) < before:
-                    before, since = len(self._unread[route]), self._clock()
-                known = self._routes.get(handover.id)
-                if known is None:
-                    return False
-                left = known.timeout - (self._clock() - since)
-                if left <= 0 or not self._room.wait(left):
-                    self._left(route)
-                    return False
-            if handover.id not in self._routes:
-                return False
-            self._unread.setdefault(route, deque()).append(size)
-            if len(self._unread) > MAX_UNREAD_PEERS:  # the first is most likely gone
-                del self._unread[next(iter(self._unread))]
-        return True
-
-    def _on_received(self, route: Hashable, *, latest: bool = False) -> None:
-        with self._room:
-            if unread := self._unread.get(route):
-                unread.pop() if latest else unread.popleft()
-                if not unread:
-                    del self._unread[route]
-            self._room.notify_all()
+    def _reading(self) -> set[Hashable]:
+        """Peers that wait for pages, and have not given up long ago."""
+        now = self._clock()
+        return {one.route for one in self._routes.values() if not one.is_stale(now)}
 
     def _end(self, done: TierDone) -> None:
         with self._lock:
@@ -317,11 +292,11 @@ class PageConnector(ABC):
             with self._lock:
                 if (known := self._routes.get(frame.handover)) is not None and known.route == route:
                     del self._routes[frame.handover]
-                    self._room.notify_all()
+                    self._window.wake()
         elif isinstance(frame, PagesUnavailable):
             self._on_unavailable(frame)
         elif isinstance(frame, Received):
-            self._on_received(route)
+            self._window.acknowledged(route)
         elif isinstance(route, str):  # whom pages were asked of; nobody else sends any
             if self._on_pages(frame, frames[1:]):
                 self._acknowledge(route)
@@ -438,8 +413,7 @@ class PageConnector(ABC):
         """Nobody is behind this route any more."""
         with self._lock:
             self._routes = {id: one for id, one in self._routes.items() if one.route != route}
-            self._unread.pop(route, None)
-            self._room.notify_all()
+            self._window.forget(route)
 
     # ---- the way that frames take ---------------------------------------------------------------------------
 
