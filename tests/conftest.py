@@ -1,6 +1,7 @@
 """Fixtures shared by the whole suite. The default model is fetched once, loaded and served once per process."""
 
 import functools
+import logging
 import os
 from collections import Counter
 
@@ -66,6 +67,16 @@ def pytest_collection_modifyitems(items):
         order = sorted(sizes, key=lambda name: (LONGEST.index(name) if name in LONGEST else len(LONGEST), -sizes[name]))
         places = {name: place for place, name in enumerate(order)}
         items.sort(key=lambda item: places[together(item.path.name)])
+
+
+@pytest.fixture(autouse=True)
+def root_logger():
+    """As the test found it: a command run in this process sets it up for its own, and the next test would read that."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture
