@@ -32,9 +32,10 @@ def routed(name: str, replicas: int, blocks: int, decisions: int) -> float:
     prefixes = [[rng.randbytes(16) for _ in range(SHARED)] for _ in range(max(1, blocks // SHARED // 4))]
     if router.directory is not None:  # full before the clock starts: the prefixes, behind what nobody asks for any more
         for replica in range(replicas):
-            router.directory.add(replica, (rng.randbytes(16) for _ in range(blocks // replicas)))
+            for _ in range(blocks // replicas // BLOCKS + 1):
+                router.directory.use(replica, [rng.randbytes(16) for _ in range(BLOCKS)])
         for number, prefix in enumerate(prefixes):
-            router.directory.add(number % replicas, prefix)
+            router.directory.use(number % replicas, prefix)
     requests = [
         RouteView(TOKENS, prefixes[rng.randrange(len(prefixes))] + [rng.randbytes(16) for _ in range(BLOCKS - SHARED)],
                   session=str(number % 5000), id=number, now=number / RATE, ttft=2.0, tpot=0.05)
@@ -79,6 +80,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000, help="cached by all replicas together")
     parser.add_argument("--decisions", type=int, default=50_000)
     asked = parser.parse_args()
+    if min(asked.replicas, asked.decisions) < 1 or asked.blocks < asked.replicas:
+        parser.error("it takes one replica, one decision, and a block for each replica at least")
     print(f"{asked.replicas} replicas, {asked.blocks:,} cached blocks")
     for name in ROUTERS:
         print(f"{name:>14}: {routed(name, asked.replicas, asked.blocks, asked.decisions):,.0f} decisions/s")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from random import Random
 
 import pytest
@@ -52,6 +52,51 @@ def test_what_a_replica_holds_is_bounded_and_the_latest_stays() -> None:
     directory.remove(0, ["b5", "never"])
     assert directory.match(chain("b", 6)) == [(5, 0b01)]
     directory.check()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_was_used_longest_ago_leaves_first_and_ends_before_beginnings(seed: int) -> None:
+    """The same blocks are held as if each were renewed by itself."""
+    rng = Random(seed)
+    capacity = rng.choice([6, 20, 50])
+    directory, oldest_first = PrefixDirectory(2, capacity), OrderedDict[str, None]()
+    tree = [""]
+    for number in range(40):  # prompts that go on from anywhere in others
+        tree.append(rng.choice(tree) + chr(97 + number % 26) * rng.randrange(1, 12))
+    for _ in range(300):
+        text = rng.choice(tree)
+        prompt = [text[: i + 1] for i in range(len(text))]
+        match rng.random():
+            case chance if chance < 0.85:
+                directory.use(1, prompt)
+                for block in reversed(prompt):
+                    oldest_first[block] = None
+                    oldest_first.move_to_end(block)
+                while len(oldest_first) > capacity:
+                    oldest_first.popitem(last=False)
+            case chance if chance < 0.99:  # a replica evicts ends first as well
+                block = rng.choice(list(oldest_first) or [""])
+                gone = [other for other in oldest_first if other.startswith(block)]
+                directory.remove(1, gone)
+                for other in gone:
+                    del oldest_first[other]
+            case _:
+                directory.forget(1)
+                oldest_first.clear()
+        directory.check()
+        assert directory.holds(1) == len(oldest_first)
+        have = next((i for i, block in enumerate(prompt) if block not in oldest_first), len(prompt))
+        assert directory.match(prompt) == ([(have, 0b10)] if have else [])
+
+
+def test_of_a_block_that_left_what_follows_is_not_found_either() -> None:
+    directory = PrefixDirectory(1)
+    directory.use(0, chain("a", 6))
+    directory.remove(0, ["a2"])
+    directory.check()
+    assert directory.holds(0) == 2 and directory.match(chain("a", 6)) == [(2, 1)]
+    directory.use(0, chain("a", 6))
+    assert directory.match(chain("a", 6)) == [(6, 1)]
 
 
 @pytest.mark.parametrize("router", ["cache-aware", "prefix"])

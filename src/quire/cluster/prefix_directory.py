@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
+from itertools import count
 from typing import NamedTuple
 
 DEFAULT_CAPACITY = 1 << 18  # blocks of a replica that does not say how many it holds
@@ -24,11 +25,18 @@ class PrefixMatch(NamedTuple):
 
 
 class PrefixDirectory:
+    """Of each replica it remembers what was used last, by runs: blocks that follow each other in a prompt and have been
+    used together ever since. So a prompt that comes again renews a few runs, however many blocks these have."""
+
     def __init__(self, replicas: int, capacity: int = DEFAULT_CAPACITY):
         """`capacity`: blocks that one replica holds."""
         self._where: dict[Hashable, int] = {}
-        self._held: list[OrderedDict[Hashable, None]] = [OrderedDict() for _ in range(replicas)]
+        self._held: list[dict[Hashable, int]] = [{} for _ in range(replicas)]  # blocks, and the run that each is in
+        # By number, what was used longest ago first.
+        self._runs: list[OrderedDict[int, list[Hashable]]] = [OrderedDict() for _ in range(replicas)]
         self._capacity = [capacity] * replicas
+        self._bits = [1 << replica for replica in range(replicas)]  # one object each, for all that only one holds
+        self._numbers = count()
 
     def __len__(self) -> int:
         return len(self._where)
@@ -60,45 +68,86 @@ class PrefixDirectory:
     def use(self, replica: int, blocks: Sequence[Hashable]) -> None:
         """A prompt goes there: all its blocks are there or will be, and used last. Its end leaves before its beginning,
         as in the replica's own cache; what of a prefix is left is then known from its first block on."""
-        self.add(replica, reversed(blocks))
+        held, runs = self._held[replica], self._runs[replica]
+        end = len(blocks)
+        while end:
+            start = end
+            while start and blocks[start - 1] not in held:
+                start -= 1
+            if start < end:
+                self._append(replica, list(blocks[start:end]))
+            else:
+                number = held[blocks[end - 1]]
+                if runs[number][-1] == blocks[end - 1]:
+                    runs.move_to_end(number)
+                else:  # what follows there is not of this prompt, and stays behind
+                    number = self._split(replica, number, runs[number].index(blocks[end - 1]) + 1)
+                start = end - len(runs[number])
+            end = start
+        self._evict(replica)
 
-    def add(self, replica: int, blocks: Iterable[Hashable]) -> None:
-        """The replica has these blocks, or will have computed them when anyone else asks for them."""
-        held, where, bit = self._held[replica], self._where, 1 << replica
-        renew, holders, oldest = held.move_to_end, where.get, held.popitem
+    def add(self, replica: int, blocks: Sequence[Hashable]) -> None:
+        """The replica has these blocks, of whatever prompts."""
+        held = self._held[replica]
+        for block in reversed(blocks):
+            if block not in held:
+                self._append(replica, [block])
+        self._evict(replica)
+
+    def _append(self, replica: int, run: list[Hashable]) -> None:
+        number, where, bit = next(self._numbers), self._where, self._bits[replica]
+        self._runs[replica][number] = run
+        self._held[replica].update(dict.fromkeys(run, number))
+        for block in run:
+            where[block] = where[block] | bit if block in where else bit
+
+    def _split(self, replica: int, number: int, at: int) -> int:
+        """The number of the run, used last, that its first blocks now are by themselves."""
+        runs, head = self._runs[replica], next(self._numbers)
+        runs[head] = runs[number][:at]
+        del runs[number][:at]
+        self._held[replica].update(dict.fromkeys(runs[head], head))
+        return head
+
+    def _evict(self, replica: int) -> None:
+        """What was not used for longest, down to what the replica can hold."""
+        held, runs = self._held[replica], self._runs[replica]
+        while (over := len(held) - self._capacity[replica]) > 0:
+            number, run = runs.popitem(last=False)
+            self._clear(replica, run[-over:])
+            if left := run[:-over]:
+                runs[number] = left
+                runs.move_to_end(number, last=False)
+
+    def _clear(self, replica: int, blocks: Iterable[Hashable]) -> None:
+        held, where, bit = self._held[replica], self._where, self._bits[replica]
         for block in blocks:
-            if block in held:
-                renew(block)
-            else:
-                held[block] = None
-                where[block] = holders(block, 0) | bit
-        for _ in range(len(held) - self._capacity[replica]):
-            block, _ = oldest(last=False)
-            if left := where[block] ^ bit:
-                where[block] = left
-            else:
-                del where[block]
+            del held[block]
+            if (holders := where.pop(block)) is not bit and holders != bit:
+                where[block] = holders ^ bit
 
     def remove(self, replica: int, blocks: Iterable[Hashable]) -> None:
-        held, bit = self._held[replica], 1 << replica
+        """The replica has these blocks no more, and so finds nothing of what follows them."""
+        held, runs = self._held[replica], self._runs[replica]
         for block in blocks:
             if block in held:
-                del held[block]
-                self._clear(block, bit)
+                number = held[block]
+                run = runs[number]
+                left = len(run) - 1 if run[-1] == block else run.index(block)
+                self._clear(replica, run[left:])
+                del run[left:]
+                if not run:
+                    del runs[number]
 
     def forget(self, replica: int) -> None:
         """The replica is gone, or its cache is."""
-        self.remove(replica, list(self._held[replica]))
-
-    def _clear(self, block: Hashable, bit: int) -> None:
-        holders = self._where[block]
-        if holders == bit:
-            del self._where[block]
-        else:
-            self._where[block] = holders & ~bit
+        self._clear(replica, list(self._held[replica]))
+        self._runs[replica].clear()
 
     def check(self) -> None:
-        """Both sides say the same."""
-        for replica, held in enumerate(self._held):
+        """All sides say the same."""
+        for replica, (held, runs) in enumerate(zip(self._held, self._runs, strict=True)):
             assert all(self._where[block] >> replica & 1 for block in held), "a block is held and not listed"
+            assert held == {block: number for number, run in runs.items() for block in run}, "runs hold something else"
+            assert all(runs.values()), "an empty run"
         assert sum(mask.bit_count() for mask in self._where.values()) == sum(map(len, self._held))
