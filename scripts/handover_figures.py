@@ -37,6 +37,7 @@ from quire.types.request import Request
 from quire.types.sampling_params import SamplingParams
 
 OPTIONS: dict[str, Any] = {}  # of the engines, by the command line
+PARTS = ("handover", "decode", "migration", "rebalancing")
 CONNECTORS = ("shared-memory", "tcp", *(("nixl",) if find_spec("nixl") is not None else ()))
 
 
@@ -293,7 +294,7 @@ async def rebalancing(threads: int, streams: int, tokens: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["handover", "decode", "migration", "rebalancing"])
+    parser.add_argument("what", nargs="*", default=PARTS)
     parser.add_argument("--cores", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--long", type=int, default=1600)
     parser.add_argument("--streams", type=int, default=4)
@@ -309,6 +310,10 @@ def main() -> None:
     parser.add_argument("--moved", type=int, default=50)
     parser.add_argument("--options", type=json.loads, default={}, help="other options of the engines, as JSON")
     asked = parser.parse_args()
+    if unknown := [part for part in asked.what if part not in PARTS]:
+        parser.error(f"it measures {', '.join(PARTS)}, not {unknown[0]!r}")
+    if not isinstance(asked.options, dict):
+        parser.error("--options is an object of JSON")
     OPTIONS.update(asked.options)
     half = max(1, asked.cores // 2)
     if "handover" in asked.what:

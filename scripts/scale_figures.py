@@ -20,9 +20,12 @@ from quire.simulation.synthetic import resampled
 from quire.simulation.traces import Arrival, read_trace
 from quire.types.autoscaling import AutoscaleOptions
 from quire.types.config import EngineOptions
+from quire.types.errors import ConfigError
 
 ROUTERS = ("cache-aware", "slo-aware", "prefix", "power-of-two", "least-load", "round-robin")
 POLICIES = ("auto", "slo", "srpt", "fair", "fcfs")
+PARTS = ("routers", "policies", "roles", "autoscaling")
+MIN_REPLICAS = 8  # of which an eighth is one
 HEADS = {"roles": " most that prefill | changes |", "autoscaling": " most replicas | replica-hours |"}
 STARTUP_S = 10.0
 
@@ -116,19 +119,27 @@ def line(part: str, name: str, runs: list[dict[str, Any]], best: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("traces", nargs="+", type=Path)
-    parser.add_argument("--parts", default="routers,policies,roles,autoscaling")
+    parser.add_argument("--parts", default=",".join(PARTS), help="some of them, with commas")
     parser.add_argument("--replicas", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--slo-ttft", type=float, default=2.0)
     parser.add_argument("--slo-tpot", type=float, default=0.05)
     asked = parser.parse_args()
-    for path in asked.traces:
-        trace = read_trace(path)
+    parts = asked.parts.replace(" ", "").split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"--parts are some of {', '.join(PARTS)}, not {unknown[0]!r}")
+    if asked.replicas < MIN_REPLICAS or asked.seeds < 1 or not asked.seconds > 0:
+        parser.error(f"it takes {MIN_REPLICAS} replicas, one seed and some seconds at least")
+    try:
+        traces = [read_trace(path) for path in asked.traces]
+    except ConfigError as error:
+        parser.error(str(error))
+    for path, trace in zip(asked.traces, traces, strict=True):
         able = capacity_rps(load_device("h200"), trace)
         load = Load(path.stem, trace, Targets(asked.slo_ttft, asked.slo_tpot), asked.seconds, able)
         print(f"\n{path.stem}: one replica can serve {able:.2f} requests a second")
-        for part in asked.parts.split(","):
+        for part in parts:
             for row in rows(part, load, asked.replicas, asked.seeds):
                 print(row, flush=True)
 

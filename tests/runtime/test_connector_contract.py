@@ -338,7 +338,7 @@ def test_what_a_slow_peer_has_not_read_is_bounded(link: Link, monkeypatch: pytes
     monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
     monkeypatch.setattr(send_window, "MAX_UNREAD_BYTES", 3 * SIZE)
     source, target = link.connector(), link.connector()
-    fetch = Fetch(source, target, timeout=0.1)
+    fetch = Fetch(source, target, timeout=1.0)
     fetch.wanted()
     with monkeypatch.context() as slow:
         slow.setattr(source._window, "acknowledged", lambda route: None)  # it reads, which is not heard of
@@ -382,6 +382,32 @@ def test_a_source_that_waits_for_a_peer_hears_that_it_need_not(
     source._left(route) if leaves else source.stop_sending()
     giving.join(PATIENCE_S)
     assert given == [True, False]
+
+
+def test_a_peer_that_dies_unread_does_not_hold_others_up(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen: nothing was sent to it any more, so that nobody noticed until the hand-over's time was over."""
+    if link.kind == "in-process":
+        pytest.skip("it dies with its peer")
+    monkeypatch.setattr(page_connector, "BATCH_BYTES", SIZE)
+    monkeypatch.setattr(shared_memory, "FILE_BYTES", SIZE)
+    monkeypatch.setattr(send_window, "MAX_UNREAD_MESSAGES", 2)
+    monkeypatch.setattr(send_window, "PROBE_S", 0.05)
+    clock = Clock()
+    source, target, other = link.connector(clock=clock), link.connector(), link.connector()
+    fetch, later = Fetch(source, target, timeout=60.0), Fetch(source, other, 1)
+    wanted: list[Wanted] = []
+    until(lambda: wanted.extend(source.take_requests()) or len(wanted) == 2)
+    monkeypatch.setattr(target, "_on_pages", lambda *_: False)
+    monkeypatch.setattr(target, "_send_to", lambda *_: None)  # nor does it say that it leaves
+    giving = threading.Thread(target=lambda: fetch.give(*range(6)))
+    giving.start()
+    until(lambda: sum(map(len, source._window.unread.values())) == 2)
+    link.end(target)
+    giving.join(PATIENCE_S)
+    assert not giving.is_alive() and later.give(0) == [True] and later.done() == [True]
+    if isinstance(source, SharedMemoryConnector):
+        clock.now += page_connector.MAX_TIMEOUT_S + 1
+        until(lambda: not source._unread_files)  # nobody will read what the dead peer did not
 
 
 def test_many_pages_go_in_messages_of_bounded_size(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,7 +576,7 @@ def test_registered_memory_is_bounded_and_used_again(nixl_pair, monkeypatch: pyt
         assert fetch.done() == [True, True]
         until(lambda: not source._sent_buffers)
     assert len(source._free) <= 2, "what was read is written to again"
-    monkeypatch.setattr(nixl_connector, "MAX_UNREAD_BYTES", 2 * source._buffer_size)
+    monkeypatch.setattr(nixl_connector, "MAX_SENT_BYTES", 2 * source._buffer_size)
     unread = Fetch(source, target, 4)
     unread.wanted()
     sent: list[list[bytes]] = []

@@ -381,6 +381,42 @@ def test_operators_see_and_wake_an_engine_that_the_pool_put_to_sleep() -> None:
         assert asleep("b") and not asleep("a") and engines.opened == {"a": 1, "b": 1}
 
 
+def test_a_wake_finds_the_engine_that_sleeps_beside_a_model_that_is_not_loaded() -> None:
+    engines = Engines()
+
+    async def started() -> ModelPool:
+        pool = pool_of(engines, "ab", asleep=10)
+        await pool.start()
+        (await pool.acquire("b")).release()
+        await pool.unload("a")
+        await pool._unload(pool._models["b"], "idle", sleep=True)
+        return pool
+
+    with background_server(started) as url:
+
+        def asleep() -> bool:
+            return bool(httpx.get(f"{url.admin}/is_sleeping").json()["is_sleeping"])
+
+        assert asleep() and httpx.post(f"{url.admin}/wake_up").json() == {"asleep": False}
+        assert not asleep() and engines.opened["b"] == 1
+
+
+def test_levels_of_sleep_hold_for_engines_that_the_pool_put_to_sleep() -> None:
+    engines = Engines()
+
+    async def started() -> ModelPool:
+        pool = pool_of(engines, "ab", asleep=10)
+        await pool.start()
+        (await pool.acquire("b")).release()
+        return pool
+
+    with background_server(started) as url:
+        refused = httpx.post(f"{url.admin}/sleep", params={"model": "a", "level": 7})
+        assert refused.status_code == 400 and "levels 1 and 2, not 7" in refused.json()["error"]["message"]
+        assert httpx.post(f"{url.admin}/sleep", params={"model": "a", "level": 2}).json() == {"asleep": True}
+        assert engines.of("a").closed.is_set()
+
+
 def test_where_all_engines_sleep_a_wake_wakes_the_first() -> None:
     engines = Engines()
 

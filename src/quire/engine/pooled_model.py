@@ -81,7 +81,7 @@ class PooledModel:
         self.waiters: list[asyncio.Future[LoadedModel]] = []  # each is given a lease
         self.load: asyncio.Task[None] | None = None
         self.opening = self.unloading = False  # its memory is taken, though it is not loaded
-        self.may_sleep = False  # its engine, that is being unloaded, rather than end
+        self.may_sleep = False  # whether its engine, which is being unloaded, may sleep instead of ending
         self.keep_alive = spec.keep_alive
         self.idle_since = 0.0
         self.timer: asyncio.TimerHandle | None = None

@@ -24,14 +24,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.runtime.connectors import send_window
 from quire.runtime.connectors.page_connector import BATCH_BYTES, Pages, signed_bytes
 from quire.runtime.connectors.tcp import POLL_MS, TcpConnector
 from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
-MAX_UNREAD_BYTES = (
-    5 << 28
-)  # of this engine's buffers whose pages peers have not read, or it has not heard that they did
+# Of this engine's buffers whose pages peers have not read, or it has not heard that they did.
+MAX_SENT_BYTES = send_window.MAX_UNREAD_BYTES * 5 // 4
 MAX_READS = 8  # under way at a time
 READ_TIMEOUT_S = 10.0
 BUSY_POLL_MS = 1  # while pages are being read, by this engine or of it
@@ -103,7 +103,7 @@ class NixlConnector(TcpConnector):
         self._take_back()
         if self._free:
             return self._free.pop()
-        if (len(self._sent_buffers) + 1) * self._buffer_size > MAX_UNREAD_BYTES:
+        if (len(self._sent_buffers) + 1) * self._buffer_size > MAX_SENT_BYTES:
             raise OSError(errno.ENOBUFS, "peers have not read what they asked for before")
         try:
             return _Buffer(self._agent, self._buffer_size)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from quire.runtime.connectors.send_window import SendWindow
+from quire.runtime.connectors.send_window import PeerState, SendWindow
 from quire.runtime.tiers.signed_page import PageSigner, SignedPage
 from quire.types.handover import Handover, HandoverStats
 from quire.types.memory_use import usable_cores
@@ -32,6 +32,7 @@ MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
 MAX_TIMEOUT_S = 60.0  # that a peer may ask to be waited for
+MAX_STILL = 0.5  # of that, in which it reads nothing and is waited for; others' pages wait as well
 MAX_THREADS = 8
 
 
@@ -67,8 +68,12 @@ class Received(msgspec.Struct, tag=True):
     """A message of pages was read, the oldest that was not, whether or not anybody waits for it."""
 
 
+class Probe(msgspec.Struct, tag=True):
+    """Nothing: sending it shows whether anybody is there."""
+
+
 Buffer = bytes | memoryview
-Frame = PageRequest | Pages | PagesUnavailable | Cancel | Received
+Frame = PageRequest | Pages | PagesUnavailable | Cancel | Received | Probe
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
@@ -117,7 +122,7 @@ class PageConnector(ABC):
         self._signal = signal
         self._clock = clock
         self._lock = threading.RLock()
-        self._window = SendWindow(self._lock, clock)
+        self._window = SendWindow(self._lock)
         self._fetches: dict[str, _Fetch] = {}  # under way, by hand-over
         self._routes: dict[str, _Route] = {}  # to peers that wait for pages, by hand-over
         self._requests: deque[Wanted] = deque()
@@ -221,13 +226,13 @@ class PageConnector(ABC):
             keys = job.keys[start : start + count]
             named = list(zip(keys, job.buffers[start : start + count], strict=True))
             if not self._may_send(route, handover, sum(content.nbytes for _, content in named)):
-                return self._stop_sending(job, start, route, OSError("the peer does not read them"))
+                return self._give_up(job, start, route, OSError("the peer does not read them"))
             signed = self._each(lambda one: self._signer.sign(_signed_name(one[0], job.part), one[1]), named)
             try:
                 packed = self._pack(handover.id, signed)
             except OSError as error:
                 self._window.withdraw(route)  # nothing was sent that a peer could read
-                return self._stop_sending(job, start, route, error)
+                return self._give_up(job, start, route, error)
             self._send(route, [_encoder.encode(Pages(handover.id, keys, job.part)), *packed])
             with self._lock:
                 last = job.part in (-1, len(self._parts[keys[0][0]]) - 1)
@@ -235,7 +240,7 @@ class PageConnector(ABC):
                 self.stats.bytes_sent += sum(signed_bytes(one) for one in signed)
         return [True] * len(job.keys)
 
-    def _stop_sending(self, job: TierJob, start: int, route: Hashable, error: OSError) -> list[bool]:
+    def _give_up(self, job: TierJob, start: int, route: Hashable, error: OSError) -> list[bool]:
         """Pages from `start` on could not be sent: who waits for them computes them."""
         assert job.handover is not None
         self.stats.failed += 1
@@ -249,8 +254,13 @@ class PageConnector(ABC):
         long, and counts as gone."""
         with self._lock:
             known = self._routes.get(handover.id)
-        timeout = known.timeout if known is not None else 0.0
-        if self._window.wait(route, size, timeout, lambda: handover.id in self._routes, self._reading):
+        timeout = known.timeout * MAX_STILL if known is not None else 0.0
+        still = PeerState(
+            is_wanted=lambda: handover.id in self._routes,
+            reading=self._reading,
+            probe=lambda: self._send(route, [_encoder.encode(Probe())]),
+        )
+        if self._window.wait(route, size, timeout, still):
             return True
         if handover.id in self._routes:
             self._left(route)
@@ -297,6 +307,8 @@ class PageConnector(ABC):
             self._on_unavailable(frame)
         elif isinstance(frame, Received):
             self._window.acknowledged(route)
+        elif isinstance(frame, Probe):
+            pass
         elif isinstance(route, str):  # whom pages were asked of; nobody else sends any
             if self._on_pages(frame, frames[1:]):
                 self._acknowledge(route)

@@ -7,43 +7,48 @@ know: what is sent, how it travels.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
+from typing import NamedTuple
 
 MAX_UNREAD_BYTES = 1 << 30
 MAX_UNREAD_MESSAGES = 96
-MAX_PEERS = 256  # whose messages are counted
+MAX_COUNTED_PEERS = 256
+PROBE_S = 1.0  # of waiting, after which it is asked whether the peer is still there
+
+
+class PeerState(NamedTuple):
+    """What a window asks while it waits."""
+
+    is_wanted: Callable[[], bool]  # whether the message is
+    reading: Callable[[], Collection[Hashable]]  # peers whose messages count
+    probe: Callable[[], None]  # finds out that the peer is gone: then the message is wanted no more
 
 
 class SendWindow:
-    def __init__(self, lock: threading.RLock, clock: Callable[[], float]):
+    def __init__(self, lock: threading.RLock):
         """`lock`: held by whoever changes what the window asks about."""
         self._changed = threading.Condition(lock)
-        self._clock = clock
         self.unread: dict[Hashable, deque[int]] = {}  # bytes of each message, by peer
 
-    def wait(
-        self,
-        peer: Hashable,
-        size: int,
-        timeout: float,
-        is_wanted: Callable[[], bool],
-        reading: Callable[[], Collection[Hashable]],
-    ) -> bool:
+    def wait(self, peer: Hashable, size: int, timeout: float, state: PeerState) -> bool:
         """Until a message of this size may go to a peer; then it counts. False: it is wanted no more, or the peer has
-        read nothing for so many seconds. `reading`: peers whose messages count."""
+        read nothing for so many seconds."""
         with self._changed:
-            before, since = len(self.unread.get(peer, ())), self._clock()
-            while is_wanted() and not self._fits(peer, size, reading()):
+            before, since = len(self.unread.get(peer, ())), time.monotonic()
+            while state.is_wanted() and not self._fits(peer, size, state.reading()):
                 if (count := len(self.unread[peer])) < before:
-                    before, since = count, self._clock()
-                left = timeout - (self._clock() - since)
-                if left <= 0 or not self._changed.wait(left):
+                    before, since = count, time.monotonic()
+                left = timeout - (time.monotonic() - since)
+                if left <= 0:
                     return False
-            if not is_wanted():
+                if not self._changed.wait(min(left, PROBE_S)):
+                    state.probe()
+            if not state.is_wanted():
                 return False
             self.unread.setdefault(peer, deque()).append(size)
-            if len(self.unread) > MAX_PEERS:  # the first is most likely gone
+            if len(self.unread) > MAX_COUNTED_PEERS:  # the first is most likely gone
                 del self.unread[next(iter(self.unread))]
         return True
 

@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from quire.runtime.connectors.page_connector import MAX_KEYS, Buffer, signed_bytes
+from quire.runtime.connectors import send_window
+from quire.runtime.connectors.page_connector import MAX_KEYS, MAX_TIMEOUT_S, Buffer, signed_bytes
 from quire.runtime.connectors.tcp import TcpConnector
 from quire.runtime.tiers.signed_page import SignedPage
 from quire.types.errors import ConfigError
 
-MAX_UNREAD_BYTES = 5 << 28  # of this writer's files that are not read yet: the oldest goes first
+MAX_FILE_BYTES = send_window.MAX_UNREAD_BYTES * 5 // 4  # of files that are not read yet: the oldest goes first
 MAX_UNREAD_FILES = 256
 FILE_BYTES = 32 << 20  # of pages in one file, or one page: enough for several cores to copy
 MAX_KEPT_BYTES = 8 * FILE_BYTES  # of files that were read
@@ -37,6 +38,7 @@ class MemoryFile:
     """Pages, and a last byte in which the reader says that it has read them."""
 
     def __init__(self, size: int):
+        self.written = 0.0  # when
         self.name = f"quire-pages-{secrets.token_hex(16)}"
         self.descriptor = os.memfd_create(self.name)
         try:
@@ -90,6 +92,7 @@ class SharedMemoryConnector(TcpConnector):
         with self._files_lock:
             self._sort()
             file = self._take_file(len(signed) * size)
+            file.written = self._clock()
             file.content[-1] = 0
             self._unread_files.append(file)
             self._each(lambda one: file.write(one[1], one[0] * size), list(enumerate(signed)))
@@ -97,13 +100,25 @@ class SharedMemoryConnector(TcpConnector):
         return [place.encode(), str(len(signed)).encode(), str(size).encode()]
 
     def _sort(self) -> None:
-        """Keep some of those that were read, and close the oldest of too many that were not."""
+        """Keep some of those that were read, and close those that nobody will read, and the oldest of too many."""
         self._read_files += [file for file in self._unread_files if file.is_read]
         self._unread_files = [file for file in self._unread_files if not file.is_read]
         while _bytes(self._read_files) > MAX_KEPT_BYTES or len(self._read_files) > MAX_KEPT_FILES:
             self._read_files.pop(0).close()
-        while len(self._unread_files) >= MAX_UNREAD_FILES or _bytes(self._unread_files) > MAX_UNREAD_BYTES:
+        while (
+            len(self._unread_files) >= MAX_UNREAD_FILES
+            or _bytes(self._unread_files) > MAX_FILE_BYTES
+            or (self._unread_files and self._clock() - self._unread_files[0].written > MAX_TIMEOUT_S)
+        ):
             self._unread_files.pop(0).close()
+
+    def _advance(self) -> int:
+        if self._files_lock.acquire(blocking=False):  # else they are being sorted
+            try:
+                self._sort()
+            finally:
+                self._files_lock.release()
+        return super()._advance()
 
     def _take_file(self, size: int) -> MemoryFile:
         fitting = [file for file in self._read_files if size <= file.size <= MAX_WASTE * size]

@@ -90,7 +90,7 @@ class TcpConnector(PageConnector):
         made = self._context.socket(kind)
         for name, value in (
             (zmq.LINGER, 200),
-            (zmq.SNDHWM, 0),  # as much waits as peers have reserved pages for
+            (zmq.SNDHWM, 0),  # the send window bounds what waits
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, MAX_FRAME),
             (zmq.CONNECT_TIMEOUT, membership.LINK_TIMEOUT_MS),  # else the kernel's, of minutes

@@ -58,6 +58,7 @@ class KVHandover(SchedulingFeature):
         self._sizes = [group.tokens_per_page for group in memory.layout.groups]
         self._pending: dict[str, PendingTransfer] = {}  # by hand-over
         self._asked: OrderedDict[str, None] = OrderedDict()  # hand-overs that peers have asked for pages of
+        self._held_since: dict[str, float] = {}  # hand-overs whose prompts wait for that
         self._finished_handovers: OrderedDict[str, None] = OrderedDict()  # whose request has computed all it will
         self._in_flight_sends: list[tuple[int, Handover, list[Key]]] = []  # by the step that they go with
         self._dirty = False  # whether something may have become possible to send, or impossible
@@ -86,6 +87,7 @@ class KVHandover(SchedulingFeature):
     def on_request_over(self, request: Request) -> None:
         """Nothing more is computed for it, or it was refused."""
         if (handover := request.handover) is not None and not handover.source:
+            self._held_since.pop(handover.id, None)
             self._finished_handovers[handover.id] = None
             self._dirty = True
             if len(self._finished_handovers) > MAX_REMEMBERED:
@@ -97,7 +99,7 @@ class KVHandover(SchedulingFeature):
         handover = seq.request.handover
         if not self._layerwise or handover is None or handover.source or handover.id in self._asked:
             return False
-        return self._clock.now - seq.request.arrival < MAX_HOLD_S
+        return self._clock.now - self._held_since.setdefault(handover.id, self._clock.now) < MAX_HOLD_S
 
     def contribute(self, builder: PlanBuilder) -> None:
         if not self.busy:

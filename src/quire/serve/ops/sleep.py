@@ -2,7 +2,8 @@
 
 `?level=` as vLLM's: weights wait in host memory (1), or are loaded again (2). A request that arrives meanwhile wakes
 the engine. Of several models, `?model=` names one; without it all that are loaded are meant. One that the pool has put
-to sleep is loaded by a wake, and where all have been, the first is. Refuses to know: what is moved where.
+to sleep is loaded by a wake (where none is loaded, the first of those is) and ended by level 2. Refuses to know: what
+is moved where.
 """
 
 from __future__ import annotations
@@ -33,10 +34,17 @@ def router(serving: Serving) -> APIRouter:
 
     async def power(model: str | None, asleep: bool, level: int = 1) -> None:
         """All that can; then, why another could not."""
-        name = serving.find_model(model)[0]
-        if serving.models.sleeps(name) and (model is not None or not serving.models.loaded()):
+        if level not in (1, 2):
+            raise InputError(f"sleep has levels 1 and 2, not {level}", param="level")
+        models = serving.models
+        asked = models.names if model is None else [serving.find_model(model)[0]]
+        name = next(filter(models.sleeps, asked), None)
+        if name is not None and (model is not None or not models.loaded()):
             if not asleep:
-                (await serving.models.acquire(name)).release()
+                (await models.acquire(name)).release()
+            elif level == 2:
+                for each in filter(models.sleeps, asked):
+                    await models.unload(each)
             return
         frontends = serving.models.loaded().values() if model is None else [serving.loaded(model)]
         told = [frontend.client.power(asleep=asleep, level=level) for frontend in frontends]
