@@ -57,7 +57,10 @@ def main() -> None:
     print(f"the directory: {each:.0f} bytes a block of a replica, its name included")
 
     feed = [(rng.randrange(count), [rng.randbytes(16) for _ in range(BLOCKS)]) for _ in range(ROUNDS)]
-    news = [(replica, encoder.encode(CacheEvents(fresh, names[replica][:BLOCKS]))) for replica, fresh in feed]
+    news = [
+        (replica, encoder.encode(CacheEvents(fresh, [names[replica].pop() for _ in range(BLOCKS)])))
+        for replica, fresh in feed
+    ]
     following = iter(news)
 
     def learn() -> None:

@@ -89,6 +89,17 @@ def test_what_was_used_longest_ago_leaves_first_and_ends_before_beginnings(seed:
         assert directory.match(prompt) == ([(have, 0b10)] if have else [])
 
 
+def test_what_a_replica_tells_of_several_prompts_at_once_is_renewed_by_each() -> None:
+    directory = PrefixDirectory(1, capacity=9)
+    directory.add(0, ["a0", "a1", "b1", "b2", "a2", "a3"])
+    directory.use(0, ["b0", "b1", "b2"])
+    directory.check()
+    assert directory.holds(0) == 7 and directory.match(["b0", "b1", "b2"]) == [(3, 1)]
+    directory.use(0, chain("c", 5))
+    directory.check()
+    assert directory.match(["b0", "b1", "b2"]) == [(2, 1)] and directory.match(chain("a", 4)) == [(2, 1)]
+
+
 def test_of_a_block_that_left_what_follows_is_not_found_either() -> None:
     directory = PrefixDirectory(1)
     directory.use(0, chain("a", 6))

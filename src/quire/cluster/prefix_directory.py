@@ -15,6 +15,7 @@ from itertools import count
 from typing import NamedTuple
 
 DEFAULT_CAPACITY = 1 << 18  # blocks of a replica that does not say how many it holds
+MAX_TOLD_RUN = 32  # blocks that a replica told of together and that count as one run: they may be of several prompts
 
 
 class PrefixMatch(NamedTuple):
@@ -83,15 +84,17 @@ class PrefixDirectory:
                 else:  # what follows there is not of this prompt, and stays behind
                     number = self._split(replica, number, runs[number].index(blocks[end - 1]) + 1)
                 start = end - len(runs[number])
+                if start < 0 or runs[number][0] != blocks[start]:  # there are others' blocks in it
+                    start = end - 1
             end = start
         self._evict(replica)
 
     def add(self, replica: int, blocks: Sequence[Hashable]) -> None:
-        """The replica has these blocks, of whatever prompts."""
+        """The replica has these blocks, of one prompt or of several."""
         held = self._held[replica]
-        for block in reversed(blocks):
-            if block not in held:
-                self._append(replica, [block])
+        unknown = [block for block in blocks if block not in held]
+        for start in range(0, len(unknown), MAX_TOLD_RUN):
+            self._append(replica, unknown[start : start + MAX_TOLD_RUN])
         self._evict(replica)
 
     def _append(self, replica: int, run: list[Hashable]) -> None:
@@ -130,12 +133,11 @@ class PrefixDirectory:
         """The replica has these blocks no more, and so finds nothing of what follows them."""
         held, runs = self._held[replica], self._runs[replica]
         for block in blocks:
-            if block in held:
-                number = held[block]
+            if (number := held.get(block)) is not None:
                 run = runs[number]
-                left = len(run) - 1 if run[-1] == block else run.index(block)
-                self._clear(replica, run[left:])
-                del run[left:]
+                at = -1 if run[-1] == block else run.index(block)
+                self._clear(replica, run[at:])
+                del run[at:]
                 if not run:
                     del runs[number]
 

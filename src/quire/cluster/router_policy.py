@@ -17,7 +17,7 @@ from quire.cluster.prefix_directory import DEFAULT_CAPACITY, PrefixDirectory
 # What one more request under way costs, in tokens of a prompt: while it draws its own (256 of them, say) it slows the
 # others, and they slow it, by about what computing as many tokens takes.
 REQUEST_TOKENS = 512
-MAX_COMPARED = 64  # replicas whose loads are compared for one request: of more, others for each
+MAX_COMPARED = 32  # replicas whose loads are compared for one request: of more, others for each
 
 
 class RouteView(NamedTuple):
