@@ -9,13 +9,16 @@
 #include "attend_wide.h"
 #include "kivi.h"
 
-#if QUIRE_WIDTH == 16
+#if QUIRE_WIDTH != 8
 #include "attend_pages.h"
 #endif
 
 // Blocks [begin, end) of 32 keys, read through `table`, for `count` states of each KV head, `stride` apart.
 inline void attend_range(const AttendArgs& a, const Table& table, State* states, int stride, int count, int begin,
                          int end, float* scratch) {
+#if QUIRE_WIDTH != 8
+  if (few_of_one(a.kv, states, count)) return attend_paged(a, table, states, stride, count, begin, end);
+#endif
   int dim = a.kv.head_dim, furthest = 0, wide = count % W > kFewStates ? count : count / W * W;
   float *k = scratch, *v = scratch + kKeys * dim;
   for (int head = a.head_begin; wide && head < a.head_end; head++)
@@ -23,11 +26,8 @@ inline void attend_range(const AttendArgs& a, const Table& table, State* states,
   if (wide == count) return;
   states += wide;
   count -= wide;
-#if QUIRE_WIDTH == 16
-  if (few_of_one(a.kv, states, count)) {
-    const auto few = a.kv.kind == kFloat16 ? attend_paged<kFloat16> : attend_paged<kFloat32>;
-    return few(a, table, states, stride, count, begin, end);
-  }
+#if QUIRE_WIDTH != 8
+  if (few_of_one(a.kv, states, count)) return attend_paged(a, table, states, stride, count, begin, end);
 #endif
   for (int i = 0; i < count; i++) furthest = states[i].position > furthest ? states[i].position : furthest;
   for (int block = begin; block < end; block++) {

@@ -1,5 +1,5 @@
 // Attention of a few states of one KV head straight from fp16 or fp32 pages: nothing is copied first. Included by
-// `attend.h` where vectors are wide and registers many. Each state adds what `attend_block` adds, in the same order:
+// `attend.h` where registers are many. Each state adds what `attend_block` adds, in the same order:
 // the same bits, sooner, as long as keys and values are not needed again.
 
 // Where K of all heads of a block's tokens lies; those not written yet stand where the last does.
@@ -22,14 +22,16 @@ struct Places {
   }
   void fetch(int key, int from, int to) const {
     constexpr int size = Kind == kFloat32 ? 4 : 2;
-    for (int i = from * size; i < to * size; i += 64) __builtin_prefetch(next[key] + head + i);
+    for (int i = (from * size + 63) / 64 * 64; i < to * size; i += 64) __builtin_prefetch(next[key] + head + i);
   }
 };
 
 // `dots16` of S states, four keys at a time.
 template <int Kind, int S>
 inline void score_pages(const State* s, Places<Kind> keys, int dim, float (*p)[kKeys], int j) {
+#if QUIRE_WIDTH == 16
   vf part[S][4];
+#endif
 #pragma GCC unroll 4
   for (int quad = 0; quad < 4; quad++) {
     vf acc[S][4];
@@ -48,11 +50,20 @@ inline void score_pages(const State* s, Places<Kind> keys, int dim, float (*p)[k
         for (int i = 0; i < S; i++) acc[i][c] = fma(load(s[i].q + d), key, acc[i][c]);
       }
 #pragma GCC unroll 4
-    for (int i = 0; i < S; i++) part[i][quad] = fold_quads(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+    for (int i = 0; i < S; i++) {
+      vf folded = fold_quads(acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
+#if QUIRE_WIDTH == 16
+      part[i][quad] = folded;
+#else
+      store(p[i] + j + 4 * quad, folded);
+#endif
+    }
   }
+#if QUIRE_WIDTH == 16
 #pragma GCC unroll 4
   for (int i = 0; i < S; i++)
     store(p[i] + j, fold_lanes(fold_lanes(part[i][0], part[i][1]), fold_lanes(part[i][2], part[i][3])));
+#endif
 }
 
 // `weigh` of S states, for C vectors from dimension `at` on.
@@ -119,6 +130,12 @@ inline void attend_paged(const AttendArgs& a, const Table& table, State* states,
     case 3: return attend_paged<Kind, 3>(a, table, states, stride, begin, end);
     case 4: return attend_paged<Kind, 4>(a, table, states, stride, begin, end);
   }
+}
+
+inline void attend_paged(const AttendArgs& a, const Table& table, State* states, int stride, int count, int begin,
+                         int end) {
+  const auto of_kind = a.kv.kind == kFloat16 ? attend_paged<kFloat16> : attend_paged<kFloat32>;
+  of_kind(a, table, states, stride, count, begin, end);
 }
 
 // Whether `attend_paged` is for these states.

@@ -38,11 +38,14 @@ inline void store_bytes(int8_t* p, vi v) {
 inline vi load_bytes(const int8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 inline vi load_bytes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
 
+inline float fold(vf v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+inline vf fold_quads(vf a, vf b, vf c, vf d) { return vf{fold(a), fold(b), fold(c), fold(d)}; }
+
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   for (int j = 0; j < 16; j++) {
     vf acc = {};
     for (int i = 0; i < dim; i += W) acc = fma(load(q + i), load(k + i * kKeys + j * W), acc);
-    out[j] = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+    out[j] = fold(acc);
   }
 }
 

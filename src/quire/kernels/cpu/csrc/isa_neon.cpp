@@ -54,6 +54,9 @@ inline vi load_bytes(const uint8_t* p) {
   return (vi)vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
 }
 
+// The sums of four vectors.
+inline vf fold_quads(vf a, vf b, vf c, vf d) { return vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)); }
+
 inline void dots16(const float* q, const float* k, int dim, float* out) {
   float32x4_t acc[16];
 #pragma GCC unroll 16
@@ -64,8 +67,7 @@ inline void dots16(const float* q, const float* k, int dim, float* out) {
     for (int j = 0; j < 16; j++) acc[j] = vfmaq_f32(acc[j], x, vld1q_f32(k + i * kKeys + j * W));
   }
 #pragma GCC unroll 4
-  for (int j = 0; j < 16; j += 4)
-    vst1q_f32(out + j, vpaddq_f32(vpaddq_f32(acc[j], acc[j + 1]), vpaddq_f32(acc[j + 2], acc[j + 3])));
+  for (int j = 0; j < 16; j += 4) vst1q_f32(out + j, fold_quads(acc[j], acc[j + 1], acc[j + 2], acc[j + 3]));
 }
 
 // out[i] += x[i] * lane i of y.
