@@ -7,7 +7,7 @@ import pytest
 from test_simulator import MODEL
 from typer.testing import CliRunner
 
-from quire.bench import calibration, rate_ladder, workloads
+from quire.bench import calibration, rate_ladder, trace_replay, workloads
 from quire.bench.load.load_report import SLO
 from quire.bench.load.runner import Phase
 from quire.bench.offline import run_workload
@@ -68,6 +68,25 @@ def test_so_many_at_a_time():
     assert max(running) == 3 and [len(trace.tokens) for trace in run.traces] == [5] * 9
     assert sorted(trace.arrival for trace in run.traces) == [trace.arrival for trace in run.traces]
     assert run.traces[2].arrival == 0 < run.traces[3].arrival
+
+
+def test_a_replay_and_the_simulator_agree_on_a_device_that_is_as_the_cost_model_says(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    capacity = Capacity(pages=600, slots=16, max_model_len=700, max_batch_tokens=512, depth=1)
+    core = EngineCore(EngineOptions(), TimedExecutor(capacity, clock), clock=lambda: clock.now)
+    link = LocalLink(core, EngineInfo("m", 700, 97, 599, 16, 512, 1, "none", "float32", [], slots=16))
+    idle = SimpleNamespace(clear=lambda: None, wait=lambda seconds: vars(clock).update(now=clock.now + seconds))
+    monkeypatch.setattr(link, "_woken", idle)
+    for name in ("perf_counter", "time"):
+        monkeypatch.setattr(trace_replay.time, name, lambda: clock.now)
+    asked = [one for one in synthetic("chat", 60, 2.0, 5) if one.prompt + one.outputs < 700]
+    asked[3] = asked[3]._replace(prompt=64, blocks=(7, 8), block=32)
+    measured = trace_replay.replay(link, asked)
+    machine = sized(MODEL, pages=599, slots=16, max_model_len=700, max_batch_tokens=512, depth=1, page_size=16)
+    told = trace_replay.simulated(EngineOptions(), machine, asked)
+    found = trace_replay.beside(measured, told)
+    assert len(found) == 17 and measured["finished"] == len(asked)
+    assert {one.name: round(one.off, 3) for one in found if abs(one.off) > 0.02} == {}
 
 
 def test_policies_beside_each_other():

@@ -1,5 +1,5 @@
-"""bench calibrate, bench sweep, bench compare: the cost model of a device, the highest rate that meets a service level,
-and two results beside each other."""
+"""bench calibrate, bench replay, bench sweep, bench compare: the cost model of a device, how far the simulator is off,
+the highest rate that meets a service level, and two results beside each other."""
 
 from __future__ import annotations
 
@@ -61,6 +61,53 @@ def calibrate(
         model = measure(link, longest=longest, most=most, rounds=rounds, seed=seed)
     show([*rows(model)])
     write_cost_model(json_, model)
+
+
+def replay(
+    *,
+    engine: EngineOptions,
+    trace: Annotated[Path | None, typer.Option(help="JSON lines or CSV: see docs/scheduling.md")] = None,
+    workload: Annotated[str | None, typer.Option(help="made-up traffic instead: chat, mix or conversations")] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="requests (default: the trace's; 1000 made up)")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second, in place of the trace's own moments")] = None,
+    arrivals: Annotated[str, typer.Option(help="with a rate: poisson, gamma:SHAPE or diurnal:SECONDS")] = "poisson",
+    longest: Annotated[
+        int | None, typer.Option(min=2, help="leave out requests of more tokens, the answer's included")
+    ] = None,
+    cost_model: Annotated[
+        str | None, typer.Option(help="simulate the same, too: h200, or a file that `quire bench calibrate` wrote")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of made-up traffic")] = 0,
+    json_: JsonOption = None,
+) -> None:
+    """Replay a trace on an engine in this process, at its moments; with a cost model, set the simulator beside it."""
+    from quire.bench.trace_replay import beside, simulated
+    from quire.bench.trace_replay import replay as run
+    from quire.cli.simulate import traffic
+    from quire.engine.link import LocalLink, open_link
+    from quire.simulation.devices import load_device
+
+    if arrivals != "poisson" and rate is None:
+        raise ConfigError("arrivals has no effect without rate")
+    model = load_device(cost_model) if cost_model else None
+    asked = traffic(trace, workload, num, rate, arrivals, seed, 1.0)
+    asked = [one for one in asked if longest is None or one.prompt + one.outputs <= longest]
+    with closing(open_link(engine, process=False, progress=True)) as link:
+        if not isinstance(link, LocalLink):
+            raise ConfigError("a replay needs the engine in this process")
+        found = run(link, asked)
+    told = simulated(engine, model, asked) if model is not None else None
+    if told is None:
+        lines = [(f"{one.name}", f"{one.measured:.4g}") for one in beside(found, found)]
+        show([("figure", "measured"), *lines])
+    else:
+        head = ("figure", "measured", "simulated", "off")
+        cells = [
+            (one.name, f"{one.measured:.4g}", f"{one.simulated:.4g}", f"{one.off:+.1%}") for one in beside(found, told)
+        ]
+        show([head, *cells])
+    if json_:
+        json_.write_text(json.dumps({"measured": found, "simulated": told}, indent=1))
 
 
 def compare(
@@ -174,3 +221,4 @@ def register(app: typer.Typer) -> None:
     app.command()(compare)
     app.command()(sweep)
     app.command()(with_engine_options(positional_model=False)(calibrate))
+    app.command()(with_engine_options(positional_model=False)(replay))

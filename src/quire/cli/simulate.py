@@ -116,7 +116,7 @@ def simulate(
         return
     runs = []
     for number in range(seed, seed + (seeds or 1)):
-        asked = _traffic(trace, workload, num, rate, arrivals, number, rate_scale)
+        asked = traffic(trace, workload, num, rate, arrivals, number, rate_scale)
         scaled = autoscaling if autoscaling.autoscales else None
         if scheduling.slo_give_up and scheduling.slo_ttft is None and not any(one.ttft for one in asked):
             raise ConfigError("slo_give_up has no effect without slo_ttft: no request has a target to miss")
@@ -211,7 +211,7 @@ def _compared(
     return cells
 
 
-def _traffic(
+def traffic(
     trace: Path | None,
     workload: str | None,
     num: int | None,
