@@ -100,14 +100,30 @@ def test_what_a_replica_tells_of_several_prompts_at_once_is_renewed_by_each() ->
     assert directory.match(["b0", "b1", "b2"]) == [(2, 1)] and directory.match(chain("a", 4)) == [(2, 1)]
 
 
-def test_of_a_block_that_left_what_follows_is_not_found_either() -> None:
-    directory = PrefixDirectory(1)
-    directory.use(0, chain("a", 6))
+def test_a_block_leaves_alone_and_comes_back_in_its_place() -> None:
+    """What a replica told of together need not be of one prompt."""
+    directory = PrefixDirectory(1, capacity=6)
+    directory.add(0, chain("a", 6))
     directory.remove(0, ["a2"])
     directory.check()
-    assert directory.holds(0) == 2 and directory.match(chain("a", 6)) == [(2, 1)]
+    assert directory.holds(0) == 5 and directory.match(chain("a", 2)) == [(2, 1)]
     directory.use(0, chain("a", 6))
+    directory.check()
     assert directory.match(chain("a", 6)) == [(6, 1)]
+    directory.use(0, ["b0"])
+    directory.check()
+    assert directory.match(chain("a", 6)) == [(5, 1)], "the end leaves first"
+
+
+def test_names_that_come_twice_count_once() -> None:
+    directory = PrefixDirectory(1, capacity=3)
+    directory.use(0, ["a", "b", "a", "b"])
+    directory.add(0, ["c", "c"])
+    directory.check()
+    assert directory.holds(0) == 3
+    directory.use(0, ["d", "d", "e", "f", "g", "d"])
+    directory.check()
+    assert directory.holds(0) == 3
 
 
 @pytest.mark.parametrize("router", ["cache-aware", "prefix"])

@@ -76,7 +76,7 @@ class PrefixDirectory:
             while start and blocks[start - 1] not in held:
                 start -= 1
             if start < end:
-                self._append(replica, list(blocks[start:end]))
+                self._append(replica, blocks[start:end])
             else:
                 number = held[blocks[end - 1]]
                 if runs[number][-1] == blocks[end - 1]:
@@ -97,11 +97,12 @@ class PrefixDirectory:
             self._append(replica, unknown[start : start + MAX_TOLD_RUN])
         self._evict(replica)
 
-    def _append(self, replica: int, run: list[Hashable]) -> None:
+    def _append(self, replica: int, run: Sequence[Hashable]) -> None:
         number, where, bit = next(self._numbers), self._where, self._bits[replica]
-        self._runs[replica][number] = run
-        self._held[replica].update(dict.fromkeys(run, number))
-        for block in run:
+        numbered = dict.fromkeys(run, number)  # none is named twice
+        self._runs[replica][number] = list(numbered)
+        self._held[replica].update(numbered)
+        for block in numbered:
             where[block] = where[block] | bit if block in where else bit
 
     def _split(self, replica: int, number: int, at: int) -> int:
@@ -130,16 +131,14 @@ class PrefixDirectory:
                 where[block] = holders ^ bit
 
     def remove(self, replica: int, blocks: Iterable[Hashable]) -> None:
-        """The replica has these blocks no more, and so finds nothing of what follows them."""
         held, runs = self._held[replica], self._runs[replica]
         for block in blocks:
             if (number := held.get(block)) is not None:
                 run = runs[number]
-                at = -1 if run[-1] == block else run.index(block)
-                self._clear(replica, run[at:])
-                del run[at:]
+                del run[-1 if run[-1] == block else run.index(block)]
                 if not run:
                     del runs[number]
+                self._clear(replica, [block])
 
     def forget(self, replica: int) -> None:
         """The replica is gone, or its cache is."""
