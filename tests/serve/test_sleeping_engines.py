@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -360,16 +361,17 @@ async def test_the_log_says_which_engines_end_for_want_of_memory(caplog: pytest.
     await pool.close()
 
 
+async def first_asleep(engines: Engines) -> ModelPool:
+    """Of two models, of which one fits, the second is loaded and the first sleeps."""
+    pool = pool_of(engines, "ab", asleep=10)
+    await pool.start()
+    (await pool.acquire("b")).release()
+    return pool
+
+
 def test_operators_see_and_wake_an_engine_that_the_pool_put_to_sleep() -> None:
     engines = Engines()
-
-    async def started() -> ModelPool:
-        pool = pool_of(engines, "ab", asleep=10)
-        await pool.start()
-        (await pool.acquire("b")).release()
-        return pool
-
-    with background_server(started) as url:
+    with background_server(partial(first_asleep, engines)) as url:
 
         def asleep(model: str) -> bool:
             return bool(httpx.get(f"{url.admin}/is_sleeping", params={"model": model}).json()["is_sleeping"])
@@ -385,9 +387,7 @@ def test_a_wake_finds_the_engine_that_sleeps_beside_a_model_that_is_not_loaded()
     engines = Engines()
 
     async def started() -> ModelPool:
-        pool = pool_of(engines, "ab", asleep=10)
-        await pool.start()
-        (await pool.acquire("b")).release()
+        pool = await first_asleep(engines)
         await pool.unload("a")
         await pool._unload(pool._models["b"], "idle", sleep=True)
         return pool
@@ -403,14 +403,7 @@ def test_a_wake_finds_the_engine_that_sleeps_beside_a_model_that_is_not_loaded()
 
 def test_levels_of_sleep_hold_for_engines_that_the_pool_put_to_sleep() -> None:
     engines = Engines()
-
-    async def started() -> ModelPool:
-        pool = pool_of(engines, "ab", asleep=10)
-        await pool.start()
-        (await pool.acquire("b")).release()
-        return pool
-
-    with background_server(started) as url:
+    with background_server(partial(first_asleep, engines)) as url:
         refused = httpx.post(f"{url.admin}/sleep", params={"model": "a", "level": 7})
         assert refused.status_code == 400 and "levels 1 and 2, not 7" in refused.json()["error"]["message"]
         assert httpx.post(f"{url.admin}/sleep", params={"model": "a", "level": 2}).json() == {"asleep": True}
