@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from quire.cluster.prefix_directory import PrefixDirectory
+from quire.cluster.prefix_directory import MAX_TOLD_RUN, PrefixDirectory
 from quire.cluster.prefix_routers import PREFILL_WEIGHT, members
 from quire.cluster.router_policy import ReplicaLoad, RouteView
 from quire.cluster.routers import make_router
@@ -121,6 +121,11 @@ def test_names_that_come_twice_count_once() -> None:
     directory.add(0, ["c", "c"])
     directory.check()
     assert directory.holds(0) == 3
+    far_apart = [*chain("far", MAX_TOLD_RUN + 1), "far0"]
+    directory.resize(0, len(far_apart))
+    directory.add(0, far_apart)
+    directory.check()
+    directory.resize(0, 3)
     directory.use(0, ["d", "d", "e", "f", "g", "d"])
     directory.check()
     assert directory.holds(0) == 3

@@ -48,7 +48,8 @@ def replay(link: LocalLink, asked: Sequence[Arrival]) -> dict[str, Any]:
     """Figures of the engine, by the names that the simulator's have."""
     too_long = [one for one in asked if one.prompt + one.outputs > link.core.capacity.longest]
     if too_long:
-        raise ConfigError(f"{len(too_long)} requests of the trace are longer than max_model_len: leave them out")
+        most = link.core.capacity.longest
+        raise ConfigError(f"{len(too_long)} of the requests have more than {most} tokens: leave them out (longest)")
     link.send(Reset())
     due = deque(_requests(link, asked))
     traces = [Trace(prompt=one.prompt, tokens=[], times=[], arrival=one.at) for one in asked]

@@ -72,12 +72,13 @@ def replay(
     rate: Annotated[float | None, typer.Option(help="requests per second, in place of the trace's own moments")] = None,
     arrivals: Annotated[str, typer.Option(help="with a rate: poisson, gamma:SHAPE or diurnal:SECONDS")] = "poisson",
     longest: Annotated[
-        int | None, typer.Option(min=2, help="leave out requests of more tokens, the answer's included")
+        int | None,
+        typer.Option(min=2, help="leave out requests of more tokens: num and rate become less"),
     ] = None,
     cost_model: Annotated[
         str | None, typer.Option(help="simulate the same, too: h200, or a file that `quire bench calibrate` wrote")
     ] = None,
-    seed: Annotated[int, typer.Option(help="seed of made-up traffic")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of made-up traffic, and of a trace's requests at a rate")] = 0,
     json_: JsonOption = None,
 ) -> None:
     """Replay a trace on an engine in this process, at its moments; with a cost model, set the simulator beside it."""
@@ -92,10 +93,13 @@ def replay(
     model = load_device(cost_model) if cost_model else None
     asked = traffic(trace, workload, num, rate, arrivals, seed, 1.0)
     asked = [one for one in asked if longest is None or one.prompt + one.outputs <= longest]
+    if not asked:
+        raise ConfigError("longest leaves no request")
     with closing(open_link(engine, process=False, progress=True)) as link:
         if not isinstance(link, LocalLink):
             raise ConfigError("a replay needs the engine in this process")
         found = run(link, asked)
+    typer.echo(f"{found['finished']} of {found['requests']} requests in {found['seconds']:.1f} s")
     told = simulated(engine, model, asked) if model is not None else None
     if told is None:
         lines = [(f"{one.name}", f"{one.measured:.4g}") for one in beside(found, found)]

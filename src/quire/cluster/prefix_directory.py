@@ -84,7 +84,7 @@ class PrefixDirectory:
                 else:  # what follows there is not of this prompt, and stays behind
                     number = self._split(replica, number, runs[number].index(blocks[end - 1]) + 1)
                 start = end - len(runs[number])
-                if start < 0 or runs[number][0] != blocks[start]:  # there are others' blocks in it
+                if start < 0 or runs[number][0] != blocks[start]:  # others' blocks are in it, as far as is looked at
                     start = end - 1
             end = start
         self._evict(replica)
@@ -92,7 +92,7 @@ class PrefixDirectory:
     def add(self, replica: int, blocks: Sequence[Hashable]) -> None:
         """The replica has these blocks, of one prompt or of several."""
         held = self._held[replica]
-        unknown = [block for block in blocks if block not in held]
+        unknown = list(dict.fromkeys(block for block in blocks if block not in held))
         for start in range(0, len(unknown), MAX_TOLD_RUN):
             self._append(replica, unknown[start : start + MAX_TOLD_RUN])
         self._evict(replica)
@@ -151,4 +151,5 @@ class PrefixDirectory:
             assert all(self._where[block] >> replica & 1 for block in held), "a block is held and not listed"
             assert held == {block: number for number, run in runs.items() for block in run}, "runs hold something else"
             assert all(runs.values()), "an empty run"
+            assert sum(map(len, runs.values())) == len(held), "a block is in two runs"
         assert sum(mask.bit_count() for mask in self._where.values()) == sum(map(len, self._held))

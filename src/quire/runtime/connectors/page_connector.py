@@ -32,7 +32,7 @@ MAX_KEYS = 1 << 17  # of one hand-over
 MAX_PENDING_HANDOVERS = 4096  # hand-overs that peers wait for
 BATCH_BYTES = 8 << 20  # of pages in one message, or one page
 MAX_TIMEOUT_S = 60.0  # that a peer may ask to be waited for
-MAX_STILL = 0.5  # of that, in which it reads nothing and is waited for; others' pages wait as well
+MAX_IDLE_SHARE = 0.5  # of that, in which it reads nothing and is waited for; others' pages wait as well
 MAX_THREADS = 8
 
 
@@ -254,19 +254,19 @@ class PageConnector(ABC):
         long, and counts as gone."""
         with self._lock:
             known = self._routes.get(handover.id)
-        timeout = known.timeout * MAX_STILL if known is not None else 0.0
-        still = PeerState(
+        timeout = known.timeout * MAX_IDLE_SHARE if known is not None else 0.0
+        state = PeerState(
             is_wanted=lambda: handover.id in self._routes,
-            reading=self._reading,
+            active_peers=self._active_peers,
             probe=lambda: self._send(route, [_encoder.encode(Probe())]),
         )
-        if self._window.wait(route, size, timeout, still):
+        if self._window.wait(route, size, timeout, state):
             return True
         if handover.id in self._routes:
             self._left(route)
         return False
 
-    def _reading(self) -> set[Hashable]:
+    def _active_peers(self) -> set[Hashable]:
         """Peers that wait for pages, and have not given up long ago."""
         now = self._clock()
         return {one.route for one in self._routes.values() if not one.is_stale(now)}

@@ -22,7 +22,7 @@ class PeerState(NamedTuple):
     """What a window asks while it waits."""
 
     is_wanted: Callable[[], bool]  # whether the message is
-    reading: Callable[[], Collection[Hashable]]  # peers whose messages count
+    active_peers: Callable[[], Collection[Hashable]]  # those whose messages count
     probe: Callable[[], None]  # finds out that the peer is gone: then the message is wanted no more
 
 
@@ -37,7 +37,7 @@ class SendWindow:
         read nothing for so many seconds."""
         with self._changed:
             before, since = len(self.unread.get(peer, ())), time.monotonic()
-            while state.is_wanted() and not self._fits(peer, size, state.reading()):
+            while state.is_wanted() and not self._fits(peer, size, state.active_peers()):
                 if (count := len(self.unread[peer])) < before:
                     before, since = count, time.monotonic()
                 left = timeout - (time.monotonic() - since)
