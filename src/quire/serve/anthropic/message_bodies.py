@@ -105,6 +105,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     speed: Annotated[Any, left_out("standard", why="there is one")] = None
     user_profile_id: Annotated[Any, left_out()] = None
     workspace_id: Annotated[Any, left_out()] = None
+    billing_policy: Annotated[Any, left_out(why="nothing is billed here")] = None
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
