@@ -86,6 +86,11 @@ class Admission(SchedulingFeature):
         first = self._table.waiting.first(1)
         return bool(first) and first[0].rank < seq.rank and first[0].status is not Status.PENDING
 
+    def others_may_start(self) -> bool:
+        """Whether there is a slot, and one that waits for it."""
+        first = self._table.waiting.first(1) if self._table.slots else []
+        return bool(first) and first[0].status is not Status.PENDING
+
     def put_overdue_first(self, now: float) -> None:
         """One in so many admissions is for the oldest without a first token, once that is too long: it waits, or others
         go before its prompt. Under overload all of them wait too long."""

@@ -22,6 +22,7 @@ from quire.scheduling.sequence_table import SequenceTable
 from quire.types.request import Status
 
 HELD_BACK_SHARE = 0.25  # of a step's prefill budget, for prompts that let better ones start first
+BESIDE_OVERDUE = 0.25  # ... for others beside a prompt that has waited too long and goes before them
 RUNNING = Status.RUNNING
 
 
@@ -80,7 +81,9 @@ class Continuation:
         for seq, missing in prefill:
             if seq.status is not RUNNING:
                 continue  # preempted for one before it
-            count = min(missing, self._chunk, budget.fit(seq.held))
+            shared = seq.overdue and (len(prefill) > 1 or self._admission.others_may_start())
+            room = budget.part(1 - BESIDE_OVERDUE) if shared else budget
+            count = min(missing, self._chunk, room.fit(seq.held))
             if seq.hook is not None:
                 count = min(count, seq.hook.row_limit(seq.computed))
             if count <= 0:
